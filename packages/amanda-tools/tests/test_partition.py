@@ -38,18 +38,12 @@ class Branches(nn.Module):
 
 
 def run(model: nn.Module, x: Tensor, backward: bool = False, **options: Any) -> PartitionResult:
-    tool = PartitionTool(**options)
+    tool: PartitionTool[PartitionResult] = PartitionTool(**options)
     with amanda.apply(tool):
         y = model(x)
         if backward:
             y.sum().backward()
-    return stages_of(tool)
-
-
-def stages_of(tool: PartitionTool) -> PartitionResult:
-    result = tool.result
-    assert isinstance(result, PartitionResult)
-    return result
+    return tool.result
 
 
 def chain(n: int, width: int = 16) -> nn.Sequential:
@@ -166,7 +160,7 @@ def test_cost_is_that_of_one_step() -> None:
     with amanda.apply(tool):
         for _ in range(3):
             model(torch.rand(8, 16))
-    assert stages_of(tool).work.total.sum() == run(model, torch.rand(8, 16)).work.total.sum()
+    assert tool.result.work.total.sum() == run(model, torch.rand(8, 16)).work.total.sum()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -223,7 +217,7 @@ def test_clear_forgets() -> None:
     with amanda.apply(tool):
         chain(2)(torch.rand(1, 16))
         tool.clear()
-    assert not stages_of(tool).work.ops
+    assert not tool.result.work.ops
 
 
 @pytest.mark.parametrize(
@@ -261,4 +255,4 @@ def test_variables_of_tensorflow_are_the_parameters_of_stages() -> None:
     with amanda.apply(tool):
         for weight in weights:
             x = x @ weight
-    assert [stage.parameters for stage in stages_of(tool).stages] == [2 * 4 * 16 * 16] * 2
+    assert [stage.parameters for stage in tool.result.stages] == [2 * 4 * 16 * 16] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -23,10 +24,14 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
-from amanda.tools.partition._channel import receive, send
+from amanda.tools.partition._channel import Link, receive, send
+from amanda.tools.partition._enclave import Enclave
 from amanda.tools.partition._pytorch_bytes import packed, unpacked
+from amanda.tools.partition._pytorch_optimizers import Optimizers
+from amanda.tools.partition._pytorch_stand_ins import StandIns
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
+Protecting = PartitionTool[ProtectedResult]
 
 
 class Net(nn.Module):
@@ -60,10 +65,10 @@ def train(model: nn.Module, optimizer: Optimizer, accumulate: int = 1, steps: in
 
 
 @pytest.fixture
-def protect() -> Iterator[Callable[[str], PartitionTool]]:
+def protect() -> Iterator[Callable[[str], Protecting]]:
     tools = []
 
-    def make(text: str) -> PartitionTool:
+    def make(text: str) -> Protecting:
         tools.append(PartitionTool(protect=text))
         return tools[-1]
 
@@ -82,7 +87,7 @@ def protect() -> Iterator[Callable[[str], PartitionTool]]:
     ids=["adam", "sgd"],
 )
 def test_training_is_the_same_to_the_bit(
-    optimizer: Optimizer, accumulate: int, protect: Callable[[str], PartitionTool]
+    optimizer: Optimizer, accumulate: int, protect: Callable[[str], Protecting]
 ) -> None:
     plain, model, tool = Net(), Net(), protect("module=classifier|secret")
     wanted = train(plain, optimizer, accumulate)
@@ -96,12 +101,11 @@ def test_training_is_the_same_to_the_bit(
 
 
 @pytest.mark.slow
-def test_result_declares_what_crosses(protect: Callable[[str], PartitionTool]) -> None:
+def test_result_declares_what_crosses(protect: Callable[[str], Protecting]) -> None:
     model, tool = Net(), protect("module=classifier.2")
     with amanda.apply(tool):
         model(torch.rand(4, 3, 8, 8)).sum().backward()
     result = tool.result
-    assert isinstance(result, ProtectedResult)
     assert result.title.startswith(
         f"2 parameters and buffers of module=classifier.2 are in process {result.pid}"
     )
@@ -114,7 +118,7 @@ def test_result_declares_what_crosses(protect: Callable[[str], PartitionTool]) -
 
 
 @pytest.mark.slow
-def test_inference_needs_no_gradients(protect: Callable[[str], PartitionTool]) -> None:
+def test_inference_needs_no_gradients(protect: Callable[[str], Protecting]) -> None:
     model, x = Net().eval(), torch.rand(2, 3, 8, 8)
     wanted = model(x)
     with amanda.apply(protect("module=secret")), torch.no_grad():
@@ -142,7 +146,7 @@ def found_in_memory(masked: list[bytes]) -> list[bool]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem is Linux's")
 def test_protected_parameters_are_nowhere_in_the_memory_of_the_program(
-    protect: Callable[[str], PartitionTool],
+    protect: Callable[[str], Protecting],
 ) -> None:
     model, x = Net(), torch.rand(4, 3, 8, 8)
     torch.seed()  # other tests have models of the same seed
@@ -159,7 +163,7 @@ def test_protected_parameters_are_nowhere_in_the_memory_of_the_program(
 
 
 @pytest.mark.slow
-def test_gradients_that_are_clipped_are_an_error(protect: Callable[[str], PartitionTool]) -> None:
+def test_gradients_that_are_clipped_are_an_error(protect: Callable[[str], Protecting]) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with amanda.apply(protect("module=classifier")):
@@ -171,7 +175,7 @@ def test_gradients_that_are_clipped_are_an_error(protect: Callable[[str], Partit
 
 @pytest.mark.slow
 def test_op_outside_that_reads_a_protected_parameter_is_an_error(
-    protect: Callable[[str], PartitionTool],
+    protect: Callable[[str], Protecting],
 ) -> None:
     first = nn.Linear(4, 4)
     model = nn.Sequential(first, nn.Linear(4, 4))
@@ -184,7 +188,7 @@ def test_op_outside_that_reads_a_protected_parameter_is_an_error(
 
 
 @pytest.mark.slow
-def test_parameter_that_an_op_outside_shares_is_an_error(protect: Callable[[str], PartitionTool]) -> None:
+def test_parameter_that_an_op_outside_shares_is_an_error(protect: Callable[[str], Protecting]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     with amanda.apply(protect("module=1")), pytest.raises(ProtectError, match="select both"):
@@ -192,7 +196,7 @@ def test_parameter_that_an_op_outside_shares_is_an_error(protect: Callable[[str]
 
 
 @pytest.mark.slow
-def test_parameter_that_is_frozen_later_is_an_error(protect: Callable[[str], PartitionTool]) -> None:
+def test_parameter_that_is_frozen_later_is_an_error(protect: Callable[[str], Protecting]) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(1, 4)
     with amanda.apply(protect("module=0")):
         model(x)
@@ -203,7 +207,7 @@ def test_parameter_that_is_frozen_later_is_an_error(protect: Callable[[str], Par
 
 @pytest.mark.slow
 def test_value_of_parameters_alone_does_not_leave_the_process(
-    protect: Callable[[str], PartitionTool],
+    protect: Callable[[str], Protecting],
 ) -> None:
     class Transposed(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -230,7 +234,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.slow
-def test_gradients_of_a_pass_within_a_pass_arrive(protect: Callable[[str], PartitionTool]) -> None:
+def test_gradients_of_a_pass_within_a_pass_arrive(protect: Callable[[str], Protecting]) -> None:
     plain, model, tool = Checkpointed(), Checkpointed(), protect("type=linear")
     x = torch.rand(3, 4)
     with amanda.apply(tool):
@@ -249,7 +253,7 @@ def descend(model: nn.Module, batches: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], PartitionTool]) -> None:
+def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], Protecting]) -> None:
     torch.manual_seed(0)
     model, tool = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), protect("module=0|1")
     plain, x = deepcopy(model), torch.ones(2, 4)  # equal gradients add up alike in every order
@@ -273,16 +277,106 @@ def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], 
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+class Breaking(nn.Module):
+    """A model whose backward pass can fail after it has reached the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.breaks = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x)
+        if self.breaks:
+            hidden.register_hook(self._break)  # type: ignore[no-untyped-call]
+        made: Tensor = self.last(hidden)
+        return made
+
+    def _break(self, gradient: Tensor) -> None:
+        raise ArithmeticError("broken")
+
+
+@pytest.mark.slow
+def test_gradients_of_a_pass_that_failed_are_forgotten(
+    protect: Callable[[str], Protecting], monkeypatch: Any
+) -> None:
+    plain, model, tool, x = Breaking(), Breaking(), protect("module=last"), torch.rand(3, 4)
+    failed, call = [], Link.call
+
+    def listening(link: Link, header: Any, tensors: Any = ()) -> Any:
+        failed.extend(header.get("failed", ()))
+        return call(link, header, tensors)
+
+    monkeypatch.setattr(Link, "call", listening)
+    with amanda.apply(tool):
+        model.breaks = True
+        with pytest.raises(ArithmeticError, match="broken"):
+            model(x).sum().backward()
+        model.breaks = False
+        descend(model, [x, x])
+    tool.release()
+    descend(plain, [x, x])
+    assert len(failed) == 1
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_process_forgets_the_gradients_of_a_pass_that_failed() -> None:
+    enclave, weight, x = Enclave(), torch.rand(2, 2), torch.rand(1, 2)
+    enclave.hold([packed(weight)], "weight", True)
+    inputs = [{"given": 0}, {"held": "weight"}]
+
+    def forward(number: int, failed: Sequence[int]) -> None:
+        enclave.forward(
+            [packed(x)], "torch._C._nn.linear", inputs, number, [True], records=True, random=False,
+            in_place=False, dropped=[], failed=failed,
+        )  # fmt: skip
+
+    forward(0, [])
+    enclave.backward([packed(torch.ones(1, 2))], 0, [0], backward_pass=7)
+    assert list(enclave._arrived) == [7]
+    forward(1, [7])
+    assert not enclave._arrived
+
+
+@pytest.mark.slow
+def test_process_ends_with_the_tool(caplog: pytest.LogCaptureFixture) -> None:
+    hooks, tool = len(_global_optimizer_pre_hooks), PartitionTool(protect="module=0")
+    with amanda.apply(tool):
+        nn.Sequential(nn.Linear(4, 4))(torch.rand(1, 4))
+    pid = tool.result.pid
+    assert pid is not None
+    os.kill(pid, 0)
+    del tool
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert f"dropped without release(); the parameters in process {pid} are lost" in caplog.text
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
+    linear = nn.Linear(2, 2)
+    stand_ins = StandIns()
+    stand_ins.move("weight", linear.weight, lambda *_: None)
+    optimizers, numbers = Optimizers(stand_ins), []
+    alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]
+    for _ in range(2):
+        numbers += [optimizers.step(one, (one,), {}) for one in alive]
+        del alive[0]
+        gc.collect()
+        alive = [torch.optim.SGD(linear.parameters())]
+    assert [one["optimizer"] for one in numbers if one is not None] == [0, 1, 2]
+
+
 @pytest.mark.slow
 def test_nothing_is_left_of_a_process_that_was_killed(
-    protect: Callable[[str], PartitionTool], tmp_path: Path, monkeypatch: Any
+    protect: Callable[[str], Protecting], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     hooks, tool = len(_global_optimizer_pre_hooks), protect("module=0")
     with amanda.apply(tool):
         nn.Sequential(nn.Linear(4, 4))(torch.rand(1, 4))
     assert list(tmp_path.iterdir()) == []
-    assert isinstance(tool.result, ProtectedResult)
     assert tool.result.pid is not None
     os.kill(tool.result.pid, signal.SIGKILL)
     with pytest.raises(ProtectError, match="the protected process is gone"):
@@ -292,7 +386,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(
 
 
 @pytest.mark.slow
-def test_process_serves_who_knows_the_key(protect: Callable[[str], PartitionTool], monkeypatch: Any) -> None:
+def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "amanda.tools.partition._channel.Client",
         lambda address, family, key: Client(address, family, b"other"),
@@ -309,11 +403,11 @@ def test_text_that_selects_nothing(text: str) -> None:
 
 def test_stages_and_protect_are_one_or_the_other() -> None:
     with pytest.raises(ToolError, match="stages is 2 and protect is 'module=a'"):
-        PartitionTool(stages=2, protect="module=a")
+        PartitionTool(stages=2, protect="module=a")  # type: ignore[call-overload]
     with pytest.raises(ToolError, match="memory is 9 and protect is 'module=a'"):
-        PartitionTool(memory=9, protect="module=a")
+        PartitionTool(memory=9, protect="module=a")  # type: ignore[call-overload]
     with pytest.raises(ToolError, match="protect is 5; it is a text"):
-        PartitionTool(protect=5)  # type: ignore[arg-type]
+        PartitionTool(protect=5)  # type: ignore[call-overload]
 
 
 def test_module_that_is_not_there_is_told() -> None:

@@ -41,6 +41,10 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:_C._current_graph_task_id",
         "torch:autograd.Variable._execution_engine.queue_callback",
     ),
+    ("partition.pipeline", "torch"): (
+        "torch:ops.aten.add.Tensor._schema",
+        "torch.distributed.pipelining._IR:aten_pipe_split_alias",
+    ),
     ("profile", "torch"): (
         *_MEMORY,
         "torch:_C.DisableTorchFunction",

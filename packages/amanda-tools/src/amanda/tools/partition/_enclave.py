@@ -72,12 +72,17 @@ class Enclave:
 
     def forward(
         self, tensors: Tensors, op: str, inputs: Sequence[Any], number: int, trained: Sequence[bool],
-        records: bool, random: bool, in_place: bool, dropped: Sequence[int],
+        records: bool, random: bool, in_place: bool, dropped: Sequence[int], failed: Sequence[int],
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Run an op; keep what its backward pass needs where `records` is true."""
+        """Run an op; keep what its backward pass needs where `records` is true.
+
+        dropped, failed: executions and backward passes to forget.
+        """
         torch = self._torch
         for one in dropped:
             self._executions.pop(one, None)
+        for one in failed:
+            self._arrived.pop(one, None)
         given = [unpacked(*one) for one in tensors]
         if random:
             torch.set_rng_state(given.pop())
@@ -134,7 +139,7 @@ class Enclave:
 
     def accumulate(self, tensors: Tensors, backward_pass: int, fresh: Mapping[str, bool]) -> tuple[Any, Any]:
         """Add the gradients of a pass that has ended; fresh: whether they take the place of older ones."""
-        arrived = self._arrived.pop(backward_pass)
+        arrived = self._arrived.pop(backward_pass, {})
         for path, is_first in fresh.items():
             parameter, gradient = self._held[path], arrived[path]
             parameter.grad = gradient if is_first or parameter.grad is None else parameter.grad + gradient

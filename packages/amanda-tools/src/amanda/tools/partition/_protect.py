@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.partition import _pytorch
+from amanda.tools.partition import _pytorch, _pytorch_ops
 from amanda.tools.results import Column, Result, amount, shortened
 from amanda.tools.select import Selection, as_remarks
 
@@ -116,7 +116,7 @@ class ProtectTool(amanda.Tool):
         protection = self._protection
         if not self._selection(context):
             if protection is not None and "protection" in context:
-                protection.check(context)
+                protection.stand_ins.check(context)
             return
         where = f"{context['type']} at {context.get_source() or context.get_op_type()}"
         if protection is None or "protection" not in context:
@@ -124,13 +124,14 @@ class ProtectTool(amanda.Tool):
                 f"protect runs ops of PyTorch's eager mode in another process; {where} is of "
                 f"{context.namespace}"
             )
-        op = _pytorch.callable_of(context)
+        op = _pytorch_ops.callable_of(context)
         protection.adopt(context)
         key, module = context.get_op_id(), context.get_scope()
         place = protection.place("forward", key, context["type"], module, context.get_source())
         logger.info("protect: %s in module %r runs in process %s", where, module, protection.pid)
-        in_place, random = context["in_place"], _pytorch.is_random(context)
-        target = context.get_inputs()[0] if in_place and protection.held(context.get_inputs()[0]) else None
+        in_place, random = context["in_place"], _pytorch_ops.is_random(context)
+        first = context.get_inputs()[0] if in_place else None
+        target = None if first is None or protection.stand_ins.of(first) is None else first
         context.replace_op(
             protection.run, place=place, op=op, in_place=in_place, random=random, key=key, target=target
         )

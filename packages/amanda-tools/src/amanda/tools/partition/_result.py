@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from amanda.tools.partition._cut import Request, Stages, cut
+from amanda.tools.partition._cut import PartitionError, Request, Stages, cut
+from amanda.tools.partition._plan import Plan, PlannedOp
 from amanda.tools.partition._schedule import Slot, bubble, slots
 from amanda.tools.partition._work import Work
 from amanda.tools.results import Column, PlottedResult, amount, shortened
@@ -15,6 +16,8 @@ from amanda.tools.trace import Tensor, TraceResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from amanda.tools.partition._pytorch_pipeline import Pipeline
 
 
 class Crossing(NamedTuple):
@@ -111,15 +114,36 @@ class PartitionResult(PlottedResult):
                 op = graph.ops[span.tensor.producer or 0]
                 yield Crossing(span.tensor, source, target, op.type, op.module)
 
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[int]]:
+        """Return the stages that read each parameter or buffer, by its path."""
+        found: dict[str, Sequence[int]] = {}
+        for index, read in self.work.parameters.items() if self.stage_of is not None else ():
+            name = self.work.graph.tensors[index].name or f"tensor {index}"
+            found[name] = sorted({int(self.stage_of[i]) for i in read})  # type: ignore[index]
+        return found
+
     @property
     def shared(self) -> Mapping[str, Sequence[int]]:
         """Return the stages that read a parameter of which several do, by its path."""
-        found: dict[str, Sequence[int]] = {}
-        for index, read in self.work.parameters.items() if self.stage_of is not None else ():
-            stages = sorted({int(self.stage_of[i]) for i in read})  # type: ignore[index]
-            if len(stages) > 1:
-                found[self.work.graph.tensors[index].name or f"tensor {index}"] = stages
-        return found
+        return {name: stages for name, stages in self.readers.items() if len(stages) > 1}
+
+    @property
+    def plan(self) -> Plan:
+        """Return what the stages of a model are made by.  Raises PartitionError where nothing ran."""
+        if self.stage_of is None:
+            raise PartitionError("nothing was executed, so there is no plan; run the model in the scope")
+        ops = [
+            PlannedOp(op.type, op.module, int(stage))
+            for op, stage in zip(self.work.ops, self.stage_of, strict=True)
+        ]
+        return Plan(self.request.stages, self.request.schedule, self.request.microbatches, ops, self.readers)
+
+    def pipeline(
+        self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
+    ) -> Pipeline:
+        """Return a model of PyTorch, cut into these stages; see `Plan.pipeline`."""
+        return self.plan.pipeline(model, mb_args, mb_kwargs)
 
     @cached_property
     def slots(self) -> Sequence[Slot]:
@@ -206,6 +230,7 @@ class PartitionResult(PlottedResult):
             "unit": self.work.unit, "method": request.method, "schedule": request.schedule,
             "microbatches": request.microbatches, "bubble": self.bubble, "imbalance": self.imbalance,
             "shared": {name: list(stages) for name, stages in self.shared.items()},
+            "parameters": {name: list(stages) for name, stages in self.readers.items()},
             "crossings": [
                 {"from": one.source, "to": one.target, "type": one.made_by, "module": one.module,
                  "shape": one.tensor.shape, "dtype": one.tensor.dtype, "bytes": one.tensor.bytes}

@@ -1,24 +1,21 @@
-"""The tool: traces and measures what its scopes execute, and cuts it into stages."""
+"""The tool: stages of what its scopes execute, or protected parts of it."""
 
 from __future__ import annotations
 
 from inspect import signature
-from typing import Literal
+from typing import Generic, Literal, TypeVar, cast, overload
 
 import amanda
 from amanda.errors import ToolError
-from amanda.tools.flops import FlopsTool
-from amanda.tools.kit import check_one_of
 from amanda.tools.partition._cut import Request, Schedule
 from amanda.tools.partition._protect import ProtectedResult, ProtectTool
 from amanda.tools.partition._result import PartitionResult
-from amanda.tools.partition._work import of_flops, of_time
-from amanda.tools.profile import ProfileTool
-from amanda.tools.steps import Steps
-from amanda.tools.trace import TraceTool
+from amanda.tools.partition._stages import StagesTool
+
+ResultT = TypeVar("ResultT", PartitionResult, ProtectedResult)
 
 
-class PartitionTool(amanda.Tool):
+class PartitionTool(amanda.Tool, Generic[ResultT]):
     """Cuts what its scopes execute into stages for several devices; `result` tells, `clear` starts anew.
 
     stages: how many, 2 if None.  cost: of an op, its FLOPs, or the "time" that it took.
@@ -31,11 +28,28 @@ class PartitionTool(amanda.Tool):
     tolerance: by how much the slowest stage may be slower so that fewer bytes cross; with "min_cut" by how
     much a side may be off half.
     protect: ops that run in another process, which alone holds their parameters, instead of stages:
-    "module=classifier|layer4.*", also with "type="; see `ProtectedResult`.
+    "module=classifier|layer4.*", also with "type="; `result` is a `ProtectedResult` then.
 
     Raises ToolError for options that are none of these; `result` raises PartitionError where no cut is
     what was asked for.
     """
+
+    @overload
+    def __init__(
+        self: PartitionTool[PartitionResult],
+        stages: int | None = None,
+        cost: Literal["flops", "time"] = "flops",
+        method: Literal["order", "min_cut"] = "order",
+        microbatches: int = 8,
+        schedule: Schedule = "1f1b",
+        memory: int | None = None,
+        copies: int | None = None,
+        byte_cost: float = 0.0,
+        tolerance: float = 0.05,
+    ) -> None: ...
+
+    @overload
+    def __init__(self: PartitionTool[ProtectedResult], *, protect: str) -> None: ...
 
     def __init__(
         self,
@@ -51,8 +65,14 @@ class PartitionTool(amanda.Tool):
         protect: str | None = None,
     ) -> None:
         super().__init__()
-        self._protected: ProtectTool | None = None
-        if protect is not None:
+        self._part: StagesTool | ProtectTool
+        if protect is None:
+            self.request = Request(
+                2 if stages is None else stages, method, microbatches, schedule, memory, copies, byte_cost,
+                tolerance,
+            )  # fmt: skip
+            self._part = StagesTool(self.request, cost)
+        else:
             options = {
                 "stages": stages, "cost": cost, "method": method, "microbatches": microbatches,
                 "schedule": schedule, "memory": memory, "copies": copies, "byte_cost": byte_cost,
@@ -62,53 +82,22 @@ class PartitionTool(amanda.Tool):
             for name, value in options.items():
                 if value != defaults[name].default:
                     raise ToolError(f"{name} is {value!r} and protect is {protect!r}; give one of them")
-            self._protected = ProtectTool(protect)
-            self.depends_on(self._protected)
-            return
-        stages = 2 if stages is None else stages
-        check_one_of("cost", cost, ("flops", "time"), ToolError)
-        check_one_of("method", method, ("order", "min_cut"), ToolError)
-        check_one_of("schedule", schedule, ("1f1b", "gpipe"), ToolError)
-        counts = {"stages": stages, "microbatches": microbatches, "memory": memory, "copies": copies}
-        for name, given in counts.items():
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-                raise ToolError(f"{name} is {given!r}; it is a whole number from 1")
-        for name, number, most in (("byte_cost", byte_cost, float("inf")), ("tolerance", tolerance, 1.0)):
-            if not isinstance(number, (int, float)) or not 0 <= number <= most:
-                raise ToolError(f"{name} is {number!r}; it is a number from 0 to {most:g}")
-        if method == "min_cut" and (stages != 2 or memory is not None or byte_cost):
-            raise ToolError(
-                f"method='min_cut' makes 2 stages and knows neither memory nor byte_cost; it was given "
-                f"stages={stages}, memory={memory}, byte_cost={byte_cost}: use method='order' for these"
-            )
-        self.request = Request(stages, method, microbatches, schedule, memory, copies, byte_cost, tolerance)
-        self._trace, self._steps = TraceTool(attributes=False), Steps()
-        self._measure: FlopsTool | ProfileTool = FlopsTool() if cost == "flops" else ProfileTool(memory=False)
-        self.depends_on(self._trace, self._measure, self._steps)
+            self._part = ProtectTool(protect)
+        self.depends_on(self._part)
 
     @property
-    def result(self) -> PartitionResult | ProtectedResult:
+    def result(self) -> ResultT:
         """Return the stages of what was executed so far, a step on the average, or what is protected."""
-        if self._protected is not None:
-            return self._protected.result
-        graph, steps = self._trace.graph, self._steps.number + 1
-        if isinstance(self._measure, FlopsTool):
-            return PartitionResult(of_flops(graph, self._measure.result, steps), self.request)
-        return PartitionResult(of_time(graph, self._measure.result, steps), self.request)
+        return cast("ResultT", self._part.result)
 
     def clear(self) -> None:
         """Forget what was executed; protected parameters stay where they are."""
-        if self._protected is not None:
-            self._protected.clear()
-            return
-        self._trace.clear()
-        self._measure.clear()
-        self._steps.restart()
+        self._part.clear()
 
     def release(self) -> None:
         """Bring protected parameters back into the program, and end the process that holds them.
 
-        The state of their optimizers ends with it.
+        The state of their optimizers ends with it.  Without `protect` there is nothing to do.
         """
-        if self._protected is not None:
-            self._protected.release()
+        if isinstance(self._part, ProtectTool):
+            self._part.release()

@@ -1,0 +1,216 @@
+"""An exported graph of PyTorch, cut by a plan: the stage of each node, and what goes from stage to stage.
+
+`torch.distributed.pipelining` sends a value to one other stage, which must not write to it, and only as
+dense memory. So a value goes from stage to stage until its last reader has it, and an op that writes to a
+value of an earlier stage writes to a copy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
+from math import inf
+from typing import Any
+
+from amanda.tools.mapping._pytorch import word
+from amanda.tools.partition._cut import PartitionError
+from amanda.tools.partition._plan import Plan
+
+_SUBSCRIPTS = {"index", "select", "slice"}
+_KEEP_STATISTICS = {"batch_norm", "instance_norm"}
+
+
+class CutGraph:
+    """Cuts the graph of an exported program; an object is a split policy of PyTorch's `pipeline`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._place: dict[Any, tuple[int, float]] = {}
+
+    def __call__(self, module: Any) -> Any:
+        """Order the nodes of a graph module by their stages, with a mark between two stages.
+
+        Raises PartitionError for a graph that the plan is not of, and for values that cannot cross.
+        """
+        from torch.distributed.pipelining._IR import aten_pipe_split_alias
+
+        self._graph = module.graph
+        (output,) = self._output = self._graph.find_nodes(op="output")
+        nodes = [one for one in self._graph.nodes if one.op == "call_function"]
+        orders = {one: i for i, one in enumerate(self._graph.nodes)}
+        stacks = (one.meta.get("nn_module_stack") for one in nodes)
+        self._outside = dict(list(next(filter(None, stacks), {}).items())[:1])
+        stages = _stages(self._plan, nodes)
+        self._place = {one: (stages.get(one, 0), i) for one, i in orders.items()}
+        self._place[output] = self._plan.stages - 1, inf
+        self._check_writes()
+        for node in nodes:
+            self._copy_what_is_written(node)
+        for node in list(self._place):
+            if node.op != "get_attr":
+                self._pass_on(node)
+        for node in output.all_input_nodes:
+            if self._stage(node) != self._stage(output) or node.op != "call_function":
+                output.replace_input_with(node, self._add("alias", node, self._stage(output)))
+        stage = 0
+        for node in sorted(self._place, key=self._place.__getitem__):
+            if node.op != "call_function":
+                continue
+            for _ in range(stage, self._stage(node)):
+                with self._graph.inserting_before(output):
+                    self._graph.call_function(aten_pipe_split_alias)
+            stage = self._stage(node)
+            output.prepend(node)
+        self._graph.lint()
+        module.recompile()
+        return module
+
+    def _stage(self, node: Any) -> int:
+        return self._place[node][0]
+
+    def _add(self, op: str, value: Any, stage: int, before: Any = None) -> Any:
+        """Return a new node that calls an operator of ATen on a value, before a node or at a stage's end."""
+        import torch
+
+        call = getattr(torch.ops.aten, op).default
+        with self._graph.inserting_before(*self._output):
+            made = self._graph.call_function(call, (value,))
+        made.meta["val"] = call(value.meta["val"])
+        made.meta["nn_module_stack"] = self._outside if before is None else before.meta["nn_module_stack"]
+        self._place[made] = stage, inf if before is None else self._place[before][1] - 0.5
+        return made
+
+    def _pass_on(self, node: Any) -> None:
+        """Hand a value from stage to stage, as far as it is read."""
+        import torch
+
+        first = self._stage(node)
+        readers = [one for one in node.users if self._stage(one) > first]
+        if not readers:
+            return
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise PartitionError(
+                f"stage {first} makes {node.name} ({type(value).__name__}), which {readers[0].name} of "
+                f"stage {self._stage(readers[0])}, in module {_module(readers[0])!r}, reads; tensors alone "
+                "cross"
+            )
+        sent = node
+        if not value.is_contiguous() or node.op == "placeholder":
+            sent = self._add("alias" if value.is_contiguous() else "contiguous", node, first)
+        for stage in range(first + 1, max(map(self._stage, readers)) + 1):
+            for reader in readers:
+                if self._stage(reader) == stage:
+                    reader.replace_input_with(node, sent)
+            if any(self._stage(one) > stage for one in readers):
+                sent = self._add("alias", sent, stage)
+
+    def _copy_what_is_written(self, node: Any) -> None:
+        """Let an op that writes to a value of an earlier stage write to a copy, which later ops read."""
+        stage, order = self._place[node]
+        for value in _written(node):
+            if value.op != "get_attr" and self._stage(value) != stage:
+                copy = self._add("clone", value, stage, node)
+                for user in list(value.users):
+                    if self._place[user][1] >= order:
+                        user.replace_input_with(value, copy)
+
+    def _check_writes(self) -> None:
+        """Raise PartitionError for a write that another stage would have to see, or must not see."""
+        families = defaultdict[Any, list[Any]](list)
+        root_of = _roots(self._place)
+        for node, root in root_of.items():
+            families[root].append(node)
+        for node, (stage, order) in self._place.items():
+            for value in _written(node):
+                earlier = [one for one in families[root_of[value]] if self._place[one][1] < order]
+                for read, user in ((one, user) for one in earlier for user in one.users if user is not node):
+                    if self._is_lost(node, value, read, user):
+                        raise PartitionError(
+                            f"{node.name} in module {_module(node)!r} of stage {stage} writes to "
+                            f"{value.name}, which {user.name} in module {_module(user)!r} of stage "
+                            f"{self._stage(user)} reads; a write reaches no other stage: cut elsewhere, "
+                            "with other `stages` or `tolerance`, or write to a copy in the model"
+                        )
+
+    def _is_lost(self, node: Any, value: Any, read: Any, user: Any) -> bool:
+        """Return True if a user of memory that a node writes to would read something else than in the model.
+
+        value: the one that the node writes to.  read: the one in the same memory that the user reads.
+        """
+        (stage, order), (seen, when) = self._place[node], self._place[user]
+        if read.op == "get_attr":
+            return seen != stage
+        if when < order:
+            return seen > stage
+        stages = {self._stage(read), self._stage(value), stage}
+        return seen < stage or (read is not value and len(stages) > 1)
+
+
+def _stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
+    """Return the stage of each node: that of its op in the plan.
+
+    A node without an op is in the stage of the node before it, and none is ahead of the values that it reads.
+    Raises PartitionError where a stage has no node.
+    """
+    planned = [(one.type, one.module) for one in plan.ops]
+    matcher = SequenceMatcher(None, planned, [(_type(one), _module(one)) for one in nodes], autojunk=False)
+    known = {
+        block.b + i: plan.ops[block.a + i].stage
+        for block in matcher.get_matching_blocks()
+        for i in range(block.size)
+    }
+    stage, found = 0, dict[Any, int]()
+    for i, node in enumerate(nodes):
+        stage = known.get(i, stage)
+        read = [found[one] for one in node.all_input_nodes if one in found]
+        found[node] = max(read) if node.target is operator.getitem else max([stage, *read])
+    missing = sorted(set(range(plan.stages)) - set(found.values()))
+    if missing:
+        raise PartitionError(
+            f"the exported model has no op of the stages {missing} of the plan; trace the same model, in "
+            "the same mode, with inputs of the same form, or give fewer stages where that is a stage of the "
+            "loss alone"
+        )
+    return found
+
+
+def _type(node: Any) -> str:
+    name = word(node.target.__name__.partition(".")[0].rstrip("_"))
+    return "getitem" if name in _SUBSCRIPTS else name
+
+
+def _module(node: Any) -> str:
+    """Return the path of the module that calls a node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def _aliased(node: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield the nodes whose memory an op gives on or writes to, with whether it writes."""
+    schema = getattr(node.target, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+        if argument.alias_info is not None:
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                yield one, argument.alias_info.is_write
+
+
+def _written(node: Any) -> list[Any]:
+    """Return the nodes that an op writes to; the statistics of a normalisation are not in its schema."""
+    if node.op != "call_function":
+        return []
+    statistics = node.args[3:5] if _type(node) in _KEEP_STATISTICS else ()
+    return [*(one for one, writes in _aliased(node) if writes), *(one for one in statistics if one)]
+
+
+def _roots(nodes: Iterable[Any]) -> dict[Any, Any]:
+    """Return for each node the first one in whose memory its value lies."""
+    found = dict[Any, Any]()
+    for node in nodes:
+        of = [one for one, _ in _aliased(node)] if node.op == "call_function" else []
+        if node.target is operator.getitem:
+            of = list(node.all_input_nodes)
+        found[node] = found[of[0]] if of else node
+    return found

@@ -1,0 +1,70 @@
+"""Facts of PyTorch's ops and parameters that protected parts need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import amanda
+from amanda import interceptor
+from amanda.errors import ToolError
+from amanda.tools.partition._channel import ProtectError
+
+_OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
+PLAIN = (int, float, bool, str, type(None))
+"""Types of values that are sent as they are."""
+
+
+def callable_of(context: amanda.OpContext) -> str:
+    """Return the path in torch of what an op calls.  Raises ProtectError for what is not torch's own."""
+    import torch
+
+    op, name = context.get_op(), getattr(context.get_op(), "__name__", "")
+    for owner in _OWNERS:
+        space = attrgetter(owner.removeprefix("torch."))(torch) if owner != "torch" else torch
+        if getattr(space, name, None) is op:
+            return f"{owner}.{name}"
+    raise ProtectError(
+        f"{context['type']} at {context.get_source()} calls {name or op!r}, which protect does not find in "
+        "torch; it runs ops of torch itself"
+    )
+
+
+def is_random(context: amanda.OpContext) -> bool:
+    """Return True for an op that may draw random numbers."""
+    import torch
+
+    packet = getattr(torch.ops.aten, context.get_op_type(), None)
+    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+
+
+def tensors(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the tensors among the inputs of an op, and in its lists."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(value)
+
+
+def path(value: Any) -> str | None:
+    """Return the path of a parameter or buffer in the outermost model that is being called."""
+    import torch
+
+    modules = [one for one in interceptor.subjects() if isinstance(one, torch.nn.Module)]
+    for name, one in _named(modules[:1]):
+        if one is value:
+            return name
+    if isinstance(value, torch.nn.Parameter):
+        raise ToolError("protect found a parameter that is in no model which is being called")
+    return None
+
+
+def _named(roots: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for root in roots:
+        yield from root.named_parameters()
+        yield from root.named_buffers()

@@ -1,0 +1,214 @@
+"""The stages of a plan in PyTorch: run by `torch.distributed.pipelining`, over the processes of a group."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+import amanda
+from amanda.tools.kit._requirements import check
+from amanda.tools.partition._cut import PartitionError
+from amanda.tools.partition._plan import Plan
+from amanda.tools.partition._pytorch_graph import CutGraph
+
+
+class Pipeline:
+    """A model in stages.  pipe: the `torch.distributed.pipelining.Pipe` of it.
+
+    `stage` gives the stage of this process, `schedule` what trains it, and `write_back` brings trained values
+    into the model.
+    """
+
+    def __init__(
+        self, plan: Plan, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any]
+    ) -> None:
+        check("partition.pipeline", "torch")
+        from torch.distributed.pipelining import pipeline
+
+        if not isinstance(mb_args, tuple):
+            raise PartitionError(f"mb_args is a {type(mb_args).__name__}; it is a tuple of a model's inputs")
+        self.plan, self._model = plan, model
+        with amanda.disabled(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees
+            self.pipe = pipeline(model, mb_args, dict(mb_kwargs), split_policy=CutGraph(plan))
+        self._held = [dict(self._bound(i)) for i in range(plan.stages)]
+        self._check_parameters()
+
+    def _bound(self, stage: int) -> Iterator[tuple[str, Any]]:
+        """Put the model's own parameters and buffers into a stage, and yield them by their paths.
+
+        PyTorch puts copies there of what several stages read, and makes each buffer a part of state dicts.
+        """
+        paths, kept = dict(_tensors(self._model)), self._model.state_dict()
+        module = self.pipe.get_stage_module(stage)
+        for name, tensor in list(_tensors(module)):
+            path, _, own = name.rpartition(".")
+            owner, tensor = module.get_submodule(path), paths.get(name, tensor)
+            if own in owner._parameters:
+                setattr(owner, own, tensor)
+            else:
+                owner.register_buffer(own, tensor, persistent=name in kept)
+            yield name, tensor
+
+    def _check_parameters(self) -> None:
+        """Raise PartitionError where a stage holds other parameters than the plan says."""
+        paths = dict(_tensors(self._model))
+        names = {id(one): name for name, one in self._model.named_parameters()}
+        for stage, held in enumerate(self._held):
+            planned = {
+                names.get(id(paths.get(path)), path)
+                for path, stages in self.plan.parameters.items()
+                if stage in stages and (path not in paths or id(paths[path]) in names)
+            }
+            found = {names[id(paths[name])] for name in held if name in paths and id(paths[name]) in names}
+            if planned != found:
+                raise PartitionError(
+                    f"stage {stage} of the plan and of the exported model read other parameters: "
+                    f"{sorted(planned - found)[:3]} are the plan's alone, {sorted(found - planned)[:3]} are "
+                    "the model's alone; trace the same model, in the same mode, with inputs of the same form"
+                )
+
+    @property
+    def shared(self) -> Mapping[str, Mapping[int, str]]:
+        """Return parameters that several stages hold, by their path: what each of these stages calls it."""
+        paths = dict(_tensors(self._model))
+        holders = defaultdict[int, dict[int, str]](dict)
+        for stage, held in enumerate(self._held):
+            for name in held:
+                if name in paths:
+                    holders[id(paths[name])][stage] = name
+        named = ((name, holders[id(one)]) for name, one in self._model.named_parameters())
+        return {name: stages for name, stages in named if len(stages) > 1}
+
+    def stage(self, device: Any = "cpu", group: Any = None) -> Any:
+        """Return the `PipelineStage` of this process, whose number is its rank in the group.
+
+        Raises PartitionError where the group has not one process for each stage, or where plans differ.
+        """
+        import torch
+        import torch.distributed as dist
+
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size != self.plan.stages:
+            raise PartitionError(
+                f"the plan has {self.plan.stages} stages, and the group has {size} processes; start one "
+                "process for each stage"
+            )
+        digests: list[Any] = [None] * size
+        dist.all_gather_object(digests, self._digest(), group=group)
+        others = [i for i, one in enumerate(digests) if one != digests[0]]
+        if others:
+            raise PartitionError(
+                f"the plans or the models of the ranks {others} and of rank 0 are not the same; let all "
+                "ranks load one partition.json"
+            )
+        return self.pipe.build_stage(rank, torch.device(device), group)
+
+    def _digest(self) -> str:
+        stages = [self.pipe.get_stage_module(i) for i in range(self.plan.stages)]
+        forms = [
+            [(name, tuple(one.shape), str(one.dtype)) for name, one in held.items()] for held in self._held
+        ]
+        codes = [one.code for stage in stages for one in stage.modules() if hasattr(one, "code")]
+        return sha256(repr((self.plan, forms, codes)).encode()).hexdigest()
+
+    def schedule(
+        self,
+        stage: Any,
+        loss_fn: Callable[..., Any] | None = None,
+        microbatches: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the schedule of the plan for a stage, a `ScheduleGPipe` or `Schedule1F1B`.
+
+        Its `step` also adds up the gradients of parameters that several stages hold.
+        options: those of PyTorch's schedules, such as `scale_grads`.
+        """
+        count = self.plan.microbatches if microbatches is None else microbatches
+        made = _schedule(self.plan.schedule)(stage, count, loss_fn, **options)
+        if loss_fn is not None:
+            made.shared = self._shared_of(stage)
+        return made
+
+    def _shared_of(self, stage: Any) -> list[tuple[Any, Any]]:
+        """Return the parameters of a stage that others hold too, each with the group of these processes."""
+        import torch.distributed as dist
+
+        parent: Any = stage.group or dist.group.WORLD
+        parameters, groups = dict(_tensors(stage.submod)), dict[tuple[int, ...], Any]()
+        found = []
+        for held in self.shared.values():
+            stages = tuple(sorted(held))
+            if stage.stage_index not in stages:
+                continue
+            if stages not in groups:
+                ranks = [dist.get_global_rank(parent, one) for one in stages]
+                groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
+            found.append((parameters[held[stage.stage_index]], groups[stages]))
+        return found
+
+    def write_back(self, stage: Any) -> None:
+        """Write the values of all stages, as they are now, into the model of every process of the group."""
+        import torch
+        import torch.distributed as dist
+
+        parent: Any = stage.group or dist.group.WORLD
+        paths = dict(_tensors(self._model))
+        own = dict(_tensors(stage.submod))
+        with amanda.disabled(), torch.no_grad():
+            for number, held in enumerate(self._held):
+                source = dist.get_global_rank(parent, number)
+                for name in held:
+                    if name not in paths:
+                        continue
+                    target = paths[name]
+                    if number == stage.stage_index:
+                        value = own[name].detach().contiguous()
+                    else:
+                        value = torch.empty(target.shape, dtype=target.dtype, device=stage.device)
+                    dist.broadcast(value, source, group=parent)
+                    target.copy_(value)
+
+
+def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield parameters and buffers by each of their paths."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+class _Summing:
+    """Adds up gradients over the stages that hold a parameter, at the end of a step.
+
+    shared: such parameters, each with the group of the processes that hold it.
+    """
+
+    shared: Sequence[tuple[Any, Any]] = ()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the schedule."""
+        import torch
+        import torch.distributed as dist
+
+        shared = [one for one in self.shared if torch.is_grad_enabled() and one[0].requires_grad]
+        earlier = [parameter.grad for parameter, _ in shared]
+        for parameter, _ in shared:
+            parameter.grad = None
+        made = super().step(*args, **kwargs)  # type: ignore[misc]
+        for (parameter, group), before in zip(shared, earlier, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient if before is None else before + gradient
+        return made
+
+
+@cache
+def _schedule(name: str) -> Any:
+    """Return a schedule of PyTorch whose steps also add up gradients over stages."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    return type(kind.__name__, (_Summing, kind), {})

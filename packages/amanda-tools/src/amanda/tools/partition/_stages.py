@@ -1,0 +1,67 @@
+"""The tool for stages: traces and measures what its scopes execute, and cuts it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.flops import FlopsTool
+from amanda.tools.kit import check_one_of
+from amanda.tools.partition._cut import Request
+from amanda.tools.partition._result import PartitionResult
+from amanda.tools.partition._work import of_flops, of_time
+from amanda.tools.profile import ProfileTool
+from amanda.tools.steps import Steps
+from amanda.tools.trace import TraceTool
+
+
+class StagesTool(amanda.Tool):
+    """Cuts what its scopes execute into stages, as a request asks.
+
+    cost: of an op, its FLOPs, or the "time" that it took.  Raises ToolError for a request that is none.
+    """
+
+    def __init__(self, request: Request, cost: Literal["flops", "time"]) -> None:
+        super().__init__()
+        _check(request)
+        check_one_of("cost", cost, ("flops", "time"), ToolError)
+        self._request = request
+        self._trace, self._steps = TraceTool(attributes=False), Steps()
+        self._measure: FlopsTool | ProfileTool = FlopsTool() if cost == "flops" else ProfileTool(memory=False)
+        self.depends_on(self._trace, self._measure, self._steps)
+
+    @property
+    def result(self) -> PartitionResult:
+        """Return the stages of what was executed so far, a step on the average."""
+        graph, steps = self._trace.graph, self._steps.number + 1
+        if isinstance(self._measure, FlopsTool):
+            return PartitionResult(of_flops(graph, self._measure.result, steps), self._request)
+        return PartitionResult(of_time(graph, self._measure.result, steps), self._request)
+
+    def clear(self) -> None:
+        """Forget what was executed."""
+        self._trace.clear()
+        self._measure.clear()
+        self._steps.restart()
+
+
+def _check(request: Request) -> None:
+    check_one_of("method", request.method, ("order", "min_cut"), ToolError)
+    check_one_of("schedule", request.schedule, ("1f1b", "gpipe"), ToolError)
+    for name in ("stages", "microbatches", "memory", "copies"):
+        given = getattr(request, name)
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise ToolError(f"{name} is {given!r}; it is a whole number from 1")
+    for name, most in (("byte_cost", float("inf")), ("tolerance", 1.0)):
+        number = getattr(request, name)
+        if not isinstance(number, (int, float)) or not 0 <= number <= most:
+            raise ToolError(f"{name} is {number!r}; it is a number from 0 to {most:g}")
+    if request.method == "min_cut" and (
+        request.stages != 2 or request.memory is not None or request.byte_cost
+    ):
+        raise ToolError(
+            f"method='min_cut' makes 2 stages and knows neither memory nor byte_cost; it was given "
+            f"stages={request.stages}, memory={request.memory}, byte_cost={request.byte_cost}: use "
+            "method='order' for these"
+        )
