@@ -8,6 +8,7 @@ print(partition.result)
 
 from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._cut import PartitionError
+from amanda.tools.partition._onnx_run import StageChain
 from amanda.tools.partition._protect import ProtectedResult
 from amanda.tools.partition._result import Crossing, PartitionResult, Stage
 from amanda.tools.partition._schedule import Slot
@@ -15,5 +16,5 @@ from amanda.tools.partition._tool import PartitionTool
 
 __all__ = [
     "Crossing", "PartitionError", "PartitionResult", "PartitionTool", "ProtectError", "ProtectedResult",
-    "Slot", "Stage",
+    "Slot", "Stage", "StageChain",
 ]  # fmt: skip

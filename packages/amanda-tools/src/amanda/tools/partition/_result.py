@@ -67,6 +67,8 @@ class PartitionResult(PlottedResult):
         Column("sent", show=partial(amount, unit="B"), total=True, unit="B"),
     )  # fmt: skip
 
+    about_shared: ClassVar[str] = "Held by several stages, which have to add up its gradients"
+
     def __init__(self, work: Work, request: Request) -> None:
         self.work, self.request = work, request
 
@@ -177,7 +179,7 @@ class PartitionResult(PlottedResult):
         )
         if self.shared:
             listed = ", ".join(f"{name} ({', '.join(map(str, read))})" for name, read in self.shared.items())
-            notes.append(f"Held by several stages, which have to add up its gradients: {listed}.")
+            notes.append(f"{self.about_shared}: {listed}.")
         if work.others:
             notes.append(f"{work.others:,} ops of optimizers and constructors are in no stage.")
         if work.graph.dropped:
@@ -207,8 +209,9 @@ class PartitionResult(PlottedResult):
             "microbatches": request.microbatches, "bubble": self.bubble, "imbalance": self.imbalance,
             "shared": {name: list(stages) for name, stages in self.shared.items()},
             "crossings": [
-                {"from": one.source, "to": one.target, "type": one.made_by, "module": one.module,
-                 "shape": one.tensor.shape, "dtype": one.tensor.dtype, "bytes": one.tensor.bytes}
+                {"from": one.source, "to": one.target, "name": one.tensor.name, "type": one.made_by,
+                 "module": one.module, "shape": one.tensor.shape, "dtype": one.tensor.dtype,
+                 "bytes": one.tensor.bytes}
                 for one in self.crossings
             ],
             "ops": list(self._ops()),

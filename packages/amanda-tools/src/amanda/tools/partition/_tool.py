@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import amanda
-from amanda.errors import ToolError
+from amanda.errors import ArtefactError, ToolError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.kit import check_one_of
 from amanda.tools.partition._cut import Request, Schedule
 from amanda.tools.partition._protect import ProtectedResult, ProtectTool
 from amanda.tools.partition._result import PartitionResult
-from amanda.tools.partition._work import of_flops, of_time
+from amanda.tools.partition._work import Work, of_flops, of_time
 from amanda.tools.profile import ProfileTool
 from amanda.tools.steps import Steps
 from amanda.tools.trace import TraceTool
@@ -32,6 +34,8 @@ class PartitionTool(amanda.Tool):
     much a side may be off half.
     protect: ops that run in another process, which alone holds their parameters, instead of stages:
     "module=classifier|layer4.*", also with "type="; see `ProtectedResult`.
+    Given to `amanda.instrument` with an ONNX file, it writes a file for each stage, or for the protected ops
+    and those before and after them, and `partition.json`; `StageChain` runs them.
 
     Raises ToolError for options that are none of these; `result` raises PartitionError where no cut is
     what was asked for.
@@ -52,6 +56,8 @@ class PartitionTool(amanda.Tool):
     ) -> None:
         super().__init__()
         self._protected: ProtectTool | None = None
+        self._protect = protect
+        self._parts: PartitionResult | None = None
         if protect is not None:
             options = {
                 "stages": stages, "cost": cost, "method": method, "microbatches": microbatches,
@@ -88,16 +94,49 @@ class PartitionTool(amanda.Tool):
 
     @property
     def result(self) -> PartitionResult | ProtectedResult:
-        """Return the stages of what was executed so far, a step on the average, or what is protected."""
+        """Return the stages of what was executed so far, a step on the average, or what is protected.
+
+        Once files were written, those that they have.
+        """
+        if self._parts is not None:
+            return self._parts
         if self._protected is not None:
             return self._protected.result
+        return PartitionResult(self._work(), self.request)
+
+    def _work(self) -> Work:
         graph, steps = self._trace.graph, self._steps.number + 1
         if isinstance(self._measure, FlopsTool):
-            return PartitionResult(of_flops(graph, self._measure.result, steps), self.request)
-        return PartitionResult(of_time(graph, self._measure.result, steps), self.request)
+            return of_flops(graph, self._measure.result, steps)
+        return of_time(graph, self._measure.result, steps)
+
+    def write_parts(
+        self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
+    ) -> None:
+        """Write the parts of an ONNX file; called by `amanda.instrument`.
+
+        Costs are those of the sessions of the model that ran in scopes of the tool, if there were some, else
+        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, ToolError for
+        cost="time" without sessions, PartitionError and ProtectError for what cannot be cut so.
+        """
+        if source.suffix != ".onnx":
+            raise ArtefactError(f"{source} is no ONNX file; partition writes the parts of ONNX files alone")
+        from amanda.tools.partition import _onnx
+
+        if self._protect is not None:
+            self._parts = _onnx.write_protected(self._protect, source, folder, analyse, about)
+            return
+        measured = self._work() if self._trace.graph.ops else None
+        if measured is None and not isinstance(self._measure, FlopsTool):
+            raise ToolError(
+                f"cost='time' is measured while a session runs, and none of {source} has: run one with "
+                "amanda.apply(tool) before amanda.instrument, or take cost='flops'"
+            )
+        self._parts = _onnx.write_stages(self.request, measured, source, folder, analyse, about)
 
     def clear(self) -> None:
-        """Forget what was executed; protected parameters stay where they are."""
+        """Forget what was executed or written; protected parameters stay where they are."""
+        self._parts = None
         if self._protected is not None:
             self._protected.clear()
             return
