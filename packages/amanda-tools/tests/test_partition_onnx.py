@@ -400,7 +400,7 @@ def test_extents_and_numbers_are_in_both_parts_and_told(tmp_path: Path) -> None:
     ]  # fmt: skip
     weights = {"w": random(4, 4), "extents": np.array([-1, 4])}
     result, folder = written(tmp_path, model_of(nodes, {"x": [8]}, ["y"], weights), protect="module=b")
-    assert "In public and protected parts, as single numbers and extents: extents." in str(result)
+    assert "In public and protected parts, as extents or one number: extents." in str(result)
     assert StageChain(folder).run(None, {"x": random(8)})[0].shape == (2, 4)
 
 

@@ -15,8 +15,6 @@ from amanda.tools.partition._onnx_facts import FileTool
 from amanda.tools.partition._onnx_graph import FileGraph
 from amanda.tools.select import Selection
 
-_EXTENTS = (TensorProto.INT64, TensorProto.BOOL)
-
 
 def levels(
     tool: FileTool, selection: Selection, text: str, folder: Path
@@ -44,7 +42,7 @@ def levels(
     shared = list(_checked(tool, chosen, held, folder))
     remarks = []
     if shared:
-        remarks.append(f"In public and protected parts, as single numbers and extents: {', '.join(shared)}.")
+        remarks.append(f"In public and protected parts, as extents or one number: {', '.join(shared)}.")
     return stages, kinds, remarks
 
 
@@ -70,10 +68,10 @@ def _checked(tool: FileTool, chosen: list[bool], held: set[str], folder: Path) -
             public |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
     passed = [name for name in graph.outputs if name not in graph.made_by]
     public |= dict.fromkeys(graph.with_constants(passed), "an output of the model")
-    copies = {_content(graph, name, folder): name for name in held if not _is_small(graph, name)}
+    copies = {_content(graph, name, folder): name for name in held if not _is_open(graph, name, folder)}
     copies.pop(b"", None)
     for name, reader in public.items():
-        if name in held and _is_small(graph, name):
+        if name in held and _is_open(graph, name, folder):
             yield name
         elif name in held:
             raise ProtectError(
@@ -87,21 +85,23 @@ def _checked(tool: FileTool, chosen: list[bool], held: set[str], folder: Path) -
             )
 
 
-def _is_small(graph: FileGraph, name: str) -> bool:
-    """Return True for single numbers and lists of extents, which exporters share between unrelated ops."""
+def _is_open(graph: FileGraph, name: str, folder: Path) -> bool:
+    """Return True for extents, single numbers and arrays of one number: exporters share these between ops."""
     tensor = graph.tensor(name)
     if tensor is None:
         op = graph.constants.get(name)
-        return op is not None and bool(op.reads) and all(_is_small(graph, one) for one in op.reads)
-    size = int(np.prod(tensor.dims, dtype=np.int64))
-    return size <= 1 or (tensor.data_type in _EXTENTS and len(tensor.dims) <= 1)
+        return op is not None and bool(op.reads) and all(_is_open(graph, one, folder) for one in op.reads)
+    is_extents = tensor.data_type in (TensorProto.INT64, TensorProto.BOOL) and len(tensor.dims) <= 1
+    return is_extents or not _content(graph, name, folder)
 
 
 def _content(graph: FileGraph, name: str, folder: Path) -> bytes:
-    """Return the values of a constant as bytes to compare; none where they are computed or all the same."""
+    """Return the values of a constant as bytes; none where they are computed, or one number repeated."""
     tensor = graph.tensor(name)
-    if tensor is None or tensor.data_type == TensorProto.STRING:
+    if tensor is None:
         return b""
+    if tensor.data_type == TensorProto.STRING:
+        return b"\0".join(tensor.string_data)
     array: NDArray[np.generic] = numpy_helper.to_array(tensor, str(folder))
     told = array.tobytes()
     return b"" if told == told[: array.itemsize] * array.size else told
