@@ -167,7 +167,7 @@ class Subclassed:
     """Made for each Keras."""
 
     def __new__(cls, keras: Any) -> Any:
-        class Own(keras.Model):  # type: ignore[misc, name-defined]
+        class Own(keras.Model):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
                 self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(4)

@@ -35,7 +35,7 @@ def model_of(
     nodes: Sequence[NodeProto], inputs: dict[str, Sequence[Any]], outputs: Sequence[str],
     weights: dict[str, Array], kinds: dict[str, int] | None = None,
 ) -> ModelProto:  # fmt: skip
-    """Return a checked model; inputs: shapes by name, of float32 unless `kinds` says otherwise."""
+    """Return a model; inputs: shapes by name, of float32 unless `kinds` says otherwise."""
     given = [
         helper.make_tensor_value_info(name, (kinds or {}).get(name, TensorProto.FLOAT), shape)
         for name, shape in inputs.items()
@@ -45,9 +45,7 @@ def model_of(
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.example", 3)]
     made = helper.make_model(graph, opset_imports=imports, ir_version=9, producer_name="someone")
     helper.set_model_props(made, {"licence": "theirs"})
-    made = onnx.shape_inference.infer_shapes(made)
-    onnx.checker.check_model(made)
-    return made
+    return onnx.shape_inference.infer_shapes(made)
 
 
 def mlp() -> ModelProto:
@@ -402,6 +400,113 @@ def test_extents_and_numbers_are_in_both_parts_and_told(tmp_path: Path) -> None:
     result, folder = written(tmp_path, model_of(nodes, {"x": [8]}, ["y"], weights), protect="module=b")
     assert "In public and protected parts, as extents or one number: extents." in str(result)
     assert StageChain(folder).run(None, {"x": random(8)})[0].shape == (2, 4)
+
+
+def weights(*numbers: int) -> dict[str, Array]:
+    return {f"w{i}": random(16, 16, seed=i) / 4 for i in numbers}
+
+
+def sequences() -> ModelProto:
+    """A list of tensors crosses."""
+    nodes = [
+        node("MatMul", "x w0", "a", "/a/MatMul"),
+        node("SplitToSequence", "a", "list", "/b/Split", axis=0, keepdims=1),
+        node("SequenceAt", "list i", "e", "/c/At"),
+        node("MatMul", "e w1", "y", "/d/MatMul"),
+    ]
+    return model_of(nodes, {"x": [4, 16]}, ["y"], {**weights(0, 1), "i": np.array(1)})
+
+
+def functions() -> ModelProto:
+    """Local functions, which are inlined."""
+    inner = [node("MatMul", "x w", "t"), node("MatMul", "t w", "z")]
+    twice = helper.make_function(
+        "com.example", "Twice", ["x", "w"], ["z"], inner, [helper.make_opsetid("", 18)]
+    )
+    nodes = [node("MatMul", "x w0", "a", "/a"), node("MatMul", "a w1", "y", "/b")]
+    made = model_of(nodes, {"x": [4, 16]}, ["y"], weights(0, 1))
+    for one in made.graph.node:
+        one.op_type, one.domain = "Twice", "com.example"
+    made.functions.append(twice)
+    return made
+
+
+def old() -> ModelProto:
+    """Initializers are inputs, as before IR version 4."""
+    made = mlp()
+    made.ir_version = 3
+    made.graph.input.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [16, 16]) for name in ("w0", "w1", "w2")
+    )
+    return made
+
+
+def runtimes_own() -> ModelProto:
+    """Ops of ONNX Runtime, whose types ONNX does not infer."""
+    made = mlp()
+    made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for one in made.graph.node:
+        if one.op_type == "Relu":
+            one.op_type, one.domain = "Gelu", "com.microsoft"
+    del made.graph.value_info[:]
+    return made
+
+
+def looping() -> ModelProto:
+    """A loop whose body reads an initializer."""
+    body = helper.make_graph(
+        [node("MatMul", "v w1", "v2"), node("Identity", "go", "on")], "body",
+        [helper.make_tensor_value_info("i", TensorProto.INT64, []),
+         helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+         helper.make_tensor_value_info("v", TensorProto.FLOAT, [4, 16])],
+        [helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+         helper.make_tensor_value_info("v2", TensorProto.FLOAT, [4, 16])],
+    )  # fmt: skip
+    loop = helper.make_node("Loop", ["times", "yes", "h"], ["l"], "/loop/Loop", body=body)
+    nodes = [node("MatMul", "x w0", "h", "/a/MatMul"), loop, node("MatMul", "l w2", "y", "/b/MatMul")]
+    held = {**weights(0, 1, 2), "times": np.array(3), "yes": np.array(True)}
+    return model_of(nodes, {"x": [4, 16]}, ["y"], held)
+
+
+def sparse() -> ModelProto:
+    """A sparse initializer."""
+    made = mlp()
+    number = [one.name for one in made.graph.initializer].index("w2")
+    del made.graph.initializer[number]
+    values = numpy_helper.from_array(np.array([1, 2, 3], np.float32), "w2")
+    places = numpy_helper.from_array(np.array([0, 17, 34]), "places")
+    made.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [16, 16]))
+    return made
+
+
+def drawing() -> ModelProto:
+    """A random op, which two others read."""
+    nodes = [
+        node("RandomNormal", "", "r", "/r/Random", shape=[4, 16], seed=1.0),
+        node("Add", "x r", "a", "/a/Add"),
+        node("MatMul", "a w0", "b", "/b/MatMul"),
+        node("Add", "b r", "y", "/c/Add"),
+    ]
+    return model_of(nodes, {"x": [4, 16]}, ["y"], weights(0))
+
+
+@pytest.mark.parametrize(
+    ("made", "protect"),
+    [
+        (sequences, "module=b|c"), (functions, "type=MatMul"), (old, "module=layers.1"),
+        (runtimes_own, "type=Gelu"), (looping, "module=loop"), (sparse, "module=layers.2"),
+        (drawing, "module=b"),
+    ],
+)  # fmt: skip
+def test_models_of_rarer_kinds(made: Callable[[], ModelProto], protect: str, tmp_path: Path) -> None:
+    feed = {"x": random(4, 16)}
+    for name, options in {"stages": {"stages": 3}, "protect": {"protect": protect}}.items():
+        (tmp_path / name).mkdir()
+        _, folder = written(tmp_path / name, made(), **options)
+        for one, other in zip(
+            StageChain(folder).run(None, feed), whole(tmp_path / name / "model.onnx", feed), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_trained_model_of_a_package(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ print(partition.result)
 from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._onnx_run import StageChain
+from amanda.tools.partition._parts import Part, PartsResult
 from amanda.tools.partition._protect import ProtectedResult
 from amanda.tools.partition._result import Crossing, PartitionResult, Stage
 from amanda.tools.partition._schedule import Slot
 from amanda.tools.partition._tool import PartitionTool
 
 __all__ = [
-    "Crossing", "PartitionError", "PartitionResult", "PartitionTool", "ProtectError", "ProtectedResult",
-    "Slot", "Stage", "StageChain",
+    "Crossing", "Part", "PartitionError", "PartitionResult", "PartitionTool", "PartsResult", "ProtectError",
+    "ProtectedResult", "Slot", "Stage", "StageChain",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,77 +11,19 @@ import onnx
 from onnx import ModelProto
 
 import amanda
-from amanda.tools.partition._cut import PartitionError, Request, Stages
+from amanda.tools.partition._cut import PartitionError, Request
 from amanda.tools.partition._onnx_facts import FileTool
 from amanda.tools.partition._onnx_graph import FileGraph
 from amanda.tools.partition._onnx_parts import part_of, save
 from amanda.tools.partition._onnx_protect import levels
+from amanda.tools.partition._parts import Part, PartsResult
 from amanda.tools.partition._protect import _selection
-from amanda.tools.partition._result import PartitionResult
 from amanda.tools.partition._work import Work
-from amanda.tools.results import amount
 
 PLAN = "partition.json"
 """The file beside the parts that says how they are run."""
 
 Analyse = Callable[[amanda.Tool], None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file.  kind: "stage", "public" or "protected".  inputs, outputs: names of values of the model.
-
-    bytes: of its initializers.
-    """
-
-    file: str
-    kind: str
-    ops: int
-    inputs: list[str]
-    outputs: list[str]
-    bytes: int
-
-
-class PartsResult(PartitionResult):
-    """Stages of a file that was cut; `parts` are the files in the order in which they run.
-
-    inputs, outputs: of the whole model.
-    """
-
-    about_shared = "In the files of several parts"
-
-    def __init__(self, tool: FileTool, work: Work, request: Request, stage_of: Stages | None = None) -> None:
-        super().__init__(work, request)
-        self.inputs, self.outputs = list(tool.graph.inputs), list(tool.graph.outputs)
-        self.parts: list[Part] = []
-        if stage_of is not None:
-            self.stage_of = stage_of
-
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        """Return the answer; of protected parts, how much is protected."""
-        if all(one.kind == "stage" for one in self.parts):
-            return super().title
-        own = [one for one in self.parts if one.kind == "protected"]
-        crossing = amount(sum(one.tensor.bytes or 0 for one in self.crossings), unit="B")
-        return (
-            f"{sum(one.ops for one in own)} of {len(self.work.ops)} ops and "
-            f"{amount(sum(one.bytes for one in own), unit='B')} of initializers are in "
-            f"{', '.join(one.file for one in own)} alone; {crossing} cross"
-        )
-
-    def facts(self) -> Mapping[str, Any]:
-        """Return the files in the order in which they run, and the inputs and outputs of the whole model."""
-        files = [asdict(one) for one in self.parts]
-        return {**super().facts(), "files": files, "inputs": self.inputs, "outputs": self.outputs}
-
-    def notes(self) -> Sequence[str]:
-        """Return the files, and what is said of the stages."""
-        files = ", ".join(one.file for one in self.parts)
-        return [
-            f"Run in this order: {files}. Each is given the model's inputs that it reads.",
-            *super().notes(),
-        ]
 
 
 def write_stages(
@@ -98,7 +39,7 @@ def write_stages(
         )
     tool = FileTool(graph)
     analyse(tool)
-    result = PartsResult(tool, tool.work(measured), request)
+    result = PartsResult(tool.work(measured), request, list(graph.inputs), list(graph.outputs))
     _write(tool, result, ["stage"] * request.stages, source, folder, about)
     return result
 
@@ -112,7 +53,9 @@ def write_protected(
     analyse(tool)
     stage_of, kinds, remarks = levels(tool, selection, text, source.parent)
     request = Request(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
-    result = PartsResult(tool, tool.work(None), request, stage_of)
+    graph = tool.graph
+    ends = list(graph.inputs), list(graph.outputs)
+    result = PartsResult(tool.work(None), request, *ends, stage_of)
     result.remarks = remarks
     _write(tool, result, kinds, source, folder, about)
     return result

@@ -26,8 +26,12 @@ _RANDOM = {
 
 @dataclass(frozen=True)
 class FileOp:
-    """A node that stages are made of.  reads: values of the graph that it reads, in its bodies too."""
+    """A node that stages are made of.
 
+    number: its position in the file.  reads: values of the graph that it reads, in its bodies too.
+    """
+
+    number: int
     node: NodeProto
     reads: tuple[str, ...]
 
@@ -64,8 +68,8 @@ class FileGraph:
         self.constants: dict[str, FileOp] = {}
         self.ops: list[FileOp] = []
         fixed = held - (given & self.inputs.keys())
-        for node in graph.node:
-            op = FileOp(node, tuple(dict.fromkeys(_reads(node))))
+        for number, node in enumerate(graph.node):
+            op = FileOp(number, node, tuple(dict.fromkeys(_reads(node))))
             if fixed.issuperset(op.reads) and node.op_type not in _RANDOM and not any(_bodies(node)):
                 self.constants |= dict.fromkeys(op.makes, op)
                 fixed.update(op.makes)

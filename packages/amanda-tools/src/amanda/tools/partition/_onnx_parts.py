@@ -40,10 +40,9 @@ def part_of(tool: FileTool, chosen: Sequence[int], is_last: bool) -> ModelProto:
     part, whole = model.graph, graph.proto.graph
     part.name, part.doc_string = whole.name, whole.doc_string
     part.metadata_props.extend(whole.metadata_props)
-    nodes = {id(graph.ops[i].node) for i in chosen} | {
-        id(graph.constants[name].node) for name in reads if name in graph.constants
-    }
-    part.node.extend(node for node in whole.node if id(node) in nodes)
+    constants = [graph.constants[name] for name in reads if name in graph.constants]
+    ops = [*(graph.ops[i] for i in chosen), *constants]
+    part.node.extend(whole.node[number] for number in sorted({op.number for op in ops}))
     part.initializer.extend(one for one in whole.initializer if one.name in reads)
     part.sparse_initializer.extend(one for one in whole.sparse_initializer if one.values.name in reads)
     part.input.extend(one for one in whole.input if one.name in reads)
