@@ -500,7 +500,8 @@ def drawing() -> ModelProto:
 )  # fmt: skip
 def test_models_of_rarer_kinds(made: Callable[[], ModelProto], protect: str, tmp_path: Path) -> None:
     feed = {"x": random(4, 16)}
-    for name, options in {"stages": {"stages": 3}, "protect": {"protect": protect}}.items():
+    asked: dict[str, dict[str, Any]] = {"stages": {"stages": 3}, "protect": {"protect": protect}}
+    for name, options in asked.items():
         (tmp_path / name).mkdir()
         _, folder = written(tmp_path / name, made(), **options)
         for one, other in zip(
