@@ -97,9 +97,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 # Keras warns that a submodel gives no mask on; its own layers read the mask of what it is given.
 @pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning")
-@pytest.mark.parametrize(
-    ("made", "stages"), [(made, 1 + number % 3) for number, made in enumerate(MODELS, 1)]
-)
+@pytest.mark.parametrize(("made", "stages"), [(sequential, 1), (residual, 3), (masked, 2), (several, 2)])
 def test_submodels_are_the_model(keras: Any, made: Any, stages: int) -> None:
     model, x = made(keras), MODELS[made]()
     result = traced(lambda: model(x), stages=stages)
@@ -114,7 +112,7 @@ def test_submodels_are_the_model(keras: Any, made: Any, stages: int) -> None:
     assert_equal(tf.function(lambda x: chained(parts, x))(x), tf.function(lambda x: model(x))(x))
 
 
-@pytest.mark.parametrize("mode", ["eager", "function", "fit"])
+@pytest.mark.parametrize("mode", ["eager", "function", pytest.param("fit", marks=pytest.mark.slow)])
 def test_every_mode_of_tensorflow_tells_the_layers(keras: Any, mode: str) -> None:
     model, x = sequential(keras), random(8, 16)
     model.compile("sgd", "mse")
