@@ -188,6 +188,44 @@ def test_tools_that_insert_nothing_write_nothing(model: Path, tmp_path: Path) ->
         amanda.instrument(model, amanda.Tool(), out=tmp_path / "out.sum")
 
 
+class Halves(amanda.Tool):
+    """Writes the lines of a file into two."""
+
+    def write_parts(
+        self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
+    ) -> None:
+        self.doubling = Doubling()
+        analyse(self.doubling)
+        lines = source.read_text().split()
+        if len(lines) < 2:
+            raise ArtefactError("there is one line")
+        for name, part in (("first", lines[:1]), ("second", lines[1:])):
+            (folder / name).write_text(" ".join(part))
+        (folder / "about").write_text(about["model"])
+
+
+def test_a_tool_writes_a_folder_of_files(model: Path, tmp_path: Path) -> None:
+    tool = Halves()
+    done = amanda.instrument(model, tool, out=tmp_path / "parts")
+    assert {path.name: path.read_text() for path in (tmp_path / "parts").iterdir()} == {
+        "first": "1", "second": "2 3", "about": "model.sum",
+    }  # fmt: skip
+    assert (done.path, done.kind, done.analysed, done.inlined) == (tmp_path / "parts", "sum in parts", 3, [])
+    assert tool.doubling.seen == [True] * 3
+    with pytest.raises(ArtefactError, match="Halves, Doubling: a tool that writes a model in several files"):
+        amanda.instrument(model, tool, Doubling(), out=tmp_path / "other")
+    with pytest.raises(ArtefactError, match="parts is there already"):
+        amanda.instrument(model, tool, out=tmp_path / "parts")
+    (tmp_path / "model.txt").touch()
+    with pytest.raises(ArtefactError, match=r"model.txt is a file, and what is written is a folder"):
+        amanda.instrument(model, tool, out=tmp_path / "model.txt", force=True)
+    model.write_text("7")
+    with pytest.raises(ArtefactError, match="there is one line"):
+        amanda.instrument(model, tool, out=tmp_path / "parts", force=True)
+    assert (tmp_path / "parts" / "first").read_text() == "1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.sum", "model.txt", "parts"]
+
+
 def test_state_that_no_op_asks_for_is_an_error(model: Path, tmp_path: Path) -> None:
     tool = Doubling()
     tool.load_state_dict({"encoder/linear/mask": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from amanda import interceptor
@@ -150,6 +151,18 @@ class Tool:
         For a result that says what it lacks; the scope's report says it in any case.  It does nothing unless
         a tool overrides it.
         """
+
+    def write_parts(
+        self, source: Path, folder: Path, analyse: Callable[[Tool], None], about: Mapping[str, Any]
+    ) -> None:
+        """Write the model in a file as several files; called by `amanda.instrument`.
+
+        For a tool that cuts models instead of inserting routines; a tool that overrides it is applied alone.
+        source: the model, which stays as it is.  folder: an empty one, which is in its place once all is
+        written.  analyse: brings every op of the model to the analysis routines of a tool.
+        about: what the metadata of the files say of the tools.
+        """
+        raise NotImplementedError
 
     @staticmethod
     def identity_of(variable: Any, owner: Any = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -203,12 +203,22 @@ def instrument(
 
     Only routines that are `@amanda.traceable` can be written; a tool tells by `amanda.is_static(context)`
     that they have to be.  Backward ops are not in a file, so their analyses do not run.
+    A tool that has a `write_parts` of its own writes a folder of files instead.
     Raises NotTraceableError, which lists the other routines, and ArtefactError.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)
-    check_target(source, target, force)
     ordered = in_order(tools)
+    cutting = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
+    check_target(source, target, force, is_folder=bool(cutting) or source.is_dir())
+    told = {
+        "amanda-core": version("amanda-core"),
+        "tools": list(about) or [f"{type(one).__module__}.{type(one).__qualname__}" for one in tools],
+        "model": source.name,
+    }
+    if cutting:
+        _check_alone(tools)
+        return _in_parts(cutting[0], kind, source, target, force, told)
     with disabled():
         artefact = kind(source)
         prepared = [tool for tool in ordered if _wants_preparing(tool)]
@@ -221,14 +231,38 @@ def instrument(
             inlining.leave_idle(tool)
         inlining.check(source)
         _check_state(ordered, source)
-        told = {
-            "amanda-core": version("amanda-core"),
-            "tools": list(about) or [f"{type(one).__module__}.{type(one).__qualname__}" for one in tools],
-            "model": source.name,
-        }
         with whole(target, force) as path:
             artefact.write(path, told)
     return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
+
+
+def _check_alone(tools: Sequence[Tool]) -> None:
+    """Raise ArtefactError where a tool that writes several files is given with others."""
+    if len(tools) > 1:
+        names = ", ".join(type(one).__name__ for one in tools)
+        raise ArtefactError(
+            f"{names}: a tool that writes a model in several files goes alone; write a copy with the other "
+            "tools first, and give the copy to that tool"
+        )
+
+
+def _in_parts(
+    tool: Tool, kind: type[Artefact], source: Path, target: Path, force: bool, about: Mapping[str, Any]
+) -> Instrumented:
+    """Let a tool write a folder of files."""
+    with disabled():
+        artefact = kind(source)
+        inlining = _inlining([])
+
+        def analyse(one: Tool) -> None:
+            nonlocal inlining
+            inlining = _inlining(in_order([one]))
+            artefact.instrument(inlining)
+
+        with whole(target, force) as folder:
+            folder.mkdir()
+            tool.write_parts(source, folder, analyse, about)
+    return Instrumented(target, f"{kind.kind} in parts", inlining.analysed, [], inlining.left)
 
 
 def _inlining(tools: Sequence[Tool]) -> Inlining:

@@ -12,8 +12,8 @@ from pathlib import Path
 from amanda.errors import ArtefactError
 
 
-def check_target(source: Path, target: Path, force: bool) -> None:
-    """Raise ArtefactError where a file may not be written, before any work is done."""
+def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> None:
+    """Raise ArtefactError where a file, or a folder, may not be written, before any work is done."""
     whole, goal = source.resolve(), target.resolve()
     if goal == whole:
         raise ArtefactError(f"{target} is the model that is read, which is never changed; give another path")
@@ -24,12 +24,13 @@ def check_target(source: Path, target: Path, force: bool) -> None:
         raise ArtefactError(f"{target} cannot be written: there is no folder {target.parent}")
     if not os.access(target.parent, os.W_OK):
         raise ArtefactError(f"{target} cannot be written: the folder {target.parent} is read-only")
-    if not source.is_dir() and target.suffix != source.suffix:
+    if not is_folder and target.suffix != source.suffix:
         raise ArtefactError(f"{target} does not end in {source.suffix}, as {source} does")
     if os.path.lexists(target) and not force:
         raise ArtefactError(f"{target} is there already; force (--force) replaces it")
-    if target.exists() and target.is_dir() != source.is_dir():
-        raise ArtefactError(f"{target} is {'a folder' if target.is_dir() else 'a file'}, and {source} is not")
+    if target.exists() and target.is_dir() != is_folder:
+        found, wanted = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
+        raise ArtefactError(f"{target} is {found}, and what is written is {wanted}")
 
 
 @contextmanager

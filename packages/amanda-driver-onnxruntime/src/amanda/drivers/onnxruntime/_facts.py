@@ -39,7 +39,7 @@ def facts_of(
         operation, op_id, namespace, names, inputs.values, attributes=Attributes(node),
         scope=scope_of(name, told), source=source_of(told), read_value=read_value, op_type=operation.type,
         graph=graph, read_variables=lambda: read, original=original, parameters=held,
-        variable_of=lambda value: _holder(graph, value),
+        variable_of=lambda value: _holder(graph, value), aliases=[name.lstrip("/")],
     )  # fmt: skip
 
 

@@ -194,8 +194,9 @@ class InstrumentedResult(Result):
         """Return the number of ops, and the ops that could not be instrumented."""
         done = self._done
         stored = any(one.stored for one in done.inlined)
+        copy = f"; the copy has {len(done.inlined)} routines" if done.inlined else ""
         return [
-            f"{done.analysed} ops of {self._model} were analysed; the copy has {len(done.inlined)} routines.",
+            f"{done.analysed} ops of {self._model} were analysed{copy}.",
             *(["Stored is what a routine makes of constants alone: it was computed now."] if stored else []),
             *(f"Not instrumented: {one.what}: {one.reason}." for one in done.left),
         ]

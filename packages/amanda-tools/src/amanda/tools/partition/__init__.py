@@ -8,6 +8,8 @@ print(partition.result)
 
 from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._cut import PartitionError
+from amanda.tools.partition._onnx_run import StageChain
+from amanda.tools.partition._parts import Part, PartsResult
 from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._protect import ProtectedResult
 from amanda.tools.partition._result import Crossing, PartitionResult, Stage
@@ -15,6 +17,6 @@ from amanda.tools.partition._schedule import Slot
 from amanda.tools.partition._tool import PartitionTool
 
 __all__ = [
-    "Crossing", "PartitionError", "PartitionResult", "PartitionTool", "Plan", "ProtectError",
-    "ProtectedResult", "Slot", "Stage",
+    "Crossing", "Part", "PartitionError", "PartitionResult", "PartitionTool", "PartsResult", "Plan",
+    "ProtectError", "ProtectedResult", "Slot", "Stage", "StageChain",
 ]  # fmt: skip

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.partition import _pytorch, _pytorch_ops
+from amanda.tools.partition._parts import PartsResult
 from amanda.tools.results import Column, Result, amount, shortened
 from amanda.tools.select import Selection, as_remarks
 
@@ -94,6 +96,14 @@ class ProtectTool(amanda.Tool):
     def result(self) -> ProtectedResult:
         """Return what is protected, and what crossed."""
         return ProtectedResult(self._protection, self._text, as_remarks(self._selection.unmatched()))
+
+    def write_onnx(
+        self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
+    ) -> PartsResult:
+        """Write files of protected and public ops of an ONNX file; see `PartitionTool.write_parts`."""
+        from amanda.tools.partition._onnx import write_protected
+
+        return write_protected(_selection(self._text), self._text, source, folder, analyse, about)
 
     def clear(self) -> None:
         """Forget what crossed; parameters stay where they are."""

@@ -70,6 +70,8 @@ class PartitionResult(PlottedResult):
         Column("sent", show=partial(amount, unit="B"), total=True, unit="B"),
     )  # fmt: skip
 
+    about_shared: ClassVar[str] = "Held by several stages, which have to add up its gradients"
+
     def __init__(self, work: Work, request: Request) -> None:
         self.work, self.request = work, request
 
@@ -201,7 +203,7 @@ class PartitionResult(PlottedResult):
         )
         if self.shared:
             listed = ", ".join(f"{name} ({', '.join(map(str, read))})" for name, read in self.shared.items())
-            notes.append(f"Held by several stages, which have to add up its gradients: {listed}.")
+            notes.append(f"{self.about_shared}: {listed}.")
         if work.others:
             notes.append(f"{work.others:,} ops of optimizers and constructors are in no stage.")
         if work.graph.dropped:
@@ -232,8 +234,9 @@ class PartitionResult(PlottedResult):
             "shared": {name: list(stages) for name, stages in self.shared.items()},
             "parameters": {name: list(stages) for name, stages in self.readers.items()},
             "crossings": [
-                {"from": one.source, "to": one.target, "type": one.made_by, "module": one.module,
-                 "shape": one.tensor.shape, "dtype": one.tensor.dtype, "bytes": one.tensor.bytes}
+                {"from": one.source, "to": one.target, "name": one.tensor.name, "type": one.made_by,
+                 "module": one.module, "shape": one.tensor.shape, "dtype": one.tensor.dtype,
+                 "bytes": one.tensor.bytes}
                 for one in self.crossings
             ],
             "ops": list(self._ops()),
@@ -245,6 +248,21 @@ class PartitionResult(PlottedResult):
             if position is not None and self.stage_of is not None:
                 names = {"phase": op.phase, "type": op.type, "module": op.module, "source": op.source}
                 yield {"id": f"{op.id:016x}", **names, "stage": int(self.stage_of[position])}
+
+    def submodels(self, model: Any) -> list[Any]:
+        """Return a keras.Model for each stage of the Keras model that was traced.
+
+        Applied one after the other, `x = submodel(x)`, they compute what the model does, with its own layers
+        and variables; what a later stage reads of an earlier one passes through those between.  A cut inside
+        of a layer moves to its edge, which the result says from then on.
+        model: a functional or a sequential one.  Raises PartitionError for another model, and where a stage
+        has no layer; ToolError for what is no model of Keras.
+        """
+        from amanda.tools.partition._keras import submodels
+
+        made = submodels(self, model)
+        self.remarks = made.remarks
+        return made.models
 
     def draw(self, axes: Axes) -> None:
         """Draw when each stage computes which micro-batch; backward passes are hatched."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.kit import check_one_of
 from amanda.tools.partition._cut import Request
+from amanda.tools.partition._parts import PartsResult
 from amanda.tools.partition._result import PartitionResult
-from amanda.tools.partition._work import of_flops, of_time
+from amanda.tools.partition._work import Work, of_flops, of_time
 from amanda.tools.profile import ProfileTool
 from amanda.tools.steps import Steps
 from amanda.tools.trace import TraceTool
@@ -34,10 +37,27 @@ class StagesTool(amanda.Tool):
     @property
     def result(self) -> PartitionResult:
         """Return the stages of what was executed so far, a step on the average."""
+        return PartitionResult(self._work(), self._request)
+
+    def _work(self) -> Work:
         graph, steps = self._trace.graph, self._steps.number + 1
         if isinstance(self._measure, FlopsTool):
-            return PartitionResult(of_flops(graph, self._measure.result, steps), self._request)
-        return PartitionResult(of_time(graph, self._measure.result, steps), self._request)
+            return of_flops(graph, self._measure.result, steps)
+        return of_time(graph, self._measure.result, steps)
+
+    def write_onnx(
+        self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
+    ) -> PartsResult:
+        """Write a file for each stage of an ONNX file; see `PartitionTool.write_parts`."""
+        from amanda.tools.partition._onnx import write_stages
+
+        measured = self._work() if self._trace.graph.ops else None
+        if measured is None and not isinstance(self._measure, FlopsTool):
+            raise ToolError(
+                f"cost='time' is measured while a session runs, and none of {source} has: run one with "
+                "amanda.apply(tool) before amanda.instrument, or take cost='flops'"
+            )
+        return write_stages(self._request, measured, source, folder, analyse, about)
 
     def clear(self) -> None:
         """Forget what was executed."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Generic, Literal, TypeVar, cast, overload
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import amanda
-from amanda.errors import ToolError
+from amanda.errors import ArtefactError, ToolError
 from amanda.tools.partition._cut import Request, Schedule
+from amanda.tools.partition._parts import PartsResult
 from amanda.tools.partition._protect import ProtectedResult, ProtectTool
 from amanda.tools.partition._result import PartitionResult
 from amanda.tools.partition._stages import StagesTool
@@ -29,6 +32,9 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     much a side may be off half.
     protect: ops that run in another process, which alone holds their parameters, instead of stages:
     "module=classifier|layer4.*", also with "type="; `result` is a `ProtectedResult` then.
+    Given to `amanda.instrument` with an ONNX file, it writes a file for each stage, or for the protected ops
+    and those before and after them, and `partition.json`; `StageChain` runs them, and `result` is a
+    `PartsResult` then.
 
     Raises ToolError for options that are none of these; `result` raises PartitionError where no cut is
     what was asked for.
@@ -65,6 +71,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         protect: str | None = None,
     ) -> None:
         super().__init__()
+        self._written: PartsResult | None = None
         self._part: StagesTool | ProtectTool
         if protect is None:
             self.request = Request(
@@ -87,11 +94,28 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
 
     @property
     def result(self) -> ResultT:
-        """Return the stages of what was executed so far, a step on the average, or what is protected."""
-        return cast("ResultT", self._part.result)
+        """Return the stages of what was executed so far, a step on the average, or what is protected.
+
+        Once files were written, those that they have.
+        """
+        return cast("ResultT", self._part.result if self._written is None else self._written)
+
+    def write_parts(
+        self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
+    ) -> None:
+        """Write the parts of an ONNX file; called by `amanda.instrument`.
+
+        Costs are those of the sessions of the model that ran in scopes of the tool, if there were some, else
+        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, ToolError for
+        cost="time" without sessions, PartitionError and ProtectError for what cannot be cut so.
+        """
+        if source.suffix != ".onnx":
+            raise ArtefactError(f"{source} is no ONNX file; partition writes the parts of ONNX files alone")
+        self._written = self._part.write_onnx(source, folder, analyse, about)
 
     def clear(self) -> None:
-        """Forget what was executed; protected parameters stay where they are."""
+        """Forget what was executed or written; protected parameters stay where they are."""
+        self._written = None
         self._part.clear()
 
     def release(self) -> None:
