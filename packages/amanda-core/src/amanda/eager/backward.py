@@ -44,12 +44,13 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
     if any(actions and program is None for actions, program in zip(sides, programs, strict=True)):
         return None
 
+    before, after = programs
+
     def at(*shapes: tuple[Any, ...]) -> SettledStep:
-        before, after = (
-            None if program is None else program.hook(reader, rest, actions, *shapes)
-            for actions, program in zip(sides, programs, strict=True)
+        return SettledStep(
+            None if before is None else before.hook(reader, rest, whole.before, *shapes),
+            None if after is None else after.hook(reader, rest, whole.after, *shapes),
         )
-        return SettledStep(before, after)
 
     return SettledStep(None, None, at) if any(action.takes_shapes for action in whole.all) else at()
 

@@ -40,7 +40,8 @@ class FlopsTool(amanda.Tool):
     formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
     before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
     the gradients that enter and leave it.  Shapes decide: a formula is evaluated once for each, and an op
-    of which no formula tells the cost for all shapes is analysed for each.
+    of which no formula tells the cost for all shapes is analysed for each.  The `cost` that it writes
+    into the context is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
@@ -138,8 +139,9 @@ class FlopsTool(amanda.Tool):
         inputs = context.get_inputs()
         op = ByShape(context, [inputs, outputs], self._place_at, self._costs, self._shared)
         context["by_shape"] = op
-        self._products += bool(self._place_at(context).macs)
-        context["cost"], context["estimate"] = None, 0
+        place = self._place_at(context)
+        context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
+        self._products += bool(place.macs)
         context.insert_after_op(self._count_at, outputs=[], op=op)
 
     def _place_at(self, context: At | amanda.OpContext, shapes: tuple[Any, ...] = ()) -> OpCost:
