@@ -165,7 +165,7 @@ class _Backward:
                 )
             self.under_way.append(self)
         settling = self._state.settles and not self._create_graph
-        layer, shared, handles = self._state.layer, self._shared, self._handles
+        layer, shared = self._state.layer, self._shared
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for node, mark, number in found:
             kind, trace = type(node), mark.trace
@@ -184,14 +184,11 @@ class _Backward:
                 settled = trace.plan.backward.steps.get((kind, place)) or BackwardStep.settled(
                     self._driver, trace, kind, place
                 )
-                if settled is not None:  # the way of most nodes, so no call that can be spared
+                if settled is not None:
                     before, after, at = settled
                     if at is not None:
                         before, after, _ = at(mark.shapes or trace.shapes)
-                    if before is not None:
-                        handles.append((node, node.register_prehook(before)))
-                    if after is not None:
-                        handles.append((node, node.register_hook(after)))
+                    self._place_hooks(node, before, after)
                     continue
             self._steps.append(trace)
             order = mark.order + 1
@@ -199,8 +196,15 @@ class _Backward:
             if step.wanted or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _Hooks(step, mark, self._driver, self._is_done)
-                handles.append((node, node.register_prehook(hooks.before)))
-                handles.append((node, node.register_hook(hooks.after)))
+                self._place_hooks(node, hooks.before, hooks.after)
+
+    def _place_hooks(
+        self, node: Any, before: Callable[..., Any] | None, after: Callable[..., Any] | None
+    ) -> None:
+        if before is not None:
+            self._handles.append((node, node.register_prehook(before)))
+        if after is not None:
+            self._handles.append((node, node.register_hook(after)))
 
     def remove_hooks(self) -> None:
         """Leave the graph without hooks of ours but those that another pass needs.

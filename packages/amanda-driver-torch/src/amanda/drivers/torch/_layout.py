@@ -106,7 +106,7 @@ def _kind() -> int:
         no_index = all(word >> 24 == 0xFF for word in (*cpu, *meta))
         return same and apart and no_index and numbers == [word & 0xFFFF for word in meta]
 
-    return _first(fits, step=2)
+    return _first(fits, step=4)
 
 
 def _rank() -> int:
