@@ -10,11 +10,12 @@ from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._protect import ProtectedResult
+from amanda.tools.partition._pytorch_pipeline import Pipeline
 from amanda.tools.partition._result import Crossing, PartitionResult, Stage
 from amanda.tools.partition._schedule import Slot
 from amanda.tools.partition._tool import PartitionTool
 
 __all__ = [
-    "Crossing", "PartitionError", "PartitionResult", "PartitionTool", "Plan", "ProtectError",
+    "Crossing", "PartitionError", "PartitionResult", "PartitionTool", "Pipeline", "Plan", "ProtectError",
     "ProtectedResult", "Slot", "Stage",
 ]  # fmt: skip
