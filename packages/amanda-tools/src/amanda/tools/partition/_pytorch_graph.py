@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 from math import inf
 from typing import Any
 
-from amanda.tools.mapping._pytorch import word
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
-
-_SUBSCRIPTS = {"index", "select", "slice"}
-_KEEP_STATISTICS = {"batch_norm", "instance_norm"}
+from amanda.tools.partition._pytorch_nodes import module_of, roots, type_of, written
 
 
 class CutGraph:
@@ -37,7 +34,8 @@ class CutGraph:
         from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
         self._graph = module.graph
-        (output,) = self._output = self._graph.find_nodes(op="output")
+        (output,) = self._graph.find_nodes(op="output")
+        self._output = output
         nodes = [one for one in self._graph.nodes if one.op == "call_function"]
         orders = {one: i for i, one in enumerate(self._graph.nodes)}
         stacks = (one.meta.get("nn_module_stack") for one in nodes)
@@ -75,7 +73,7 @@ class CutGraph:
         import torch
 
         call = getattr(torch.ops.aten, op).default
-        with self._graph.inserting_before(*self._output):
+        with self._graph.inserting_before(self._output):
             made = self._graph.call_function(call, (value,))
         made.meta["val"] = call(value.meta["val"])
         made.meta["nn_module_stack"] = self._outside if before is None else before.meta["nn_module_stack"]
@@ -94,7 +92,7 @@ class CutGraph:
         if not isinstance(value, torch.Tensor):
             raise PartitionError(
                 f"stage {first} makes {node.name} ({type(value).__name__}), which {readers[0].name} of "
-                f"stage {self._stage(readers[0])}, in module {_module(readers[0])!r}, reads; tensors alone "
+                f"stage {self._stage(readers[0])}, in module {module_of(readers[0])!r}, reads; tensors alone "
                 "cross"
             )
         sent = node
@@ -110,7 +108,7 @@ class CutGraph:
     def _copy_what_is_written(self, node: Any) -> None:
         """Let an op that writes to a value of an earlier stage write to a copy, which later ops read."""
         stage, order = self._place[node]
-        for value in _written(node):
+        for value in written(node):
             if value.op != "get_attr" and self._stage(value) != stage:
                 copy = self._add("clone", value, stage, node)
                 for user in list(value.users):
@@ -120,17 +118,17 @@ class CutGraph:
     def _check_writes(self) -> None:
         """Raise PartitionError for a write that another stage would have to see, or must not see."""
         families = defaultdict[Any, list[Any]](list)
-        root_of = _roots(self._place)
+        root_of = roots(self._place)
         for node, root in root_of.items():
             families[root].append(node)
         for node, (stage, order) in self._place.items():
-            for value in _written(node):
+            for value in written(node):
                 earlier = [one for one in families[root_of[value]] if self._place[one][1] < order]
                 for read, user in ((one, user) for one in earlier for user in one.users if user is not node):
                     if self._is_lost(node, value, read, user):
                         raise PartitionError(
-                            f"{node.name} in module {_module(node)!r} of stage {stage} writes to "
-                            f"{value.name}, which {user.name} in module {_module(user)!r} of stage "
+                            f"{node.name} in module {module_of(node)!r} of stage {stage} writes to "
+                            f"{value.name}, which {user.name} in module {module_of(user)!r} of stage "
                             f"{self._stage(user)} reads; a write reaches no other stage: cut elsewhere, "
                             "with other `stages` or `tolerance`, or write to a copy in the model"
                         )
@@ -156,7 +154,8 @@ def _stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     Raises PartitionError where a stage has no node.
     """
     planned = [(one.type, one.module) for one in plan.ops]
-    matcher = SequenceMatcher(None, planned, [(_type(one), _module(one)) for one in nodes], autojunk=False)
+    exported = [(type_of(one), module_of(one)) for one in nodes]
+    matcher = SequenceMatcher(None, planned, exported, autojunk=False)
     known = {
         block.b + i: plan.ops[block.a + i].stage
         for block in matcher.get_matching_blocks()
@@ -174,43 +173,4 @@ def _stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
             "the same mode, with inputs of the same form, or give fewer stages where that is a stage of the "
             "loss alone"
         )
-    return found
-
-
-def _type(node: Any) -> str:
-    name = word(node.target.__name__.partition(".")[0].rstrip("_"))
-    return "getitem" if name in _SUBSCRIPTS else name
-
-
-def _module(node: Any) -> str:
-    """Return the path of the module that calls a node."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
-
-
-def _aliased(node: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the nodes whose memory an op gives on or writes to, with whether it writes."""
-    schema = getattr(node.target, "_schema", None)
-    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
-        if argument.alias_info is not None:
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                yield one, argument.alias_info.is_write
-
-
-def _written(node: Any) -> list[Any]:
-    """Return the nodes that an op writes to; the statistics of a normalisation are not in its schema."""
-    if node.op != "call_function":
-        return []
-    statistics = node.args[3:5] if _type(node) in _KEEP_STATISTICS else ()
-    return [*(one for one, writes in _aliased(node) if writes), *(one for one in statistics if one)]
-
-
-def _roots(nodes: Iterable[Any]) -> dict[Any, Any]:
-    """Return for each node the first one in whose memory its value lies."""
-    found = dict[Any, Any]()
-    for node in nodes:
-        of = [one for one, _ in _aliased(node)] if node.op == "call_function" else []
-        if node.target is operator.getitem:
-            of = list(node.all_input_nodes)
-        found[node] = found[of[0]] if of else node
     return found

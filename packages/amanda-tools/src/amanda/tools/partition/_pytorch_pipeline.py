@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -14,6 +13,7 @@ from amanda.tools.kit._requirements import check
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._pytorch_graph import CutGraph
+from amanda.tools.partition._pytorch_schedules import summing
 
 
 class Pipeline:
@@ -129,7 +129,7 @@ class Pipeline:
         options: those of PyTorch's schedules, such as `scale_grads`.
         """
         count = self.plan.microbatches if microbatches is None else microbatches
-        made = _schedule(self.plan.schedule)(stage, count, loss_fn, **options)
+        made = summing(self.plan.schedule)(stage, count, loss_fn, **options)
         if loss_fn is not None:
             made.shared = self._shared_of(stage)
         return made
@@ -178,37 +178,3 @@ def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield parameters and buffers by each of their paths."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-class _Summing:
-    """Adds up gradients over the stages that hold a parameter, at the end of a step.
-
-    shared: such parameters, each with the group of the processes that hold it.
-    """
-
-    shared: Sequence[tuple[Any, Any]] = ()
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step of the schedule."""
-        import torch
-        import torch.distributed as dist
-
-        shared = [one for one in self.shared if torch.is_grad_enabled() and one[0].requires_grad]
-        earlier = [parameter.grad for parameter, _ in shared]
-        for parameter, _ in shared:
-            parameter.grad = None
-        made = super().step(*args, **kwargs)  # type: ignore[misc]
-        for (parameter, group), before in zip(shared, earlier, strict=True):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient, group=group)
-            parameter.grad = gradient if before is None else before + gradient
-        return made
-
-
-@cache
-def _schedule(name: str) -> Any:
-    """Return a schedule of PyTorch whose steps also add up gradients over stages."""
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-    return type(kind.__name__, (_Summing, kind), {})
