@@ -1,7 +1,9 @@
 """Architecture search on scikit-learn's digits, from one source in PyTorch and Keras.
 
 The starting CNN has three 3x3 convolutions and ReLU. Found models have its FLOPs at most, and are
-trained from nothing as it is.  python examples/search_digits.py [torch|keras] [SEEDS] [FIRST]
+trained from nothing as it is, some times each.
+
+python examples/search_digits.py [torch|keras] [SEEDS] [FIRST]
 """
 
 import sys
@@ -14,7 +16,7 @@ from sklearn.datasets import load_digits
 import amanda
 from amanda.tools.search import Choice, Evolution, Random, Search, SearchTool
 
-EPOCHS, SEARCHED, TRIALS, REPEATS, BATCH, RATE = 20, 6, 24, 2, 32, 0.01
+EPOCHS, SEARCHED, TRIALS, REPEATS, FINALS, BATCH, RATE = 20, 6, 24, 2, 5, 32, 0.01
 CHOICES = [
     Choice(["keep", "skip", "conv1", "conv5", "conv3g2", "conv5g2", "conv5g4"], type="conv2d"),
     Choice(["keep", "tanh", "gelu", "silu"], type="relu", shared=True),
@@ -189,20 +191,26 @@ def first(tool):
 METHODS = {"darts": darts, "evolution": sampled(lambda: Evolution(8, 4)), "random": sampled(Random)}
 
 
-def compare(kind, seed, methods=METHODS, trials=TRIALS):
-    """Return the accuracy on the test set, and FLOPs, of the starting CNN and what each method finds."""
+def compare(kind, seed, methods=METHODS, trials=TRIALS, finals=FINALS):
+    """Return the accuracy on the test set, and FLOPs, of the starting CNN and what each method finds.
+
+    finals: how often each is trained from nothing; accuracies are means.
+    """
     train, held_out, test = split(seed)
     found = {}
+
+    def tested(make):
+        return mean(accuracy(trained(make(number), train, number), test) for number in range(finals))
+
     for method, search in methods.items():
         net = kind(seed)
         tool = SearchTool(CHOICES, mixture=method == "darts", seed=seed)
         tool.prepare(net.model, net.tensor(test[0][:1]))
         if not found:
-            start = trained(kind(seed), train, seed)
-            found["start"] = accuracy(start, test), tool.flops(first(tool)), first(tool)
+            found["start"] = tested(kind), tool.flops(first(tool)), first(tool)
         search(net, tool, train, held_out, seed, trials)
-        net = trained(finalized(net, tool, seed), train, seed)
-        found[method] = accuracy(net, test), tool.flops(), tool.architecture
+        score = tested(lambda number, net=net, tool=tool: finalized(net, tool, number))
+        found[method] = score, tool.flops(), tool.architecture
     return found
 
 
