@@ -152,6 +152,13 @@ def test_what_costs_by_shape_costs_what_it_does_analysed_anew(name: str) -> None
     compare(module, [2, 2, 3, 1, 4, 2, 3])
 
 
+def test_an_op_whose_backward_op_is_another_ops() -> None:
+    def step(number: int) -> None:
+        F.instance_norm(torch.rand(2, 3, number, requires_grad=True)).square().sum().backward()
+
+    compare(step, [4, 5, 4, 6])
+
+
 def test_gradients_belong_to_the_execution_whose_they_are() -> None:
     weight = torch.rand(3, 5, requires_grad=True)
 

@@ -264,7 +264,7 @@ class EagerExecution(EagerOps):
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
     def _keep(self, layer: Layer, op_id: int, plan: Plan) -> None:
-        """Let the interceptor know the plans that the layer has of an op."""
+        """Put the plans that the layer has of an op into the interceptor's table."""
         known = layer.table.get(op_id)
         if isinstance(known, interceptor.Memo):
             known.forget()

@@ -249,7 +249,7 @@ def _check_alone(tools: Sequence[Tool]) -> None:
 def _in_parts(
     tool: Tool, kind: type[Artefact], source: Path, target: Path, force: bool, about: Mapping[str, Any]
 ) -> Instrumented:
-    """Let a tool write a folder of files."""
+    """Call a tool's `write_parts`, which writes a folder of files."""
     with disabled():
         artefact = kind(source)
         inlining = _inlining([])

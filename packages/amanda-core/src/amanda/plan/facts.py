@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -104,5 +104,5 @@ class OpFacts:
         return str(getattr(op, "__name__", op))
 
 
-_digest_of: Callable[[str], int] = cache(digest)
+_digest_of: Callable[[str], int] = lru_cache(maxsize=4096)(digest)
 _fields_of = attrgetter(*(one.name for one in fields(OpFacts)))

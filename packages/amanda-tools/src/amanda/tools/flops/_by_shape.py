@@ -103,11 +103,11 @@ class ByShape:
         )  # fmt: skip
 
     def turn_to(self, shapes: tuple[Any, ...]) -> None:
-        """Let `place` be where an execution with these shapes is counted."""
+        """Find the cost that an execution with these shapes adds to; keep it as `place`."""
         self.shapes, self.place = shapes, self.of(shapes)
 
     def of(self, shapes: tuple[Any, ...]) -> OpCost:
-        """Return where an execution with these shapes is counted."""
+        """Return the cost that an execution with these shapes adds to."""
         place = self._known.get(shapes)
         if place is None:
             place, self._first = self._first or self._shared(self._measured(shapes)), None

@@ -120,10 +120,15 @@ _ELEMENTWISE = {
 ELEMENTWISE = frozenset(_ELEMENTWISE)
 """Names of ops each of whose gradients takes one operation for each element, or none."""
 
-BY_SHAPES_ALONE = frozenset(
-    name for name, formula in _ELEMENTWISE.items() if formula not in (of.batch_norm, of.pooling)
-).union(["linear", "matmul", "addmm", "addmv", "baddbmm", "scaled_dot_product_attention"])
-"""Words of ops whose formulas, and those of their backward ops, read nothing but shapes."""
+BY_SHAPES_ALONE = (
+    frozenset(name for name, formula in _ELEMENTWISE.items() if formula not in (of.batch_norm, of.pooling))
+    .difference(["instance_norm", "_unsafe_masked_index_put_accumulate"])
+    .union(["linear", "matmul", "addmm", "addmv", "baddbmm", "scaled_dot_product_attention"])
+)
+"""Words of ops whose formulas, and those of their backward ops, read nothing but shapes.
+
+Those that are taken out have backward ops of other ops, such as `batch_norm_backward`.
+"""
 
 _ATTENTION = [
     f"_scaled_dot_product_{kind}"

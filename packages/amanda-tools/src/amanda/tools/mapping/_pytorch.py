@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from amanda import OpContext
@@ -58,7 +58,7 @@ def dtype(value: Any) -> str | None:
     return _dtype_name(own, kind)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _dtype_name(own: Any, kind: Any) -> str:
     name = str(kind).removeprefix("torch.")
     return f"{own.__name__}[{name}]" if _is_packed(own) else name

@@ -111,7 +111,7 @@ class NanTool(amanda.Tool):
             return
         if role == "scale":
             context.insert_after_op(self._begin_scaled, outputs=[])
-        kind, dtype, is_eager = context["type"], context["dtype"], context.namespace.matches("*/*/eager")
+        kind, dtype, is_eager = context["type"], context["dtype"], context.is_eager()
         self._packed.update(dict.fromkeys(packed_inputs(context)))
         op = _Op(
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
@@ -122,9 +122,7 @@ class NanTool(amanda.Tool):
         context.insert_after_op(self._end if is_eager else self._end_in_graph, op=op)
 
     def _backward(self, context: amanda.OpContext) -> None:
-        kind, dtype, is_eager = (
-            context["backward_type"], context["dtype"], context.namespace.matches("*/*/eager"),
-        )  # fmt: skip
+        kind, dtype, is_eager = context["backward_type"], context["dtype"], context.is_eager()
         if kind == "accumulate_grad":
             return
         given = Given(dtype, self._inf, in_place=False, is_eager=is_eager)

@@ -53,7 +53,7 @@ class FileTool(amanda.Tool):
         self.add_inst_for_op(self._note, require_outputs=True)
 
     def _give_shapes(self, context: amanda.OpContext) -> None:
-        """Let formulas read shapes in which no extent is open."""
+        """Put a `shape` into the context that has a number for each extent, for formulas to read."""
         told = context["shape"]
 
         def shape(value: Any) -> Any:

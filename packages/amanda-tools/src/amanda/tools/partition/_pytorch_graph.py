@@ -106,7 +106,7 @@ class CutGraph:
                 sent = self._add("alias", sent, stage)
 
     def _copy_what_is_written(self, node: Any) -> None:
-        """Let an op that writes to a value of an earlier stage write to a copy, which later ops read."""
+        """Copy a value of an earlier stage that an op writes to, for the op and later ones to use instead."""
         stage, order = self._place[node]
         for value in written(node):
             if value.op != "get_attr" and self._stage(value) != stage:

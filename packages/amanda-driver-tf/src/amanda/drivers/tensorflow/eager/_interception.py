@@ -26,7 +26,7 @@ NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
 """Types of values that are made tensors here; others are TensorFlow's to convert."""
 
 _FUNCTION = "__"
-"""What the names of traced functions begin with, and no type of op."""
+"""Beginning of the names of traced functions; no type of op begins so."""
 
 
 class Entry:
