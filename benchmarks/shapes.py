@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from _measure import BARE, QUICK, Times, pin_to_one_core, progress, quiet, seconds_of
+from _models import let_torchvision_load
 from _tools import FORWARD, Inserting, Make
 
 import amanda
@@ -25,6 +26,7 @@ SIZES = {
 
 def generating() -> Callable[[], None]:
     """Return a run of a small Llama, which generates text with a cache of keys and values."""
+    let_torchvision_load()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **SIZES)).eval()
