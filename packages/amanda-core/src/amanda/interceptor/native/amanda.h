@@ -94,6 +94,11 @@ typedef struct {
     PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
     uint64_t met;      /* number of the watch that was told of this thread */
     char *switches;    /* the framework's, of this thread; NULL: not asked for yet */
+    struct {           /* of the op that `run_plan` is about to be called for */
+        struct Activation *activation;
+        PyObject *plan; /* borrowed; NULL: there is none yet */
+        uint64_t id;
+    } next;
 } Thread;
 
 Thread *thread_state(void);
@@ -188,7 +193,7 @@ int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, 
                PyObject *shapes);
 int graph_boot(PyObject *names);
 
-/* ---- stub.c: interception ---- */
+/* ---- stub.c, call.c: interception ---- */
 
 /* FUNCTION: a builtin function, of any convention. Its own vectorcall pointer is set, because what
    a builtin hashes to includes its ml_meth, and programs keep builtins in dicts. The interpreter
@@ -225,7 +230,7 @@ typedef struct Site {
 } Site;
 
 /* What the context variable holds while a scope is open. */
-typedef struct {
+typedef struct Activation {
     PyObject_HEAD
     int active;
     int memos;        /* whether what memos have learned holds */
@@ -247,16 +252,18 @@ typedef struct {
 extern PyTypeObject Activation_Type, Site_Type, Detour_Type, Suspension_Type;
 
 Activation *active_activation(Thread *thread); /* new reference or NULL; never an exception */
-PyObject *call_op(Thread *thread, Call *call);
 PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done);
 int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made);
 int stub_boot(PyObject *names);
 
-/* ---- memo.c: what calls of an op come to ---- */
+/* ---- run.c: calls of ops that have plans ---- */
 
-extern PyTypeObject Memo_Type, Program_Type;
+PyObject *run_plan(Thread *thread, Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c);
+
+/* ---- memo.c, program.c, hook.c: what calls of an op come to ---- */
+
+extern PyTypeObject Memo_Type, Program_Type, Hook_Type;
 int memo_boot(PyObject *names);
-PyObject *memo_run(Thread *thread, Call *call);
 
 int add_function(PyObject *names, PyMethodDef *def);
 int add_type(PyObject *names, const char *name, PyTypeObject *type);

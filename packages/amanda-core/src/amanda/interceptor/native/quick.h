@@ -6,6 +6,7 @@
    goes by its version tag. */
 #ifndef AMANDA_QUICK_H
 #define AMANDA_QUICK_H
+#include "call.h"
 #include "frames.h"
 
 #if AMANDA_INTERNAL_FRAMES
@@ -19,10 +20,6 @@
 #undef Py_BUILD_CORE
 #endif
 
-#define likely(condition) __builtin_expect(!!(condition), 1)
-#define unlikely(condition) __builtin_expect(!!(condition), 0)
-#define HOT __attribute__((hot))
-#define COLD __attribute__((cold, noinline))
 #if AMANDA_INTERNAL_FRAMES
 #define RARE COLD
 #else

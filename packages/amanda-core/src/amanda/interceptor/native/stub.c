@@ -3,9 +3,6 @@
 #include <structmember.h>
 
 #define STUB_COUNT 3072
-#define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
-#define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
-#define ONE_PLACE 4      /* the parameters that it is given do not tell its calls apart */
 
 static Site *sites[STUB_COUNT]; /* owned: a stub may run at any time after it was placed */
 static int site_count;
@@ -98,79 +95,6 @@ PyTypeObject Activation_Type = {
 
 /* ---- calls ---- */
 
-static PyObject *keywords_of(PyObject *const *values, PyObject *names) {
-    PyObject *dict = PyDict_New();
-    for (Py_ssize_t i = 0; dict && i < PyTuple_GET_SIZE(names); i++)
-        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i])) Py_CLEAR(dict);
-    return dict;
-}
-
-HOT static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    PyObject *args = PyTuple_New(count), *kwargs = NULL, *result = NULL;
-    if (!args) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
-    if (names && PyTuple_GET_SIZE(names) && !(kwargs = keywords_of(items + count, names))) goto done;
-    if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
-    if (site->pristine->ml_flags & METH_KEYWORDS)
-        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(site->self, args, kwargs);
-    else if (kwargs)
-        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
-    else
-        result = site->pristine->ml_meth(site->self, args);
-    Py_LeaveRecursiveCall();
-done:
-    Py_DECREF(args);
-    Py_XDECREF(kwargs);
-    return result;
-}
-
-HOT static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    switch (site->kind) {
-    case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
-        return ((PyCFunction)site->native)(self, a);
-    case KEYWORDS:
-        return ((PyCFunctionWithKeywords)site->native)(self, a, b);
-    case FAST:
-        return ((PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t)) site->native)(
-            self, (PyObject *const *)a, (Py_ssize_t)b);
-    case FAST_KEYWORDS:
-        return ((PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *)) site->native)(
-            self, (PyObject *const *)a, (Py_ssize_t)b, c);
-    case ASSIGN:
-        return ((objobjargproc)site->native)(self, a, b) ? NULL : Py_NewRef(Py_None);
-    case FUNCTION:
-        if (site->native) return ((vectorcallfunc)site->native)(self, (PyObject *const *)a, (size_t)b, c);
-        return call_with_tuple(site, (PyObject *const *)a, (size_t)b, c);
-    case PYTHON:
-        return PyObject_Vectorcall(self, (PyObject *const *)a, (size_t)b, c);
-    }
-    Py_UNREACHABLE();
-}
-
-static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    *out = (Arguments){.self = site->bound ? self : NULL};
-    out->items = out->small;
-    switch (site->kind) {
-    case NOARGS: case GET: break;
-    case ASSIGN: out->small[1] = b; /* fall through */
-    case ONE: case SUBSCRIPT:
-        out->small[0] = a;
-        out->count = site->kind == ASSIGN ? 2 : 1;
-        break;
-    case KEYWORDS: out->dict = b; /* fall through */
-    case VARARGS:
-        out->items = ((PyTupleObject *)a)->ob_item;
-        out->count = PyTuple_GET_SIZE(a);
-        break;
-    case PYTHON: case FUNCTION: case FAST_KEYWORDS: out->names = c; /* fall through */
-    case FAST:
-        out->items = (PyObject *const *)a;
-        out->count = site->kind == PYTHON || site->kind == FUNCTION ? PyVectorcall_NARGS((size_t)b) : (Py_ssize_t)b;
-        break;
-    }
-}
-
 static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place) {
     if (place_of(thread, site->hash, place)) return -1;
     if (site->flags & ONE_PLACE) return 0;
@@ -196,118 +120,17 @@ static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t
     return failed ? -1 : 0;
 }
 
-static PyObject *packed_arguments(const Arguments *given) {
-    int offset = given->self != NULL;
-    PyObject *tuple = PyTuple_New(given->count + offset);
-    if (!tuple) return NULL;
-    if (offset) PyTuple_SET_ITEM(tuple, 0, Py_NewRef(given->self));
-    for (Py_ssize_t i = 0; i < given->count; i++)
-        PyTuple_SET_ITEM(tuple, i + offset, Py_NewRef(given->items[i]));
-    return tuple;
+/* Borrowed; None: nothing is inserted; NULL: it has none yet. */
+static inline PyObject *plan_of(const Activation *activation, uint64_t id) {
+    return activation->table ? map_get(&activation->table->map, id) : NULL;
 }
 
-static PyObject *packed_keywords(const Arguments *given) {
-    if (given->dict) return Py_NewRef(given->dict);
-    PyObject *dict = PyDict_New();
-    for (Py_ssize_t i = 0; dict && given->names && i < PyTuple_GET_SIZE(given->names); i++)
-        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i]))
-            Py_CLEAR(dict);
-    return dict;
-}
-
-/* key: under what a memo may learn of the call, or 0.  done: what is done of its plan already, or NULL. */
-PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done) {
-    PyObject *args = packed_arguments(call->given), *kwargs = packed_keywords(call->given), *result = NULL;
-    PyObject *id = PyLong_FromUnsignedLongLong(call->id), *known = PyLong_FromUnsignedLongLong(key);
-    if (args && kwargs && id && known) {
-        PyObject *stack[] = {call->state, call->plan, id, (PyObject *)call->site, args, kwargs, known,
-                             done ? done : Py_None};
-        thread->off++;
-        result = PyObject_Vectorcall(call->site->handler, stack, Py_IS_TYPE(call->plan, &Memo_Type) ? 8 : 6, NULL);
-        thread->off--;
-    }
-    Py_XDECREF(known);
-    Py_XDECREF(id);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(args);
-    return result;
-}
-
-PyObject *call_op(Thread *thread, Call *call) {
-    PyObject *key = thread->key;
-    thread->key = call->site->flags & TRANSPARENT ? NULL : call->site->key;
-    PyObject *result = vanilla(call->site, call->self, call->a, call->b, call->c);
-    thread->key = key;
-    return result;
-}
-
-/* Give a call other arguments, as many: positional ones and then those by keyword, after a free place.
-   made: two references to release after the call.  0: not of this kind of call; -1: an exception. */
-int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made) {
-    Site *site = call->site;
-    *given = *call->given;
-    call->given = given;
-    if (site->bound) call->self = given->self = *flat++;
-    given->items = flat;
-    switch (site->kind) {
-    case ASSIGN: return 0;
-    case NOARGS: case GET: return 1;
-    case ONE: case SUBSCRIPT: call->a = flat[0]; return 1;
-    case FAST: case FAST_KEYWORDS: case FUNCTION: case PYTHON: call->a = (PyObject *)flat; return 1;
-    case KEYWORDS:
-        if (given->dict) {
-            PyObject *name, *value, *own = given->dict;
-            Py_ssize_t position = 0, i = given->count;
-            call->b = given->dict = made[1] = PyDict_New();
-            while (made[1] && PyDict_Next(own, &position, &name, &value))
-                if (PyDict_SetItem(made[1], name, flat[i++])) return -1;
-            if (!made[1]) return -1;
-        } /* fall through */
-    case VARARGS:
-        call->a = made[0] = PyTuple_New(given->count);
-        for (Py_ssize_t i = 0; made[0] && i < given->count; i++) PyTuple_SET_ITEM(made[0], i, Py_NewRef(flat[i]));
-        return made[0] ? 1 : -1;
-    }
-    Py_UNREACHABLE();
-}
-
-/* An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again. */
-static PyObject *raise_failure(Thread *thread, PyObject *result) {
-    PyObject *failure = thread->failure;
-    thread->failure = NULL;
-    PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
-    Py_DECREF(failure);
-    Py_DECREF(result);
-    return NULL;
-}
-
-/* Types may share a definition: a call through the descriptor of another type is not the target's. */
-static int is_targets(Site *site, PyObject *self) {
-    if (!site->bound) return 1;
-    int in_class = Py_IS_TYPE(site->target, &PyClassMethodDescr_Type);
-    PyTypeObject *type = in_class ? (PyTypeObject *)self : Py_TYPE(self);
-    return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
-}
-
-static inline PyObject *checked(Thread *thread, PyObject *result) {
-    return unlikely(result == Py_NotImplemented) && thread->failure ? raise_failure(thread, result) : result;
-}
-
-/* An op of known id that has a plan, or for which there is none yet. */
-__attribute__((noinline)) static PyObject *run_plan(Thread *thread, Activation *activation, uint64_t id, Site *site,
-                                                    PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    Arguments given;
-    read_arguments(site, &given, self, a, b, c);
-    PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL, *result;
-    Call call = {site, activation->state, plan ? plan : Py_None, id, &given, self, a, b, c};
-    if (plan == Py_None || !is_targets(site, self)) return checked(thread, call_op(thread, &call));
-    Py_INCREF(call.state);
-    Py_INCREF(call.plan);
-    result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
-                                                                       : hand_over(thread, &call, 0, NULL);
-    Py_DECREF(call.plan);
-    Py_DECREF(call.state);
-    return checked(thread, result);
+static inline PyObject *run_next(Thread *thread, Activation *activation, PyObject *plan, uint64_t id, Site *site,
+                                 PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    thread->next.activation = activation;
+    thread->next.plan = plan;
+    thread->next.id = id;
+    return run_plan(thread, site, self, a, b, c);
 }
 
 /* An op of which something is met for the first time. */
@@ -319,7 +142,7 @@ RARE static PyObject *run_unknown(Thread *thread, Activation *activation, Site *
     read_arguments(site, &given, self, a, b, c);
     Py_INCREF(activation);
     if (!identify(thread, site, &given, &id)) /* which may run anything */
-        result = activation->active ? run_plan(thread, activation, id, site, self, a, b, c)
+        result = activation->active ? run_next(thread, activation, plan_of(activation, id), id, site, self, a, b, c)
                                     : vanilla(site, self, a, b, c);
     Py_DECREF(activation);
     return result;
@@ -444,8 +267,8 @@ HOT __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *se
         return vanilla(site, self, a, b, c);
     uint64_t id = known_id(running, thread, site, self, a, b, c);
     if (unlikely(!id)) return run_unknown(thread, activation, site, self, a, b, c);
-    if (!activation->table || map_get(&activation->table->map, id) != Py_None)
-        return run_plan(thread, activation, id, site, self, a, b, c);
+    PyObject *plan = plan_of(activation, id);
+    if (plan != Py_None) return run_next(thread, activation, plan, id, site, self, a, b, c);
     thread->key = site->flags & TRANSPARENT ? NULL : site->key;
     PyObject *result = vanilla(site, self, a, b, c);
     thread->key = key;

@@ -1,0 +1,114 @@
+/* Arguments of intercepted calls, packed, spread and exchanged; the way to a handler. */
+#include "call.h"
+
+static PyObject *keywords_of(PyObject *const *values, PyObject *names) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict && i < PyTuple_GET_SIZE(names); i++)
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i])) Py_CLEAR(dict);
+    return dict;
+}
+
+HOT PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    PyObject *args = PyTuple_New(count), *kwargs = NULL, *result = NULL;
+    if (!args) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
+    if (names && PyTuple_GET_SIZE(names) && !(kwargs = keywords_of(items + count, names))) goto done;
+    if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
+    if (site->pristine->ml_flags & METH_KEYWORDS)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(site->self, args, kwargs);
+    else if (kwargs)
+        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
+    else
+        result = site->pristine->ml_meth(site->self, args);
+    Py_LeaveRecursiveCall();
+done:
+    Py_DECREF(args);
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+static PyObject *packed_arguments(const Arguments *given) {
+    int offset = given->self != NULL;
+    PyObject *tuple = PyTuple_New(given->count + offset);
+    if (!tuple) return NULL;
+    if (offset) PyTuple_SET_ITEM(tuple, 0, Py_NewRef(given->self));
+    for (Py_ssize_t i = 0; i < given->count; i++)
+        PyTuple_SET_ITEM(tuple, i + offset, Py_NewRef(given->items[i]));
+    return tuple;
+}
+
+static PyObject *packed_keywords(const Arguments *given) {
+    if (given->dict) return Py_NewRef(given->dict);
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict && given->names && i < PyTuple_GET_SIZE(given->names); i++)
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i]))
+            Py_CLEAR(dict);
+    return dict;
+}
+
+/* key: under what a memo may learn of the call, or 0.  done: what is done of its plan already, or NULL. */
+PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done) {
+    PyObject *args = packed_arguments(call->given), *kwargs = packed_keywords(call->given), *result = NULL;
+    PyObject *id = PyLong_FromUnsignedLongLong(call->id), *known = PyLong_FromUnsignedLongLong(key);
+    if (args && kwargs && id && known) {
+        PyObject *stack[] = {call->state, call->plan, id, (PyObject *)call->site, args, kwargs, known,
+                             done ? done : Py_None};
+        thread->off++;
+        result = PyObject_Vectorcall(call->site->handler, stack, Py_IS_TYPE(call->plan, &Memo_Type) ? 8 : 6, NULL);
+        thread->off--;
+    }
+    Py_XDECREF(known);
+    Py_XDECREF(id);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(args);
+    return result;
+}
+
+/* Give a call other arguments, as many: positional ones and then those by keyword, after a free place.
+   made: two references to release after the call.  0: not of this kind of call; -1: an exception. */
+int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made) {
+    Site *site = call->site;
+    *given = *call->given;
+    call->given = given;
+    if (site->bound) call->self = given->self = *flat++;
+    given->items = flat;
+    switch (site->kind) {
+    case ASSIGN: return 0;
+    case NOARGS: case GET: return 1;
+    case ONE: case SUBSCRIPT: call->a = flat[0]; return 1;
+    case FAST: case FAST_KEYWORDS: case FUNCTION: case PYTHON: call->a = (PyObject *)flat; return 1;
+    case KEYWORDS:
+        if (given->dict) {
+            PyObject *name, *value, *own = given->dict;
+            Py_ssize_t position = 0, i = given->count;
+            call->b = given->dict = made[1] = PyDict_New();
+            while (made[1] && PyDict_Next(own, &position, &name, &value))
+                if (PyDict_SetItem(made[1], name, flat[i++])) return -1;
+            if (!made[1]) return -1;
+        } /* fall through */
+    case VARARGS:
+        call->a = made[0] = PyTuple_New(given->count);
+        for (Py_ssize_t i = 0; made[0] && i < given->count; i++) PyTuple_SET_ITEM(made[0], i, Py_NewRef(flat[i]));
+        return made[0] ? 1 : -1;
+    }
+    Py_UNREACHABLE();
+}
+
+/* An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again. */
+PyObject *raise_failure(Thread *thread, PyObject *result) {
+    PyObject *failure = thread->failure;
+    thread->failure = NULL;
+    PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
+    Py_DECREF(failure);
+    Py_DECREF(result);
+    return NULL;
+}
+
+/* Types may share a definition: a call through the descriptor of another type is not the target's. */
+int is_targets(Site *site, PyObject *self) {
+    if (!site->bound) return 1;
+    int in_class = Py_IS_TYPE(site->target, &PyClassMethodDescr_Type);
+    PyTypeObject *type = in_class ? (PyTypeObject *)self : Py_TYPE(self);
+    return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
+}

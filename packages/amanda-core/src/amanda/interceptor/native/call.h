@@ -1,0 +1,79 @@
+/* How an intercepted call is made: as it is, or with other arguments. */
+#ifndef AMANDA_CALL_H
+#define AMANDA_CALL_H
+#include "amanda.h"
+
+#define likely(condition) __builtin_expect(!!(condition), 1)
+#define unlikely(condition) __builtin_expect(!!(condition), 0)
+#define HOT __attribute__((hot))
+#define COLD __attribute__((cold, noinline))
+
+#define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
+#define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
+#define ONE_PLACE 4      /* the parameters that it is given do not tell its calls apart */
+
+PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names);
+PyObject *raise_failure(Thread *thread, PyObject *result);
+int is_targets(Site *site, PyObject *self);
+
+/* Run the native code that a site stands in for. Inlined: where an op calls deeper than the processor remembers
+   the ways back, each frame between costs a wrong guess on return. */
+static inline PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    switch (site->kind) {
+    case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
+        return ((PyCFunction)site->native)(self, a);
+    case KEYWORDS:
+        return ((PyCFunctionWithKeywords)site->native)(self, a, b);
+    case FAST:
+        return ((PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t)) site->native)(
+            self, (PyObject *const *)a, (Py_ssize_t)b);
+    case FAST_KEYWORDS:
+        return ((PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *)) site->native)(
+            self, (PyObject *const *)a, (Py_ssize_t)b, c);
+    case ASSIGN:
+        return ((objobjargproc)site->native)(self, a, b) ? NULL : Py_NewRef(Py_None);
+    case FUNCTION:
+        if (site->native) return ((vectorcallfunc)site->native)(self, (PyObject *const *)a, (size_t)b, c);
+        return call_with_tuple(site, (PyObject *const *)a, (size_t)b, c);
+    case PYTHON:
+        return PyObject_Vectorcall(self, (PyObject *const *)a, (size_t)b, c);
+    }
+    Py_UNREACHABLE();
+}
+
+static inline void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    *out = (Arguments){.self = site->bound ? self : NULL};
+    out->items = out->small;
+    switch (site->kind) {
+    case NOARGS: case GET: break;
+    case ASSIGN: out->small[1] = b; /* fall through */
+    case ONE: case SUBSCRIPT:
+        out->small[0] = a;
+        out->count = site->kind == ASSIGN ? 2 : 1;
+        break;
+    case KEYWORDS: out->dict = b; /* fall through */
+    case VARARGS:
+        out->items = ((PyTupleObject *)a)->ob_item;
+        out->count = PyTuple_GET_SIZE(a);
+        break;
+    case PYTHON: case FUNCTION: case FAST_KEYWORDS: out->names = c; /* fall through */
+    case FAST:
+        out->items = (PyObject *const *)a;
+        out->count = site->kind == PYTHON || site->kind == FUNCTION ? PyVectorcall_NARGS((size_t)b) : (Py_ssize_t)b;
+        break;
+    }
+}
+
+static inline PyObject *call_op(Thread *thread, Call *call) {
+    PyObject *key = thread->key;
+    thread->key = call->site->flags & TRANSPARENT ? NULL : call->site->key;
+    PyObject *result = vanilla(call->site, call->self, call->a, call->b, call->c);
+    thread->key = key;
+    return result;
+}
+
+static inline PyObject *checked(Thread *thread, PyObject *result) {
+    return unlikely(result == Py_NotImplemented) && thread->failure ? raise_failure(thread, result) : result;
+}
+
+#endif

@@ -1,0 +1,190 @@
+/* Programs: plans, compiled for calls of one form. */
+#include "program.h"
+#include <structmember.h>
+
+static int read_step(Step *step, PyObject *told) {
+    PyObject *func, *select, *kwargs, *lock;
+    int isolated, shapes = 0;
+    if (!PyArg_ParseTuple(told, "OOO!O!p|p", &func, &select, &PyDict_Type, &kwargs, &Lock_Type, &lock, &isolated, &shapes))
+        return -1;
+    if (select != Py_None) {
+        if (!PyTuple_Check(select) || PyTuple_GET_SIZE(select) > VALUE_LIMIT) goto unsuited;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(select); i++) {
+            long position = PyLong_AsLong(PyTuple_GET_ITEM(select, i));
+            if (position == -1 && PyErr_Occurred()) return -1;
+            if (position < 0 || position >= VALUE_LIMIT) goto unsuited;
+            step->select[step->count++] = (uint8_t)position;
+        }
+    }
+    if (PyDict_GET_SIZE(kwargs) + step->count > VALUE_LIMIT) goto unsuited;
+    step->positional = step->count;
+    step->func = Py_NewRef(func);
+    step->lock = (Lock *)Py_NewRef(lock);
+    step->isolated = isolated;
+    step->everything = select == Py_None;
+    step->shapes = shapes;
+    if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
+    step->kwargs = PyDict_Copy(kwargs);
+    step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
+    if (shapes && step->names) {
+        PyObject *last = Py_BuildValue("(s)", "shapes");
+        Py_SETREF(step->names, last ? PySequence_Concat(step->names, last) : NULL);
+        Py_XDECREF(last);
+    }
+    return step->names ? 0 : -1;
+unsuited:
+    PyErr_Format(PyExc_ValueError, "no native program has a step like %R", told);
+    return -1;
+}
+
+/* A step that runs instead of the op; its inputs by name come after the others. */
+static int read_replacement(Step *step, PyObject *told) {
+    PyObject *usual, *named;
+    if (!PyArg_ParseTuple(told, "O!O!", &PyTuple_Type, &usual, &PyTuple_Type, &named)) return -1;
+    if (read_step(step, usual)) return -1;
+    Py_ssize_t count = PyTuple_GET_SIZE(named);
+    if (step->everything || count > step->count) {
+        PyErr_Format(PyExc_ValueError, "no native program has a replacement like %R", told);
+        return -1;
+    }
+    if (!count) return 0;
+    step->positional = (uint8_t)(step->count - count);
+    PyObject *names = step->names ? PySequence_Concat(named, step->names) : Py_NewRef(named);
+    Py_XSETREF(step->names, names);
+    return names ? 0 : -1;
+}
+
+static int read_sources(Program *program, PyObject *sources) {
+    Py_ssize_t count = PyTuple_GET_SIZE(sources);
+    int last = 0, in_order = 1;
+    program->sources = PyMem_Calloc((size_t)count + 1, sizeof(int));
+    if (!program->sources) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *source = PyTuple_GET_ITEM(sources, i);
+        if (!PyTuple_Check(source)) {
+            program->sources[i] = (int)PyLong_AsLong(source);
+            if (program->sources[i] > last) last = program->sources[i];
+            in_order &= program->sources[i] == i;
+            continue;
+        }
+        in_order = 0;
+        if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &program->first, &program->last)) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one input at most is made of several arguments");
+            return -1;
+        }
+        program->spread = (int)i;
+    }
+    program->source_count = (int)count;
+    if (count > VALUE_LIMIT || last + 2 > VALUE_LIMIT || program->last + 1 > VALUE_LIMIT)
+        PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
+    if (PyErr_Occurred()) return -1;
+    if (in_order) { /* as many inputs as arguments */
+        PyMem_Free(program->sources);
+        program->sources = NULL;
+    }
+    return 0;
+}
+
+static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"before", "after", "told", "sources", "constants",
+                            "plan", "trace", "refuse", "replace", "substitutes", "shaped", NULL};
+    PyObject *before, *after, *told, *sources = Py_None, *constants = Py_None, *plan = Py_None;
+    PyObject *trace = Py_None, *refuse = Py_None, *replace = Py_None;
+    int substitutes = 0, shaped = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOpp", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes, &shaped))
+        return NULL;
+    if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
+                               PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
+        return PyErr_Format(PyExc_TypeError, "sources and constants are tuples of one length");
+    Py_ssize_t count = PyTuple_GET_SIZE(before) + PyTuple_GET_SIZE(after);
+    int replaces = replace != Py_None;
+    Program *program = (Program *)type->tp_alloc(type, count + replaces);
+    if (!program) return NULL;
+    program->replaces = replaces;
+    program->substitutes = substitutes;
+    program->shaped = shaped;
+    program->told = Py_NewRef(told);
+    program->constants = Py_NewRef(constants);
+    program->plan = Py_NewRef(plan);
+    program->trace = Py_NewRef(trace);
+    program->refuse = Py_NewRef(refuse);
+    program->spread = -1;
+    program->before = (int)PyTuple_GET_SIZE(before);
+    program->after = (int)PyTuple_GET_SIZE(after);
+    int wrong = sources != Py_None && read_sources(program, sources);
+    for (Py_ssize_t i = 0; !wrong && i < count; i++)
+        wrong = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
+                                                                 : PyTuple_GET_ITEM(after, i - program->before));
+    if (replaces && !wrong) wrong = read_replacement(&program->steps[count], replace);
+    for (Py_ssize_t i = 0; i < count; i++) program->shaped |= program->steps[i].shapes;
+    if (wrong) Py_CLEAR(program);
+    return (PyObject *)program;
+}
+
+static int program_traverse(Program *self, visitproc visit, void *arg) {
+    Py_VISIT(self->told);
+    Py_VISIT(self->constants);
+    Py_VISIT(self->plan);
+    Py_VISIT(self->trace);
+    Py_VISIT(self->refuse);
+    Py_VISIT(self->shapes);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
+        Py_VISIT(self->steps[i].func);
+        Py_VISIT(self->steps[i].kwargs);
+    }
+    return 0;
+}
+
+static void program_dealloc(Program *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->told);
+    Py_CLEAR(self->constants);
+    Py_CLEAR(self->plan);
+    Py_CLEAR(self->trace);
+    Py_CLEAR(self->refuse);
+    Py_CLEAR(self->shapes);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
+        Py_CLEAR(self->steps[i].func);
+        Py_CLEAR(self->steps[i].kwargs);
+        Py_CLEAR(self->steps[i].names);
+        Py_CLEAR(self->steps[i].lock);
+    }
+    PyMem_Free(self->sources);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef program_methods[] = {
+    {"hook", (PyCFunction)program_hook, METH_VARARGS,
+     "hook(reader, go_on, first, shapes=None): what runs the routines on a tuple of values that it is called with; None: they are\n"
+     "left as they are. Else go_on(first, values, done) is asked, with the last step that ran and what its routine\n"
+     "returned, or NotImplemented: Python has to run them.  shapes: those of the op, to which those of the values, and of\n"
+     "what it is called with besides, are added for routines that are given shapes; go_on is then given them too."},
+    {0}};
+
+PyTypeObject Program_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Program",
+    .tp_basicsize = sizeof(Program),
+    .tp_itemsize = sizeof(Step),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
+              "replace=None, substitutes=False, shaped=False): routines around an op.\n\n"
+              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).\n"
+              "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
+              "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
+              "for the one input that is a tuple of the arguments from the first to before the second.\n"
+              "plan: given to the handler where it has to go on, since the call may look different by then.\n"
+              "trace(begin, start, end, outputs, inputs): hears of backward ops, by the clock of the reader: before\n"
+              "the routines, and around the op; or what `Graphs.leaving` gives.\n"
+              "refuse(input): whether a call whose first input is this is not for the program.\n"
+              "replace: a step that runs instead of the op, and the names of the last of those that it selects.\n"
+              "substitutes: whether native code may put what routines return in the place of tensors.\n"
+              "shaped: whether marks shall have the shapes of the op; they are told too where a step is given them.",
+    .tp_new = program_new,
+    .tp_dealloc = (destructor)program_dealloc,
+    .tp_traverse = (traverseproc)program_traverse,
+    .tp_methods = program_methods,
+};

@@ -1,0 +1,48 @@
+/* What calls of an op come to, as native code runs it. */
+#ifndef AMANDA_PROGRAM_H
+#define AMANDA_PROGRAM_H
+#include "reader.h"
+
+#define VALUE_LIMIT 32
+
+typedef struct {
+    PyObject *func, *kwargs, *names; /* owned; names: of kwargs; both NULL for none */
+    Lock *lock;                      /* owned */
+    int isolated, everything;
+    int shapes;                      /* it is given those of the values, by the last of the names */
+    uint8_t count, positional, select[VALUE_LIMIT]; /* the rest of those selected are given by name */
+} Step;
+
+typedef struct {
+    PyObject_VAR_HEAD
+    PyObject *told;             /* owned; Python's word on what went wrong in a step */
+    PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
+    PyObject *plan;             /* owned; what Python goes on with */
+    PyObject *trace;            /* owned; hears of the backward ops that the op made; None: nobody does */
+    PyObject *refuse;           /* owned; says of the first argument that only Python can; None: of none */
+    int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
+    int spread, first, last;    /* the input that is a tuple of several arguments, and which; -1: none is */
+    int before, after;
+    int replaces;    /* the step after all others runs instead of the op */
+    int substitutes; /* values may be put in the place of others here */
+    int shaped;      /* shapes are wanted, by steps or at backward ops */
+    PyObject *shapes; /* owned; those of the last call, which the next one has too where they are the same; NULL: none */
+    Step steps[];
+} Program;
+
+/* What is known of an op that has a plan: the plans themselves, for Python, and what calls that were met before
+   come to: nothing at all, or a program. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *plans; /* owned */
+    Map entries;     /* key of a call -> owned Program; None: nothing is to be done */
+    char sized;      /* whether extents of tensors decide too */
+} Memo;
+
+/* Run the steps on values that belong to no call; shapes: for those that are given some. None, or what Python goes on
+   from. */
+PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *shapes);
+int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values, Py_ssize_t count);
+PyObject *program_hook(Program *program, PyObject *args);
+
+#endif
