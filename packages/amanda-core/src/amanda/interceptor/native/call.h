@@ -7,6 +7,7 @@
 #define unlikely(condition) __builtin_expect(!!(condition), 0)
 #define HOT __attribute__((hot))
 #define COLD __attribute__((cold, noinline))
+#define FLAT static inline __attribute__((always_inline))
 
 #define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
 #define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
@@ -16,9 +17,10 @@ PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyO
 PyObject *raise_failure(Thread *thread, PyObject *result);
 int is_targets(Site *site, PyObject *self);
 
-/* Run the native code that a site stands in for. Inlined: where an op calls deeper than the processor remembers
-   the ways back, each frame between costs a wrong guess on return. */
-static inline PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+/* Run the native code that a site stands in for. What lies between a stub and that code is inlined into few frames,
+   as what is FLAT is: an op calls deeper than the processor remembers the ways back, so that each frame around it
+   costs a wrong guess when it returns. */
+FLAT PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     switch (site->kind) {
     case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
         return ((PyCFunction)site->native)(self, a);
@@ -64,7 +66,7 @@ static inline void read_arguments(Site *site, Arguments *out, PyObject *self, Py
     }
 }
 
-static inline PyObject *call_op(Thread *thread, Call *call) {
+FLAT PyObject *call_op(Thread *thread, Call *call) {
     PyObject *key = thread->key;
     thread->key = call->site->flags & TRANSPARENT ? NULL : call->site->key;
     PyObject *result = vanilla(call->site, call->self, call->a, call->b, call->c);

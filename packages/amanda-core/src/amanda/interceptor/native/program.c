@@ -20,9 +20,9 @@ static int read_step(Step *step, PyObject *told) {
     step->positional = step->count;
     step->func = Py_NewRef(func);
     step->lock = (Lock *)Py_NewRef(lock);
-    step->isolated = isolated;
+    step->isolated = (char)isolated;
     step->everything = select == Py_None;
-    step->shapes = shapes;
+    step->shapes = (char)shapes;
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
     step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
@@ -56,8 +56,9 @@ static int read_replacement(Step *step, PyObject *told) {
 
 static int read_sources(Program *program, PyObject *sources) {
     Py_ssize_t count = PyTuple_GET_SIZE(sources);
-    int last = 0, in_order = 1;
-    program->sources = PyMem_Calloc((size_t)count + 1, sizeof(int));
+    int in_order = 1, first, last;
+    if (count > VALUE_LIMIT) goto too_many;
+    program->sources = PyMem_Calloc((size_t)count + 1, 1);
     if (!program->sources) {
         PyErr_NoMemory();
         return -1;
@@ -65,27 +66,32 @@ static int read_sources(Program *program, PyObject *sources) {
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *source = PyTuple_GET_ITEM(sources, i);
         if (!PyTuple_Check(source)) {
-            program->sources[i] = (int)PyLong_AsLong(source);
-            if (program->sources[i] > last) last = program->sources[i];
-            in_order &= program->sources[i] == i;
+            long from = PyLong_AsLong(source);
+            if (from == -1 && PyErr_Occurred()) return -1;
+            if (from + 2 > VALUE_LIMIT) goto too_many;
+            program->sources[i] = (int8_t)(from < 0 ? -1 : from);
+            in_order &= from == i;
             continue;
         }
         in_order = 0;
-        if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &program->first, &program->last)) {
+        if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &first, &last)) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one input at most is made of several arguments");
             return -1;
         }
-        program->spread = (int)i;
+        if (first < 0 || first + 1 > VALUE_LIMIT || last + 1 > VALUE_LIMIT) goto too_many;
+        program->spread = (int8_t)i;
+        program->first = (int8_t)first;
+        program->last = (int8_t)(last < 0 ? 0 : last);
     }
-    program->source_count = (int)count;
-    if (count > VALUE_LIMIT || last + 2 > VALUE_LIMIT || program->last + 1 > VALUE_LIMIT)
-        PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
-    if (PyErr_Occurred()) return -1;
+    program->source_count = (int8_t)count;
     if (in_order) { /* as many inputs as arguments */
         PyMem_Free(program->sources);
         program->sources = NULL;
     }
     return 0;
+too_many:
+    PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
+    return -1;
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -104,9 +110,9 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     int replaces = replace != Py_None;
     Program *program = (Program *)type->tp_alloc(type, count + replaces);
     if (!program) return NULL;
-    program->replaces = replaces;
-    program->substitutes = substitutes;
-    program->shaped = shaped;
+    program->replaces = (char)replaces;
+    program->substitutes = (char)substitutes;
+    program->shaped = (char)shaped;
     program->told = Py_NewRef(told);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);

@@ -6,27 +6,28 @@
 #define VALUE_LIMIT 32
 
 typedef struct {
-    PyObject *func, *kwargs, *names; /* owned; names: of kwargs; both NULL for none */
-    Lock *lock;                      /* owned */
-    int isolated, everything;
-    int shapes;                      /* it is given those of the values, by the last of the names */
+    PyObject *func;           /* owned */
+    Lock *lock;               /* owned */
+    PyObject *names, *kwargs; /* owned; names: of kwargs; both NULL for none */
+    char isolated, everything;
+    char shapes;              /* it is given those of the values, by the last of the names */
     uint8_t count, positional, select[VALUE_LIMIT]; /* the rest of those selected are given by name */
 } Step;
 
 typedef struct {
     PyObject_VAR_HEAD
-    PyObject *told;             /* owned; Python's word on what went wrong in a step */
-    PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
-    PyObject *plan;             /* owned; what Python goes on with */
-    PyObject *trace;            /* owned; hears of the backward ops that the op made; None: nobody does */
-    PyObject *refuse;           /* owned; says of the first argument that only Python can; None: of none */
-    int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
-    int spread, first, last;    /* the input that is a tuple of several arguments, and which; -1: none is */
+    PyObject *trace;  /* owned; hears of the backward ops that the op made; None: nobody does */
+    PyObject *refuse; /* owned; says of the first argument that only Python can; None: of none */
+    int8_t *sources;  /* input -> flat argument, or constant; NULL: the arguments as they are */
     int before, after;
-    int replaces;    /* the step after all others runs instead of the op */
-    int substitutes; /* values may be put in the place of others here */
-    int shaped;      /* shapes are wanted, by steps or at backward ops */
+    int8_t source_count, spread, first, last; /* spread: the input that is a tuple of several arguments; -1: none is */
+    char replaces;    /* the step after all others runs instead of the op */
+    char substitutes; /* values may be put in the place of others here */
+    char shaped;      /* shapes are wanted, by steps or at backward ops */
     PyObject *shapes; /* owned; those of the last call, which the next one has too where they are the same; NULL: none */
+    PyObject *told;   /* owned; Python's word on what went wrong in a step */
+    PyObject *constants; /* owned tuple; inputs that the call leaves to their defaults */
+    PyObject *plan;      /* owned; what Python goes on with */
     Step steps[];
 } Program;
 

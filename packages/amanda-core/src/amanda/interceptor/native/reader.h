@@ -14,17 +14,9 @@ typedef const void *const *(*Tangent)(const void *tensor, uint64_t level, const 
 
 struct Reader {
     PyObject_HEAD
-    PyTypeObject *tensors[TYPE_LIMIT], *plain[TYPE_LIMIT]; /* owned */
-    int tensor_count, plain_count, mode_count;
+    /* what each routine takes comes first, in few lines of the cache */
     Py_ssize_t offset;
-    Describe describe[FUNCTION_LIMIT + 1]; /* ends with NULL */
-    PyObject *extents;                     /* owned: name of an attribute */
-    struct {
-        AskMode ask;
-        uint16_t which;
-    } modes[FUNCTION_LIMIT];
-    Ask needs_gradient, unversioned;
-    int64_t (*version)(const void *);
+    const void *plain_kind; /* what a plain tensor begins with */
     struct { /* offsets in what the handle of a plain tensor points to; the functions are asked if not `known` */
         int known;
         Py_ssize_t counter, number; /* of the pointer to what counts writes, and of the 32 bits there that do */
@@ -34,6 +26,16 @@ struct Reader {
         Py_ssize_t byte;
         unsigned char bit;
     } layout;
+    PyTypeObject *tensors[TYPE_LIMIT], *plain[TYPE_LIMIT]; /* owned */
+    int tensor_count, plain_count, mode_count;
+    Describe describe[FUNCTION_LIMIT + 1]; /* ends with NULL */
+    PyObject *extents;                     /* owned: name of an attribute */
+    struct {
+        AskMode ask;
+        uint16_t which;
+    } modes[FUNCTION_LIMIT];
+    Ask needs_gradient, unversioned;
+    int64_t (*version)(const void *);
     bool (*gradients_on)(void);
     void (*set_gradients)(bool);
     uint64_t (*clock)(void);
@@ -43,7 +45,7 @@ struct Reader {
     Tangent tangent;
     Ask is_leaf;
     Py_ssize_t memory;                   /* offset in a tensor of the pointer to its memory */
-    const void *plain_kind, *no_tangent; /* what a plain tensor begins with; what it has for a tangent */
+    const void *no_tangent;              /* what a plain tensor has for a tangent */
     PyObject *through;                   /* owned; through(original, value) */
 };
 

@@ -302,9 +302,8 @@ int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values,
 }
 
 /* What the op gave, once the shapes of its outputs have been told; takes over the reference. */
-static PyObject *with_shapes(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
+static PyObject *add_shapes_of(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
     PyObject *const *values;
-    if (!outputs || !program->shaped) return outputs;
     PyObject *before = Py_XNewRef(program->shapes), *inputs = run->shapes; /* a tuple of one */
     Py_ssize_t count = spread_outputs(reader, &outputs, &values);
     if (count < 0) {
@@ -323,8 +322,12 @@ static PyObject *with_shapes(const Reader *reader, Program *program, Run *run, P
     return outputs;
 }
 
+static inline PyObject *with_shapes(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
+    return outputs && program->shaped ? add_shapes_of(reader, program, run, outputs) : outputs;
+}
+
 /* The op, and word of the backward ops that it made. */
-static PyObject *call_traced(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
+FLAT PyObject *call_traced(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
     uint64_t start = reader_clock(call->site->reader);
     PyObject *outputs = call_op(thread, call);
     uint64_t end = reader_clock(call->site->reader);
@@ -470,7 +473,7 @@ static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *p
 }
 
 /* The op, or what replaces it, after the steps before it. */
-static PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
+FLAT PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
     if (program->replaces) {
         PyObject *result = run_replacement(thread, program, run);
         if (result != Py_NotImplemented) return with_shapes(call->site->reader, program, run, result);
@@ -480,7 +483,7 @@ static PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, 
     return with_shapes(call->site->reader, program, run, call_op(thread, call));
 }
 
-static PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
+FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
     Run run;
     run.inputs.made = NULL;
@@ -560,7 +563,7 @@ PyObject *run_on_values(Program *self, const Reader *reader, PyObject *values, P
 
 /* ---- calls of ops ---- */
 
-static inline PyObject *memo_run(Thread *thread, Call *call) {
+FLAT PyObject *memo_run(Thread *thread, Call *call) {
     Memo *memo = (Memo *)call->plan;
     const Reader *reader = call->site->reader;
     int gradients = 0;
