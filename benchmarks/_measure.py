@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from timeit import timeit
 from typing import Any
 
 Variant = Callable[[], AbstractContextManager[Any]]
@@ -78,8 +77,13 @@ def steps_in_turns(
 
 
 def seconds_of(program: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-    """Return the seconds of one run of a program by a clock; by default processor time of this thread."""
-    return timeit(program, number=1, timer=clock)
+    """Return the seconds of one run of a program by a clock; by default processor time of this thread.
+
+    timeit compiles its own code at each call: tools would find every call site of the program new.
+    """
+    start = clock()
+    program()
+    return clock() - start
 
 
 @contextmanager

@@ -1,31 +1,11 @@
 /* Arguments of intercepted calls, packed, spread and exchanged; the way to a handler. */
 #include "call.h"
 
-static PyObject *keywords_of(PyObject *const *values, PyObject *names) {
+PyObject *keywords_of(PyObject *const *values, PyObject *names) {
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict && i < PyTuple_GET_SIZE(names); i++)
         if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i])) Py_CLEAR(dict);
     return dict;
-}
-
-HOT PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    PyObject *args = PyTuple_New(count), *kwargs = NULL, *result = NULL;
-    if (!args) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
-    if (names && PyTuple_GET_SIZE(names) && !(kwargs = keywords_of(items + count, names))) goto done;
-    if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
-    if (site->pristine->ml_flags & METH_KEYWORDS)
-        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(site->self, args, kwargs);
-    else if (kwargs)
-        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
-    else
-        result = site->pristine->ml_meth(site->self, args);
-    Py_LeaveRecursiveCall();
-done:
-    Py_DECREF(args);
-    Py_XDECREF(kwargs);
-    return result;
 }
 
 static PyObject *packed_arguments(const Arguments *given) {

@@ -13,9 +13,29 @@
 #define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
 #define ONE_PLACE 4      /* the parameters that it is given do not tell its calls apart */
 
-PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names);
+PyObject *keywords_of(PyObject *const *values, PyObject *names);
 PyObject *raise_failure(Thread *thread, PyObject *result);
 int is_targets(Site *site, PyObject *self);
+
+FLAT PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    PyObject *args = PyTuple_New(count), *kwargs = NULL, *result = NULL;
+    if (!args) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
+    if (names && PyTuple_GET_SIZE(names) && !(kwargs = keywords_of(items + count, names))) goto done;
+    if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
+    if (site->pristine->ml_flags & METH_KEYWORDS)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(site->self, args, kwargs);
+    else if (kwargs)
+        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
+    else
+        result = site->pristine->ml_meth(site->self, args);
+    Py_LeaveRecursiveCall();
+done:
+    Py_DECREF(args);
+    Py_XDECREF(kwargs);
+    return result;
+}
 
 /* Run the native code that a site stands in for. What lies between a stub and that code is inlined into few frames,
    as what is FLAT is: an op calls deeper than the processor remembers the ways back, so that each frame around it

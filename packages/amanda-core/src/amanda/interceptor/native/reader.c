@@ -82,6 +82,10 @@ static int mix_value(Mixed *mixed, PyObject *value, int depth) {
     return 0;
 }
 
+static inline int mix_argument(Mixed *mixed, PyObject *value) {
+    return Py_TYPE(value) == mixed->reader->tensors[0] ? mix_tensor(mixed, value) : mix_value(mixed, value, 0);
+}
+
 static int mix_named(Mixed *mixed, PyObject *name, PyObject *value) {
     Py_hash_t hash = PyObject_Hash(name);
     if (hash == -1) {
@@ -107,9 +111,9 @@ uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given
     int gradients = *needed = reader_gradients(reader, thread);
     Mixed start = {reader, gradients, sized, mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL))};
     Mixed *mixed = &start;
-    if (given->self && !mix_value(mixed, given->self, 0)) return 0;
+    if (given->self && !mix_argument(mixed, given->self)) return 0;
     for (Py_ssize_t i = 0; i < given->count; i++)
-        if (!mix_value(mixed, given->items[i], 0)) return 0;
+        if (!mix_argument(mixed, given->items[i])) return 0;
     for (Py_ssize_t i = 0; given->names && i < PyTuple_GET_SIZE(given->names); i++)
         if (!mix_named(mixed, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i])) return 0;
     if (given->dict) {
