@@ -24,7 +24,7 @@ from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
 from torch.autograd.graph import GradientEdge
 
 from ._graphs import relieve
-from ._hooks import Hooks, place_hooks_quickly, remove
+from ._hooks import Hooks, place_hooks_quickly, remove_all
 from ._overrides import Unseen
 from ._saved import end_traceback_in_torch
 
@@ -165,7 +165,7 @@ class _Backward:
                 )
             self.under_way.append(self)
         settling = self._state.settles and not self._create_graph
-        layer, shared = self._state.layer, self._shared
+        layer, shared, keep = self._state.layer, self._shared, self._handles.append
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for node, mark, number in found:
             kind, trace = type(node), mark.trace
@@ -179,16 +179,21 @@ class _Backward:
                 place = 2 * LEAF_PLACE + others[id(mark)]
             if shared and id(node) in shared:
                 continue
-            place += mark.order * _ORDER_STEP
-            if settling and trace.plan.layer is layer:
-                settled = trace.plan.backward.steps.get((kind, place)) or BackwardStep.settled(
+            if mark.order:
+                place += mark.order * _ORDER_STEP
+            plan = trace.plan
+            if settling and plan.layer is layer:
+                settled = plan.backward.steps.get((kind, place)) or BackwardStep.settled(
                     self._driver, trace, kind, place
                 )
                 if settled is not None:
                     before, after, at = settled
                     if at is not None:
                         before, after, _ = at(mark.shapes or trace.shapes)
-                    self._place_hooks(node, before, after)
+                    if before is not None:
+                        keep((node, node.register_prehook(before)))
+                    if after is not None:
+                        keep((node, node.register_hook(after)))
                     continue
             self._steps.append(trace)
             order = mark.order + 1
@@ -196,15 +201,8 @@ class _Backward:
             if step.wanted or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _Hooks(step, mark, self._driver, self._is_done)
-                self._place_hooks(node, hooks.before, hooks.after)
-
-    def _place_hooks(
-        self, node: Any, before: Callable[..., Any] | None, after: Callable[..., Any] | None
-    ) -> None:
-        if before is not None:
-            self._handles.append((node, node.register_prehook(before)))
-        if after is not None:
-            self._handles.append((node, node.register_hook(after)))
+                keep((node, node.register_prehook(hooks.before)))
+                keep((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
         """Leave the graph without hooks of ours but those that another pass needs.
@@ -213,11 +211,13 @@ class _Backward:
         """
         with self._changing:
             others = [one for one in self.under_way if one is not self]
+            if not others:  # to remove a hook once more does nothing
+                remove_all(self._handles)
             while self._handles:
                 node, handle = self._handles[-1]
-                heir = None if not others else next((one for one in others if id(node) in one._shared), None)
+                heir = next((one for one in others if id(node) in one._shared), None)
                 if heir is None:
-                    remove(handle)
+                    remove_all([(node, handle)])
                 else:
                     heir._handles.append((node, handle))
                 self._handles.pop()

@@ -12,18 +12,20 @@ _numbers = count(-1, -1)  # handles count upwards from 0
 
 
 class Hooks:
-    """A base of objects whose methods are hooks that we remove ourselves, by `remove`."""
+    """A base of objects whose methods are hooks that we remove ourselves, by `remove_all`."""
 
     __slots__ = ()
 
 
-def remove(handle: Any) -> None:
-    """Take a hook away by what putting it there has returned."""
-    if type(handle) is tuple:
-        hooks, number = handle
-        hooks.pop(number, None)
-    else:
-        handle.remove()
+def remove_all(handles: list[tuple[Any, Any]]) -> None:
+    """Take hooks away from nodes by what putting each there has returned; empty the list once all are gone."""
+    for _, handle in handles:
+        if type(handle) is tuple:
+            hooks, number = handle
+            hooks.pop(number, None)
+        else:
+            handle.remove()
+    handles.clear()
 
 
 def place_hooks_quickly(attributes: Attributes) -> None:
