@@ -29,15 +29,23 @@ TOOLS: dict[str, Make] = {
     "inserts at all four points": lambda: Inserting(*POINTS),
 }
 PARTS = {
-    "identity: place and user's line": "_source _opid _modules",
-    "context: inputs in schema order, facts": "_schema _signatures _calls _tensors _reader context namespace",
-    "plan: made, combined, kept": "_plan _program _order action",
-    "the op's execution by its plan": "_eager _routine",
-    "backward: nodes found, hooks": "_backward _autograd",
-    "calling analysis routines": "_notes _tools",
+    "identity: place, module path, user's line": "interceptor/* plan/source torch/_modules torch/_wrappers",
+    "the call: inputs in schema order": "eager/call eager/driver torch/*",
+    "tensors: dtypes, shapes, gradients": "plan/tensors torch/_tensors",
+    "facts and context": "plan/facts plan/context amanda/namespace",
+    "plan: made, combined, kept": "plan/* eager/program",
+    "the op's execution by its plan": "eager/execution eager/views plan/routine plan/results torch/_views",
+    "calling analysis routines": "plan/notes plan/tools amanda/tool benchmarks/_tools",
+    "backward: nodes found, hooks": (
+        "eager/backward eager/trace torch/_autograd torch/_graphs torch/_hooks torch/_saved"
+    ),
+    "what is in force": "scope/* amanda/context",
+    "telling plugins": "plan/hooks plugins/* pluggy/*",
 }
-"""Files of Amanda by their parts; files of pluggy tell plugins, others are named "the rest"."""
-PART_OF = {file: part for part, files in PARTS.items() for file in files.split()}
+"""Modules, each after its folder; `*` stands for the others in it."""
+PART_OF = {module: part for part, modules in PARTS.items() for module in modules.split()}
+OP = ("invoke", "run_backward")
+"""Methods that run the op itself, and the backward pass."""
 
 
 def benchmark() -> dict[str, Any]:
@@ -91,23 +99,42 @@ def nanoseconds(program: Callable[[], object]) -> float:
 
 
 def profile(step: Callable[[], None], times: int) -> dict[str, float]:
-    """Return the share of the time in Amanda's Python that each part takes in first executions."""
+    """Return the share of the time in Amanda's Python that each part takes in first executions.
+
+    What a part calls of builtins and libraries is the part's.
+    """
     profiler = cProfile.Profile()
-    for _ in range(times):
-        with amanda.apply(Inserting()):
-            profiler.runcall(step)
+    with quiet():
+        for _ in range(times):
+            with amanda.apply(Inserting()):
+                profiler.runcall(step)
     shares: dict[str, float] = {}
-    for (file, _, _), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        path = Path(file)
-        if "pluggy" in path.parts:
-            question = "telling plugins"
-        elif {"amanda", "benchmarks"} & set(path.parts):
-            question = PART_OF.get(path.stem, "the rest")
-        else:
-            continue
-        shares[question] = shares.get(question, 0.0) + own
+    for (file, _, name), (_, _, own, _, callers) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        if own_part := part_of(file):
+            shares[own_part] = shares.get(own_part, 0.0) + own
+        elif not any(f"'{method}'" in name for method in OP):
+            for (caller, _, _), (_, _, taken, _) in callers.items():
+                if part := part_of(caller):
+                    shares[part] = shares.get(part, 0.0) + taken
     whole = sum(shares.values())
-    return {question: own / whole for question, own in sorted(shares.items(), key=lambda one: -one[1])}
+    return {part: taken / whole for part, taken in sorted(shares.items(), key=lambda one: -one[1])}
+
+
+def part_of(file: str) -> str | None:
+    """Return the part that a file belongs to; None for what is not Amanda's, the benchmark itself too.
+
+    Raises LookupError for one of Amanda's in a folder of no part, so that the table leaves nothing out.
+    """
+    path = Path(file)
+    folder = path.parent.name
+    module = f"{folder}/{path.stem}"
+    ours = any(path.is_relative_to(root) for root in amanda.__path__)
+    if not (ours or folder == "pluggy" or module == "benchmarks/_tools"):
+        return None
+    for name in (module, f"{folder}/*"):
+        if name in PART_OF:
+            return PART_OF[name]
+    raise LookupError(f"{file} is in none of PARTS")
 
 
 def scopes(times: int) -> dict[str, list[float]]:
