@@ -102,7 +102,7 @@ class EagerExecution(EagerOps):
         tracing = self.tracing() if plan.watches else None
         step, returned = called
         shapes: tuple[Any, ...] | None = None
-        if analysis is not None or plan.watches or any(action.takes_shapes for action in plan.inserted):
+        if plan.watches or plan.takes_shapes or (analysis is not None and (plan.before or call.may_write())):
             shapes = (self.shapes(call.inputs),)
         for i, action in enumerate(plan.before):
             if i >= step:
@@ -134,6 +134,8 @@ class EagerExecution(EagerOps):
         if analysis is not None:
             told.inputs, told.outputs = list(inputs), list(values)
             plan = analysis.after()
+            if shapes is None and plan.takes_shapes:
+                shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
             trace.shapes = shapes
             trace.keep(self, told, inputs, values)

@@ -140,6 +140,11 @@ class Plan(Actions):
         return any(action.select != () for action in self.after)
 
     @property
+    def takes_shapes(self) -> bool:
+        """Return True if a routine before or after the op takes shapes."""
+        return any(action.takes_shapes for action in self.inserted)
+
+    @property
     def takes_run(self) -> bool:
         """Return True if a routine takes `run`, also one of the backward ops that are known."""
         known = [one for plan in self.chain for one in (plan.own, *plan.backward.actions.values())]

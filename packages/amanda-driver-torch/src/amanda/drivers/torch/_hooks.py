@@ -18,7 +18,7 @@ class Hooks:
 
 
 def remove_all(handles: list[tuple[Any, Any]]) -> None:
-    """Take hooks away from nodes by what putting each there has returned; empty the list once all are gone."""
+    """Take hooks away from nodes by what putting each there has returned; empty the list then."""
     for _, handle in handles:
         if type(handle) is tuple:
             hooks, number = handle
