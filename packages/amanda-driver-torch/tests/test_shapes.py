@@ -263,3 +263,14 @@ def test_shapes_cannot_be_asked_for_in_a_backward_pass() -> None:
         result = torch.relu(torch.ones(1, requires_grad=True))
         with pytest.raises(AmandaError, match="forward analysis"):
             result.backward()
+
+
+@pytest.mark.parametrize("point", ["insert_before_op", "insert_after_op"])
+def test_shapes_of_inputs_are_those_before_an_op_that_resizes_them(point: str) -> None:
+    """Also in the first execution, whose routine is known only once the op has run."""
+    tool = Noting("resize_", point, after=point == "insert_after_op")
+    with amanda.apply(tool):
+        for _ in range(4):
+            torch.zeros(6).resize_(2, 2)
+    assert len(tool.seen) == 4
+    assert {seen[0][0] for seen in tool.seen} == {(6,)}
