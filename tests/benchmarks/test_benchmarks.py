@@ -113,6 +113,18 @@ def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_quick_run_of_whole_programs_has_tools_beside_their_peers(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "peers", "--quick", "--out", str(tmp_path)]
+    done = children.run(command)
+    assert done.returncode == 0, done.stderr
+    programs = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["peers"]["programs"]
+    assert programs["Keras, fit"].keys() >= {"bare", "bare again", "profile", "flops", "trace", "nan"}
+    peers = {"torch.profiler", "FlopCounterMode", "detect_anomaly", "torch.ao FakeQuantize"}
+    assert programs["Llama of 4 layers, 16 new tokens"].keys() > peers
+    assert "| torch.nn.utils.parametrize |" in (tmp_path / "benchmarks.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_quick_run_of_graphs_measures_sessions_and_functions(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "graphs", "--quick", "--out", str(tmp_path)]
     done = children.run(command)

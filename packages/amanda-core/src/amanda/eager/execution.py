@@ -96,11 +96,11 @@ class EagerExecution(EagerOps):
         called: tuple[int, Any] = (-1, None),
         changed_inputs: list[Any] | None = None,
     ) -> Any:
-        run: dict[str, Any] = {}
         told = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         tracing = self.tracing() if plan.watches else None
         step, returned = called
+        run = plan.runs.resumed(plan.before[: step + 1])
         shapes: tuple[Any, ...] | None = None
         if plan.watches or plan.takes_shapes or (analysis is not None and (plan.before or call.may_write())):
             shapes = (self.shapes(call.inputs),)
@@ -239,7 +239,8 @@ class EagerExecution(EagerOps):
         written = call.written(inputs, values)
         saved = self.saved_of(written) if written else None
         rest, shapes = plan.after[first:], (self.shapes(call.inputs), self.shapes(values))
-        changed = self._run_after(rest, values, written, told, {}, state, shapes, returned, saved)
+        run = plan.runs.end() if plan.watches else plan.runs.resumed((*plan.before, *plan.after[:first]))
+        changed = self._run_after(rest, values, written, told, run, state, shapes, returned, saved)
         if self.views is not None:
             changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
     from amanda.plan.plan import Plan
+    from amanda.plan.runs import Routine
 
 
 def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call) -> None:
@@ -64,11 +66,12 @@ def _tracer(
     mutable = tuple(call.mutable)
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
-        trace = Trace(facts.op_id, gradients, plan, {})
+        run = plan.runs.handed_on(plan.before, plan.after)
+        trace = Trace(facts.op_id, gradients, plan, run)
         values = ops.flatten(outputs)[0]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
-        if plan.is_complete(gradients):
+        if plan.is_complete(gradients) and not plan.takes_run:
             memo.forget()  # less is left to do
         made = ops.made_between(begin, start, end)
         ops.attach_trace(trace, made, [*values, *(inputs[i] for i in mutable)])
@@ -93,7 +96,7 @@ def _program_of(
     place of others like them; a routine that returns anything else is where Python goes on.
     """
     sources = call.sources()
-    if sources is None or any(action.takes_run for action in plan.inserted):
+    if sources is None:
         return None
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
@@ -106,9 +109,10 @@ def _program_of(
     constants = tuple(
         value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
+    routines = plan.runs.routines(ops, plan.before, plan.after, trace is not None)
     return _program(
         plan.before, plan.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        trace is not None and plan.hands_on_shapes, replaced_by=plan.replace,
+        trace is not None and plan.hands_on_shapes, routines=routines, replaced_by=plan.replace,
     )  # fmt: skip
 
 
@@ -122,10 +126,11 @@ def _program(
     after: Sequence[Action],
     facts: OpFacts,
     *form: Any,
+    routines: Mapping[Action, Routine] = MappingProxyType({}),
     replaced_by: Action | None = None,
 ) -> interceptor.Program | None:
     told = _FailureNotes((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
-    steps = [tuple(map(_step, actions)) for actions in (before, after)]
+    steps = [tuple(_step(one, routines.get(one, one.func)) for one in actions) for actions in (before, after)]
     try:
         return interceptor.Program(*steps, told, *form)
     except ValueError:  # more values than native code has room for
@@ -156,9 +161,9 @@ def _replacement(ops: EagerOps, action: Action, call: Call) -> tuple[tuple[Any, 
     return step, tuple(named)
 
 
-def _step(action: Action) -> tuple[Any, ...]:
+def _step(action: Action, routine: Routine) -> tuple[Any, ...]:
     lock, isolated = action.tool._amanda.lock, not action.differentiable
-    return action.func, action.select, dict(action.kwargs), lock, isolated, action.takes_shapes
+    return routine, action.select, dict(action.kwargs), lock, isolated, action.takes_shapes
 
 
 class _FailureNotes:

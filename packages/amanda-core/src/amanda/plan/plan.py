@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ReplaceConflictError
 from amanda.plan.action import Action, in_turn
+from amanda.plan.runs import Runs
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
@@ -106,7 +107,7 @@ class Plan(Actions):
     backward: what is known of the backward ops, if it `watches`.
     """
 
-    __slots__ = ("_around", "backward", "context", "layer", "own", "watches")
+    __slots__ = ("_around", "_runs", "backward", "context", "layer", "own", "watches")
 
     def __init__(self, layer: Layer, context: OpContext, outer: Plan | None = None) -> None:
         super().__init__()
@@ -114,6 +115,7 @@ class Plan(Actions):
         self.context = context
         self.own = Actions()
         self._around: tuple[Plan, ...] = () if outer is None else outer.chain
+        self._runs: Runs | None = None
         self.watches: bool = layer.wants_backward or (outer is not None and outer.watches)
         self.backward = BackwardRecord() if self.watches else _UNWATCHED
 
@@ -143,6 +145,13 @@ class Plan(Actions):
     def takes_shapes(self) -> bool:
         """Return True if a routine before or after the op takes shapes."""
         return any(action.takes_shapes for action in self.inserted)
+
+    @property
+    def runs(self) -> Runs:
+        """Return the dicts of the executions whose routines native code calls."""
+        if self._runs is None:
+            self._runs = Runs()
+        return self._runs
 
     @property
     def takes_run(self) -> bool:

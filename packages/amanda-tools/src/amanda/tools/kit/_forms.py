@@ -38,23 +38,22 @@ class OtherForm(Form):
     @property
     def is_ready(self) -> bool:
         """True once the state of one of the weights is made."""
-        return bool(self._ready)
+        return any(one.is_ready for one in self._weights)
 
     def is_of(self, weights: Container[int]) -> bool:
         """Return True if it is a form of any of these weights, by their ids."""
         return any(id(one) in weights for one in self._weights)
 
-    def has(self, weight: Weight) -> bool:
-        """Return True if it has every element of a weight of the parameter."""
-        if len(self._covers) < len(self._weights):
-            more = self._weights[len(self._covers) :]
-            self._covers += [self._holders.covers(self._part, one.part, self._whole) for one in more]
-        return self._covers[next(i for i, one in enumerate(self._weights) if one is weight)]
+    def _covered(self) -> Iterator[tuple[Weight, bool]]:
+        """Yield each weight of the parameter, and True if the form has every element of it."""
+        more = self._weights[len(self._covers) :]
+        self._covers += [self._holders.covers(self._part, one.part, self._whole) for one in more]
+        return zip(self._weights, self._covers, strict=False)
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weights of which it has every element."""
-        for one in self._weights:
-            if self.has(one):
+        for one, covered in self._covered():
+            if covered:
                 yield one, partial(self.value_of, one, value)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
@@ -89,8 +88,10 @@ class OtherForm(Form):
         if tool.elementwise:
             return super().transformed(tool, value)
         pieces = [(value, self._part)]
-        for one in self._ready:
-            own = self._carried(pieces[:1], one.part, 0) if self.has(one) else one.read()
+        for one, covered in self._covered():
+            if not one.is_ready:
+                continue
+            own = self._carried(pieces[:1], one.part, 0) if covered else one.read()
             made = one.transformed(tool, own)
             pieces += [] if made is None else [(made, one.part)]
         return self._carried(pieces, self._part, 0)
@@ -100,8 +101,8 @@ class OtherForm(Form):
         if tool.elementwise:
             return super().transformed_gradient(tool, gradient)
         pieces = [(gradient, self._part)]
-        for one in self._ready:
-            if self.has(one):
+        for one, covered in self._covered():
+            if covered and one.is_ready:
                 made = one.transformed_gradient(tool, self._carried(pieces[:1], one.part, 0))
                 pieces += [] if made is None else [(made, one.part)]
         return self._carried(pieces, self._part, 0)

@@ -157,11 +157,12 @@ def _viewed(of: Callable[[Tensor], Tensor], layout: Form, form: Form, whole: Ten
     """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
     import torch
 
-    values = of(whole)
+    laid = of(whole)
     extents, strides, offset = layout
-    laid = torch.empty_strided(extents, strides, dtype=values.dtype, device=values.device)
-    laid.copy_(values)
-    return laid.as_strided(form[0], form[1], form[2] - offset)
+    if laid.stride() != strides or not laid.is_contiguous():
+        values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
+        laid.copy_(values)
+    return laid.as_strided(form[0], form[1], form[2] - offset + laid.storage_offset())
 
 
 def _composed(part: Form, layout: Form, form: Form) -> Form | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from autoray import do, to_numpy
+from autoray import do, get_dtype_name, to_numpy
 from numpy.typing import NDArray
 
 from amanda.errors import AmandaError
@@ -58,6 +58,10 @@ class Tensors:
     def copy(self, array: Any) -> Array:
         """Return a copy to be written into later."""
         return np.array(to_numpy(array))
+
+    def kind(self, x: Any) -> tuple[Hashable, Hashable]:
+        """Return what tells the element type and the device of a tensor from others."""
+        return get_dtype_name(x), str(getattr(x, "device", ""))
 
     def extents(self, x: Any) -> tuple[int, ...]:
         """Return the shape of what this process holds; of a nested tensor the number of its elements."""

@@ -51,6 +51,10 @@ class TorchTensors(Tensors):
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
 
+    def kind(self, x: Tensor) -> tuple[Hashable, Hashable]:
+        """Return the element type and the device."""
+        return x.dtype, x.device
+
     def extents(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of what this process holds; of a nested tensor the number of its elements."""
         x = local(x)

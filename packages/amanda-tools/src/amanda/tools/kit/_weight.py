@@ -7,7 +7,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from autoray import get_dtype_name
 
 import amanda
 from amanda.errors import AmandaError
@@ -53,6 +52,12 @@ class Form:
         """Yield the weights that the form has as a whole, each with a function that gives its value."""
         raise NotImplementedError
 
+    def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Call `on_read` for each weight within; return what the op reads instead, None for no change."""
+        for weight, present in self.within(value):
+            tool.on_read(weight, present)
+        return self.transformed(tool, value) if self.is_ready else None
+
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield the weights, each with its part of the gradient of the value; nothing of selected rows."""
         return iter(())
@@ -68,10 +73,13 @@ class Form:
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
         """Return state by name in the element type of a tensor, on its device."""
-        key = tensors_of(value), get_dtype_name(value), str(getattr(value, "device", ""))
-        if key not in self._tensors:
-            self._tensors[key] = {name: key[0].cast(one, value) for name, one in self.arrays(names).items()}
-        return self._tensors[key]
+        tensors = tensors_of(value)
+        key = tensors, *tensors.kind(value)
+        found = self._tensors.get(key)
+        if found is None:
+            found = {name: tensors.cast(one, value) for name, one in self.arrays(names).items()}
+            self._tensors[key] = found
+        return found
 
 
 class Weight(Form):
@@ -239,6 +247,15 @@ class Weight(Form):
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield itself."""
         yield self, lambda: value
+
+    def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Call `on_read`; return what the op reads instead, None for no change."""
+        tool.on_read(self, lambda: value)
+        if self._updated == NEVER or self.is_left:
+            return None
+        if tool.elementwise:
+            return tool.transform(value, **self.tensors_like(value, tool.state_names))
+        return self.transformed(tool, value)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield itself."""

@@ -295,9 +295,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             )  # fmt: skip
 
     def _read(self, value: Any, form: Form) -> Any:
-        for weight, present in form.within(value):
-            self.on_read(cast(W, weight), present)
-        return form.transformed(self, value) if form.is_ready else None
+        return form.read_by(self, value)
 
     @amanda.differentiable
     def _read_within_autograd(self, value: Any, form: Form) -> Any:

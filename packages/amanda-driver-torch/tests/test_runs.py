@@ -1,0 +1,120 @@
+"""The dict `run` of an execution, also where native code calls the routines."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import amanda
+from amanda import interceptor
+from amanda.eager.execution import EagerExecution
+
+
+class Handing(amanda.Tool):
+    """Notes what each routine of an execution finds in `run`, and puts a number of its own there."""
+
+    def __init__(self, give: Callable[[Any], Any] = lambda value: None, backward: bool = True) -> None:
+        self.give, self.found = give, list[list[str]]()
+        self.add_inst_for_op(self.forward)
+        if backward:
+            self.add_inst_for_op(self.backward, backward=True)
+
+    def forward(self, context: amanda.OpContext) -> None:
+        if "mul" in context.get_op().__name__:
+            context.insert_before_op(self.note, inputs=[0], name="before")
+            context.insert_before_op(self.note, inputs=[1], name="again")
+            context.insert_after_op(self.note, name="after")
+
+    def backward(self, context: amanda.OpContext) -> None:
+        if "Mul" in str(context.get_backward_op()):
+            context.insert_before_backward_op(self.note, grad_outputs=[], name="backward")
+
+    def note(self, *values: Any, name: str, run: dict[str, Any]) -> Any:
+        self.found.append([*run, name])
+        run[name] = values
+        return self.give(values[0]) if name == "before" else None
+
+
+FORWARD = [["before"], ["before", "again"], ["before", "again", "after"]]
+WHOLE = [*FORWARD, ["before", "again", "after", "backward"]]
+
+
+class Product(torch.nn.Module):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, other)
+
+
+def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    made = torch.mul(x, w)
+    made.sum().backward()  # type: ignore[no-untyped-call]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("give", "times"), [(lambda value: None, 1), (lambda value: value, 1), (lambda value: value * 2, 2)]
+)
+def test_routines_of_an_execution_share_a_dict_of_their_own(give: Callable[[Any], Any], times: int) -> None:
+    tool, x, w = Handing(give), torch.rand(3), torch.rand(3, requires_grad=True)
+    expected = x * times * w
+    with amanda.apply(tool):
+        for _ in range(5):
+            tool.found.clear()
+            made = step(x, w)
+            assert tool.found == WHOLE
+            assert torch.equal(made, expected)
+
+
+def test_a_routine_whose_value_python_takes_goes_on_with_the_same_dict() -> None:
+    tool, x, w = Handing(lambda value: value.double()), torch.rand(3), torch.rand(3, requires_grad=True)
+    with amanda.apply(tool):
+        for _ in range(5):
+            tool.found.clear()
+            step(x, w)
+            assert tool.found == WHOLE
+
+
+def test_native_code_calls_routines_that_share_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, model, x = Handing(backward=False), Product(), torch.rand(3)
+    with amanda.apply(tool):
+        for execution in range(5):
+            if execution == 2 and interceptor.NATIVE:  # the first ones are analysed, and learnt
+                monkeypatch.setattr(EagerExecution, "_execute", None)
+            tool.found.clear()
+            model(x, x)
+            assert tool.found == FORWARD
+
+
+def test_an_execution_that_raised_hands_nothing_on() -> None:
+    tool, model, x = Handing(backward=False), Product(), torch.rand(3)
+    with amanda.apply(tool):
+        for other in (x, x, x, torch.rand(2), x):
+            tool.found.clear()
+            try:
+                model(x, other)
+            except RuntimeError:
+                assert tool.found == FORWARD[:2]
+            else:
+                assert tool.found == FORWARD
+
+
+def test_the_dict_is_freed_with_the_graph() -> None:
+    kept: list[Any] = []
+
+    class Keeping(Handing):
+        def note(self, *values: Any, name: str, run: dict[str, Any]) -> None:
+            run[name] = Part(values)
+            kept.append(weakref.ref(run[name]))
+
+    class Part(list[Any]):
+        pass
+
+    x, w = torch.rand(3), torch.rand(3, requires_grad=True)
+    with amanda.apply(Keeping()):
+        for _ in range(4):
+            step(x, w)
+            made = torch.mul(x, w)
+            assert kept[-1]() is not None
+            del made
+            assert [one() for one in kept] == [None] * len(kept)
