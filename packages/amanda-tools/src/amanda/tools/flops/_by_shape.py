@@ -65,7 +65,7 @@ class At(dict[str, Any]):
 
 
 class ByShape:
-    """Executions of an op, or of a backward op, by the shapes that each has; costs are found when they are read.
+    """Executions of an op, or of a backward op, by their shapes; costs are found when they are read.
 
     context: of its analysis.  sides: the values of the analysis: inputs and outputs, or gradients.
     measure: gives the place of an `At`, as far as shapes decide.

@@ -110,8 +110,8 @@ class FlopsTool(amanda.Tool):
         shapes = _shapes(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
         if context.is_eager():
-            if self._is_told_by_shapes(context, names, outputs):
-                self._count_by_shapes(context, outputs)
+            if self._is_told_by_shapes(context, names, shapes, outputs):
+                self._count_by_shapes(context, names, shapes, outputs)
                 return
             context.get_input_shapes()
         place = self._new_place(context, names[1])
@@ -142,7 +142,7 @@ class FlopsTool(amanda.Tool):
         return place
 
     def _is_told_by_shapes(
-        self, context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
+        self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
         """Return whether shapes and element types say what the op and its backward ops cost."""
         inputs, custom = context.get_inputs(), any(name in self._custom for name in names)
@@ -154,14 +154,15 @@ class FlopsTool(amanda.Tool):
         if not (COPIES.isdisjoint(names) or is_settled(names[1], context, is_view)):
             return False
         context["is_view"] = lambda inputs, outputs: is_view
-        shapes = _shapes(context, inputs, outputs)
         return self._cost(names, shapes, context.get_source()) is not None
 
-    def _count_by_shapes(self, context: amanda.OpContext, outputs: Sequence[Any]) -> None:
-        inputs, names = context.get_inputs(), (context.get_op_type(), context["type"])
-        op = ByShape(context, [inputs, outputs], self._place_at, self._costs, self._settle)
+    def _count_by_shapes(
+        self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
+    ) -> None:
+        sides = [context.get_inputs(), outputs]
+        op = ByShape(context, sides, self._place_at, self._costs, self._settle)
         context["by_shape"] = op
-        place = self._shared(self._place_at(context))
+        place = self._shared(self._place_of(context, names, shapes))
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
         self._products += bool(place.macs)
         if _is_free(context, names):
@@ -169,14 +170,18 @@ class FlopsTool(amanda.Tool):
         else:
             context.insert_after_op(self._by_shape(context, op).count, outputs=[])
 
-    def _place_at(self, context: At | amanda.OpContext, shapes: tuple[Any, ...] = ()) -> OpCost:
+    def _place_at(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
         """Return where executions with the shapes of a context are counted."""
-        names, outputs = (context.get_op_type(), context["type"]), context.get_outputs() or []
-        place, told = self._new_place(context, names[1]), _shapes(context, context.get_inputs(), outputs)
-        cost = self._cost(names, told, place.source) if _can_tell(names, told) else None
+        told = _shapes(context, context.get_inputs(), context.get_outputs())
+        return self._place_of(context, (context.get_op_type(), context["type"]), told)
+
+    def _place_of(self, context: At | amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> OpCost:
+        """Return where executions of an op that is told by shapes are counted."""
+        place = self._new_place(context, names[1])
+        cost = self._cost(names, shapes, place.source) if _can_tell(names, shapes) else None
         place.macs, place.flops = cost or (None, None)
-        place.estimate = 0 if cost else told.estimate
-        place.bytes = _moved(context, names, outputs)
+        place.estimate = 0 if cost else shapes.estimate
+        place.bytes = _moved(context, names, context.get_outputs() or [])
         return place
 
     def _shared(self, place: OpCost, shapes: str = "") -> OpCost:
