@@ -39,9 +39,10 @@ class FlopsTool(amanda.Tool):
 
     formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
     before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
-    the gradients that enter and leave it.  Shapes decide: a formula is evaluated once for each, and an op
-    of which no formula tells the cost for all shapes is analysed for each.  The `cost` that it writes
-    into the context is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
+    the gradients that enter and leave it.  Shapes decide: executions are counted by their shapes, a formula
+    is evaluated for each when `result` is read, and an op of which no formula tells the cost for all shapes
+    is analysed for each.  The `cost` that it writes into the context is that of the execution that is
+    analysed: a tool that reads it says `guard="shape"`.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
