@@ -212,13 +212,50 @@ def test_formulas_of_the_users_are_asked_for_each_shape() -> None:
 
 
 def test_costs_are_remembered_of_so_many_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amanda.tools.flops._by_shape.KNOWN", 8)
+    for name in ("KNOWN", "COSTS"):
+        monkeypatch.setattr(f"amanda.tools.flops._by_shape.{name}", 8)
     tool, model = FlopsTool(), nn.ReLU()
     with amanda.apply(tool):
         for n in range(1, 30):
             model(torch.ones(n))
     assert len(tool._costs) <= 8
+    assert all(len(op._tallies) <= 8 for ops in tool._ops.values() for op in ops.values())
     assert sum(one.calls * (one.flops or 0) for one in tool.result.places if one.type == "relu") == 435
+
+
+def test_counts_of_ops_that_are_gone_stay() -> None:
+    tool = FlopsTool()
+    for n in range(1, 20):
+        model = nn.ReLU()
+        with amanda.apply(tool):
+            model(torch.ones(n))
+        del model
+    assert len(tool._ops) < 10
+    assert sum(one.calls * (one.flops or 0) for one in tool.result.places if one.type == "relu") == 190
+
+
+def test_a_result_does_not_change_and_reading_one_changes_nothing() -> None:
+    tool, model = FlopsTool(), nn.ReLU()
+    with amanda.apply(tool):
+        model(torch.ones(3))
+        first = tool.result
+        model(torch.ones(3))
+        model(torch.ones(4))
+    assert [first.total(), tool.result.total(), tool.result.total()] == [3, 10, 10]
+    tool.clear()
+    assert tool.result.total() == 0
+    with amanda.apply(tool):
+        model(torch.ones(4))
+    assert tool.result.total() == 4
+
+
+def test_without_the_cache_one_place_counts_all_executions() -> None:
+    tool, model = FlopsTool(), nn.ReLU()
+    with amanda.apply(tool), amanda.cache_disabled():
+        for _ in range(5):
+            model(torch.ones(3))
+    assert [one.calls for one in tool.result.places if one.type == "relu"] == [5]
+    assert sum(len(ops) for ops in tool._ops.values()) <= 10
 
 
 @pytest.mark.slow

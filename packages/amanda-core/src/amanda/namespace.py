@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from amanda.errors import NamespaceError
 
 
@@ -43,7 +45,11 @@ class Namespace(tuple[str, ...]):
 
     def matches(self, pattern: str | Namespace) -> bool:
         """Return True if every tag of `pattern` is `*` or equals the tag in its place; the rest is free."""
-        tags = Namespace(pattern) if isinstance(pattern, str) else pattern
-        return len(tags) <= len(self) and all(
-            want in ("*", have) for want, have in zip(tags, self, strict=False)
-        )
+        return _matches(self, Namespace(pattern) if isinstance(pattern, str) else pattern)
+
+
+@lru_cache(maxsize=256)
+def _matches(tags: Namespace, pattern: Namespace) -> bool:
+    return len(pattern) <= len(tags) and all(
+        want in ("*", have) for want, have in zip(pattern, tags, strict=False)
+    )

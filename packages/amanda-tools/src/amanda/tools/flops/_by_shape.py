@@ -1,8 +1,8 @@
-"""Ops whose cost a formula tells for any shape: analysed once, and evaluated once for each new shape."""
+"""Ops whose cost a formula tells for any shape: analysed once, counted by shape, evaluated when read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -12,7 +12,9 @@ from amanda.tools.flops._result import OpCost
 from amanda.tools.kit import leaves
 
 KNOWN = 1024
-"""Shapes of one op that are remembered; more of them are evaluated anew."""
+"""Shapes of one op that are counted apart before their costs are found."""
+COSTS = 16 * KNOWN
+"""Costs that are remembered, of all ops together."""
 
 
 class Extents:
@@ -63,15 +65,17 @@ class At(dict[str, Any]):
 
 
 class ByShape:
-    """The costs of an op, or of a backward op, for each combination of shapes that it is executed with.
+    """Executions of an op, or of a backward op, by their shapes; costs are found when they are read.
 
     context: of its analysis.  sides: the values of the analysis: inputs and outputs, or gradients.
     measure: gives the place of an `At`, as far as shapes decide.
-    costs: of all ops: what shapes decide, by all that decides it.  shared: gives the place to count in.
-    of: the op of a backward op.  first: place of the execution that is analysed, where nothing tells others.
+    costs: of all ops: what shapes decide, by all that decides it.
+    settle: takes the places over where there are many.  of: the op of a backward op.
 
-    shapes, place: of the last execution; native code gives the same tuple as long as shapes stay.
+    shapes, tally: of the last execution; native code gives the same tuple as long as shapes stay.
     """
+
+    __slots__ = ("_context", "_costs", "_forms", "_measure", "_settle", "_tallies", "key", "shapes", "tally")
 
     def __init__(
         self,
@@ -79,61 +83,91 @@ class ByShape:
         sides: Sequence[Sequence[Any]],
         measure: Callable[[At, tuple[Any, ...]], OpCost],
         costs: dict[Hashable, OpCost],
-        shared: Callable[[OpCost], OpCost],
+        settle: Callable[[ByShape], None],
         of: ByShape | None = None,
-        first: OpCost | None = None,
     ) -> None:
-        self.shapes: tuple[Any, ...] | None = None
-        self.place: OpCost = OpCost("", "", "", "")
-        self._known: dict[Hashable, OpCost] = {}
+        self.clear()
         self._context = context
         self._measure = measure
         self._costs = costs
-        self._shared = shared
-        self._first = first
+        self._settle = settle
         own = [[_form(value) for value in side] for side in sides]
         self._forms: list[list[Callable[[Any], Any]]] = [*(of._forms if of else ()), *own]
         kinds = [getattr(one, "dtype", None) for one in leaves(sides)]
-        forward = of._alike if of else (context.get_op_type(), context["type"], context["in_place"])
+        forward = of.key if of else (context.get_op_type(), context["type"], context["in_place"])
         node = getattr(context.get_backward_op(), "__name__", "")
         is_view = context["is_view"]((), ())
-        self._alike: tuple[Hashable, ...] = (
+        self.key: tuple[Hashable, ...] = (
             forward, context["phase"], measure.__name__, node, context["backward_type"] if of else is_view,
             context.get_backward_order(), context["parameters"], *kinds,
         )  # fmt: skip
 
-    def turn_to(self, shapes: tuple[Any, ...]) -> None:
-        """Find the cost that an execution with these shapes adds to; keep it as `place`."""
-        self.shapes, self.place = shapes, self.of(shapes)
+    def clear(self) -> None:
+        """Forget the executions."""
+        self._tallies: dict[tuple[Any, ...], list[int]] = {}
+        self.shapes: tuple[Any, ...] | None = None
+        self.tally = [0]
 
-    def of(self, shapes: tuple[Any, ...]) -> OpCost:
-        """Return the cost that an execution with these shapes adds to."""
-        place = self._known.get(shapes)
-        if place is None:
-            place, self._first = self._first or self._shared(self._measured(shapes)), None
-            put(self._known, shapes, place)
-        return place
+    @amanda.observer
+    def count(self, *, shapes: tuple[Any, ...]) -> None:
+        """Count an execution with these shapes."""
+        if shapes is not self.shapes:
+            self._turn_to(shapes)
+        self.tally[0] += 1
 
-    def _measured(self, shapes: tuple[Any, ...]) -> OpCost:
-        key = (self._alike, shapes)
+    def _turn_to(self, shapes: tuple[Any, ...]) -> None:
+        if shapes != self.shapes:
+            tally = self._tallies.get(shapes)
+            if tally is None:
+                if len(self._tallies) >= KNOWN:
+                    self._settle(self)
+                tally = self._tallies[shapes] = [0]
+            self.tally = tally
+        self.shapes = shapes
+
+    def places(self) -> Iterator[OpCost]:
+        """Yield where the executions are counted, those of equal shapes together."""
+        scope, source = self._context.get_scope(), self._context.get_source()
+        for shapes, (calls,) in list(self._tallies.items()):
+            cost = self.cost(shapes)
+            yield OpCost(
+                cost.phase, cost.type, scope, source, calls, cost.macs, cost.flops, cost.parameters,
+                cost.bytes, cost.estimate,
+            )  # fmt: skip
+
+    def cost(self, shapes: tuple[Any, ...]) -> OpCost:
+        """Return the cost of an execution with these shapes, of whichever op of this kind."""
+        key = (self.key, shapes)
         known = self._costs.get(key)
         if known is None:
+            if len(self._costs) >= COSTS:
+                self._costs.clear()
             sides = zip(self._forms, shapes, strict=True)
             context = At(self._context, [_formed(forms, side) for forms, side in sides])
-            known = self._measure(context, shapes)
-            put(self._costs, key, known)
-        scope, source = self._context.get_scope(), self._context.get_source()
-        return OpCost(
-            known.phase, known.type, scope, source, 0, known.macs, known.flops, known.parameters, known.bytes,
-            known.estimate,
-        )  # fmt: skip
+            known = self._costs[key] = self._measure(context, shapes)
+        return known
 
 
-def put(known: dict[Hashable, OpCost], key: Hashable, place: OpCost) -> None:
-    """Remember a place; forget the others where there are many."""
-    if len(known) >= KNOWN:
-        known.clear()
-    known[key] = place
+class Once:
+    """Executions of a backward op whose cost is known for the shapes of its first execution alone.
+
+    first, others: the places of executions with those shapes, and with others.
+    """
+
+    __slots__ = ("_first", "_others", "_shapes")
+
+    def __init__(self, first: OpCost, others: OpCost) -> None:
+        self._first = first
+        self._others = others
+        self._shapes: tuple[Any, ...] | None = None
+
+    @amanda.observer
+    def count(self, *, shapes: tuple[Any, ...]) -> None:
+        """Count an execution with these shapes."""
+        if self._shapes is None:
+            self._shapes = shapes
+        place = self._first if shapes == self._shapes else self._others
+        place.calls += 1
 
 
 def _formed(forms: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:

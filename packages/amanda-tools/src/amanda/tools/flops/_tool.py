@@ -9,7 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops import _pytorch
-from amanda.tools.flops._by_shape import At, ByShape, are_plain, is_settled
+from amanda.tools.flops._by_shape import At, ByShape, Once, are_plain, is_settled
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size, tensors
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, Inside
@@ -39,9 +39,10 @@ class FlopsTool(amanda.Tool):
 
     formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
     before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
-    the gradients that enter and leave it.  Shapes decide: a formula is evaluated once for each, and an op
-    of which no formula tells the cost for all shapes is analysed for each.  The `cost` that it writes
-    into the context is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
+    the gradients that enter and leave it.  Shapes decide: executions are counted by their shapes, a formula
+    is evaluated for each when `result` is read, and an op of which no formula tells the cost for all shapes
+    is analysed for each.  The `cost` that it writes into the context is that of the execution that is
+    analysed: a tool that reads it says `guard="shape"`.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
@@ -50,6 +51,7 @@ class FlopsTool(amanda.Tool):
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
+        self._ops: dict[int, dict[Hashable, ByShape]] = {}  # by id of the op; also its backward ops
         self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
         self._unseen: dict[Hashable, OpCost] = {}
         self._products = 0  # ops analysed so far that are products
@@ -61,13 +63,34 @@ class FlopsTool(amanda.Tool):
     @property
     def result(self) -> FlopsResult:
         """The counts of what was executed so far."""
-        executed = [place for place in self._places.values() if place.calls]
+        places = {key: replace(place) for key, place in list(self._places.items())}
+        for ops in list(self._ops.values()):
+            for op in list(ops.values()):
+                _add(places, op)
+        executed = [place for place in places.values() if place.calls]
         return FlopsResult([*executed, *self._unseen.values()])
 
     def clear(self) -> None:
         """Forget what was executed; what was analysed stays."""
         for place in self._places.values():
             place.calls = 0
+        for ops in self._ops.values():
+            for op in ops.values():
+                op.clear()
+
+    def op_gone(self, op_id: int) -> None:
+        """Keep what was counted of an op that is gone."""
+        for op in self._ops.pop(op_id, {}).values():
+            self._settle(op)
+
+    def _settle(self, op: ByShape) -> None:
+        """Find the costs of what was counted of an op by shape, and count it there."""
+        _add(self._places, op)
+        op.clear()
+
+    def _by_shape(self, context: amanda.OpContext, op: ByShape) -> ByShape:
+        """Return what counts executions of ops with this id and key."""
+        return self._ops.setdefault(context.get_op_id(), {}).setdefault(op.key, op)
 
     def refused(self, action: amanda.Action, reason: str) -> None:
         """Keep an op whose executions cannot be counted, for the result to say so."""
@@ -88,8 +111,8 @@ class FlopsTool(amanda.Tool):
         shapes = _shapes(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
         if context.is_eager():
-            if self._is_told_by_shapes(context, names, outputs):
-                self._count_by_shapes(context, outputs)
+            if self._is_told_by_shapes(context, names, shapes, outputs):
+                self._count_by_shapes(context, names, shapes, outputs)
                 return
             context.get_input_shapes()
         place = self._new_place(context, names[1])
@@ -120,7 +143,7 @@ class FlopsTool(amanda.Tool):
         return place
 
     def _is_told_by_shapes(
-        self, context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
+        self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
         """Return whether shapes and element types say what the op and its backward ops cost."""
         inputs, custom = context.get_inputs(), any(name in self._custom for name in names)
@@ -132,26 +155,34 @@ class FlopsTool(amanda.Tool):
         if not (COPIES.isdisjoint(names) or is_settled(names[1], context, is_view)):
             return False
         context["is_view"] = lambda inputs, outputs: is_view
-        shapes = _shapes(context, inputs, outputs)
         return self._cost(names, shapes, context.get_source()) is not None
 
-    def _count_by_shapes(self, context: amanda.OpContext, outputs: Sequence[Any]) -> None:
-        inputs = context.get_inputs()
-        op = ByShape(context, [inputs, outputs], self._place_at, self._costs, self._shared)
+    def _count_by_shapes(
+        self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
+    ) -> None:
+        sides = [context.get_inputs(), outputs]
+        op = ByShape(context, sides, self._place_at, self._costs, self._settle)
         context["by_shape"] = op
-        place = self._place_at(context)
+        place = self._shared(self._place_of(context, names, shapes))
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
         self._products += bool(place.macs)
-        context.insert_after_op(self._count_at, outputs=[], op=op)
+        if _is_free(context, names):
+            context.insert_after_op(self._count, outputs=[], place=place)
+        else:
+            context.insert_after_op(self._by_shape(context, op).count, outputs=[])
 
-    def _place_at(self, context: At | amanda.OpContext, shapes: tuple[Any, ...] = ()) -> OpCost:
+    def _place_at(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
         """Return where executions with the shapes of a context are counted."""
-        names, outputs = (context.get_op_type(), context["type"]), context.get_outputs() or []
-        place, told = self._new_place(context, names[1]), _shapes(context, context.get_inputs(), outputs)
-        cost = self._cost(names, told, place.source) if _can_tell(names, told) else None
+        told = _shapes(context, context.get_inputs(), context.get_outputs())
+        return self._place_of(context, (context.get_op_type(), context["type"]), told)
+
+    def _place_of(self, context: At | amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> OpCost:
+        """Return where executions of an op that is told by shapes are counted."""
+        place = self._new_place(context, names[1])
+        cost = self._cost(names, shapes, place.source) if _can_tell(names, shapes) else None
         place.macs, place.flops = cost or (None, None)
-        place.estimate = 0 if cost else told.estimate
-        place.bytes = _moved(context, names, outputs)
+        place.estimate = 0 if cost else shapes.estimate
+        place.bytes = _moved(context, names, context.get_outputs() or [])
         return place
 
     def _shared(self, place: OpCost, shapes: str = "") -> OpCost:
@@ -200,7 +231,7 @@ class FlopsTool(amanda.Tool):
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
         if shapes:
-            forward = context["by_shape"].of(shapes[:2])
+            forward = context["by_shape"].cost(shapes[:2])
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
         cost = self._backward_cost(context, kind, grads)
@@ -218,16 +249,14 @@ class FlopsTool(amanda.Tool):
         is_told = forward in BY_SHAPES_ALONE or forward.removesuffix("_backward") in CONTRACTIONS
         is_told = is_told or forward in _NO_WORK or context.get_backward_order() > 1
         is_told = is_told and kind not in self._custom and are_plain(given, context["shape"])
-        first = None if is_told else self._shared(self._gradients_at(context))
-        measure = self._gradients_at if is_told else self._gradients_unknown
-        forward_op = context["by_shape"]
-        op = ByShape(context, given, measure, self._costs, self._shared, forward_op, first)
-        context.insert_after_backward_op(self._count_at, grad_inputs=[], op=op)
-
-    def _gradients_unknown(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
-        """Return where executions are counted whose cost only an analysis with these shapes would tell."""
-        kind = context["backward_type"]
-        return OpCost("backward", kind, context.get_scope(), context.get_source(), macs=None, flops=None)
+        place = self._shared(self._gradients_at(context))
+        if is_told:
+            of = context["by_shape"]
+            op = ByShape(context, given, self._gradients_at, self._costs, self._settle, of)
+            context.insert_after_backward_op(self._by_shape(context, op).count, grad_inputs=[])
+            return
+        unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
+        context.insert_after_backward_op(Once(place, self._shared(unknown)).count, grad_inputs=[])
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
         """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
@@ -304,13 +333,6 @@ class FlopsTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
-    def _count_at(*, op: ByShape, shapes: tuple[Any, ...]) -> None:
-        if shapes is not op.shapes:
-            op.turn_to(shapes)
-        op.place.calls += 1
-
-    @staticmethod
-    @amanda.observer
     def _count(place: OpCost) -> None:
         place.calls += 1
 
@@ -338,6 +360,22 @@ def _formula(names: tuple[str, str]) -> Formula | None:
     if names[0].endswith("Dataset") or "DatasetV" in names[0]:
         return no_cost  # what its functions compute is in no op
     return next((FORMULAS[name] for name in names if name in FORMULAS), None)
+
+
+def _is_free(context: amanda.OpContext, names: tuple[str, str]) -> bool:
+    """Return whether an op computes nothing and moves no bytes, whatever its shapes are.
+
+    Of an op that may copy, `is_settled` has made sure that it gives a view for all shapes, or for none.
+    """
+    if context["in_place"] or names[1] not in MOVES or _formula(names) is not no_cost:
+        return False
+    return COPIES.isdisjoint(names) or bool(context["is_view"]((), ()))
+
+
+def _add(places: dict[Hashable, OpCost], op: ByShape) -> None:
+    """Add what was counted of an op by shape to the places of its costs."""
+    for place in op.places():
+        places.setdefault((_key(place), ""), replace(place, calls=0)).calls += place.calls
 
 
 def _key(place: OpCost) -> Hashable:

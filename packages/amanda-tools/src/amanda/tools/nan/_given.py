@@ -8,7 +8,7 @@ from operator import or_
 from typing import Any, NamedTuple
 from weakref import ref
 
-from amanda.tools.kit import Dtype, OpTensor, leaves, op_tensors
+from amanda.tools.kit import Dtype, OpTensor, op_tensors
 from amanda.tools.nan._summary import Summary, held
 
 _FLOATING = ("float", "bfloat", "half", "complex")
@@ -50,16 +50,8 @@ class Floats(NamedTuple):
         return {i: Summary.of(self.tensors[i].tensor, self.tensors[i].dtype) for i in chosen}
 
 
-class _Reference(ref[Any]):
-    """A weak reference of a tensor; version: how often the tensor has been written."""
-
-    __slots__ = ("version",)
-    version: int
-
-    @property
-    def is_written(self) -> bool:
-        """Return True if the tensor has been written since, or may have been."""
-        return self.version == _UNKNOWN or _version(self()) not in (None, self.version)
+_Reference = tuple[ref[Any], int]
+"""A weak reference of a tensor, and how often the tensor had been written."""
 
 
 class Kept(NamedTuple):
@@ -95,7 +87,7 @@ class Given:
             for one in floating(values, self._dtype):
                 if written is None or one.flat_index in written:
                     flags[one.flat_index] = held(one.tensor, self._inf)
-        kept = [_reference(one) for one in values]
+        kept = _references(values)
         if self._in_place and kept:
             kept[0] = self._copied(values[0])
         return Kept(kept, flags, () if self._is_eager else values)
@@ -118,16 +110,21 @@ class Given:
         return Floats.of(values, self._dtype, self._inf, {**unseen, **kept.flags})
 
 
-def _reference(value: Any) -> Any:
-    """Return a weak reference of a tensor that counts writes, any other value as it is."""
-    if isinstance(value, (list, tuple)):
-        return [_reference(one) for one in value]
-    version = _version(value)
-    if version is None:
-        return value
-    reference = _Reference(value)
-    reference.version = version
-    return reference
+def _references(values: Sequence[Any]) -> list[Any]:
+    """Return weak references of tensors that count writes, lists for lists, any other value as it is."""
+    kept: list[Any] = []
+    for value in values:
+        if type(value) in _NUMBERS:
+            kept.append(value)
+        elif isinstance(value, (list, tuple)):
+            kept.append(_references(value))
+        else:
+            version = _version(value)
+            kept.append(value if version is None else (ref(value), version))
+    return kept
+
+
+_NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
 def _version(value: Any) -> int | None:
@@ -140,8 +137,21 @@ def _version(value: Any) -> int | None:
 def _value(kept: Any) -> Any:
     if isinstance(kept, list):
         return [_value(one) for one in kept]
-    return kept() if isinstance(kept, _Reference) else kept
+    return kept[0]() if isinstance(kept, tuple) else kept
 
 
 def _written(values: Sequence[Any]) -> list[int]:
-    return [i for i, one in enumerate(leaves(values)) if isinstance(one, _Reference) and one.is_written]
+    """Return the flat indices of tensors that have been written since, or may have been."""
+    return [i for i, one in enumerate(_flat(values)) if isinstance(one, tuple) and _is_written(*one)]
+
+
+def _is_written(tensor: ref[Any], version: int) -> bool:
+    return version == _UNKNOWN or _version(tensor()) not in (None, version)
+
+
+def _flat(kept: Sequence[Any]) -> Iterator[Any]:
+    for one in kept:
+        if isinstance(one, list):
+            yield from _flat(one)
+        else:
+            yield one

@@ -1,8 +1,11 @@
-"""Roles of PyTorch's ops in scaling a loss."""
+"""Roles of PyTorch's ops in scaling a loss, and a quick look at tensors that are plain."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import isfinite
 from typing import Any
 
 import amanda
@@ -12,7 +15,12 @@ _CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `loss_scale`: "scale" where a GradScaler scales a loss, "check" where it looks at gradients."""
+    """Write `loss_scale` and `are_finite`.
+
+    loss_scale: "scale" where a GradScaler scales a loss, "check" where it looks at gradients.
+    are_finite: returns True only if all elements of some values are finite, and quickly.
+    """
+    context["are_finite"] = _sums()
     if context.is_forward():
         scales = context["type"] == "mul" and _is_called_by_scaler()
         is_check = context.get_op_type() == _CHECK
@@ -26,3 +34,21 @@ def _is_called_by_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@cache
+def _sums() -> Callable[[Sequence[Any]], bool]:
+    """Return a function that returns True if values are plain tensors of float32, each with a finite sum."""
+    import torch
+
+    kinds, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
+
+    def are_finite(values: Sequence[Any]) -> bool:
+        for one in values:
+            if type(one) not in kinds or one.dtype is not float32 or one.layout is not strided:
+                return False
+            if one.is_meta or one.is_nested or not isfinite(one.sum().item()):
+                return False
+        return True
+
+    return are_finite

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ class _Op:
     """An op, what it is given, and the paths of the parameters among its inputs, by position.
 
     dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
-    variable holds.
+    variable holds.  are_finite: returns True only if all elements of some values are finite.
     """
 
     phase: str
@@ -53,6 +53,7 @@ class _Op:
     source: str
     dtype: Dtype
     given: Given
+    are_finite: Callable[[Sequence[Any]], bool]
     parameters: Mapping[int, str] = field(default_factory=dict)
     moves: bool = False
     reads: bool = False
@@ -115,7 +116,8 @@ class NanTool(amanda.Tool):
         self._packed.update(dict.fromkeys(packed_inputs(context)))
         op = _Op(
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
-            Given(dtype, self._inf, context["in_place"], is_eager), _parameters(context),
+            Given(dtype, self._inf, context["in_place"], is_eager), context.get("are_finite", _unknown),
+            _parameters(context),
             moves=kind in _MOVES, reads=context.get_op_type() in _READS,
         )  # fmt: skip
         context.insert_before_op(self._begin if is_eager else self._begin_in_graph, op=op)
@@ -126,7 +128,8 @@ class NanTool(amanda.Tool):
         if kind == "accumulate_grad":
             return
         given = Given(dtype, self._inf, in_place=False, is_eager=is_eager)
-        op = _Op("backward", kind, context.get_scope(), context.get_source(), dtype, given)
+        are_finite = context.get("are_finite", _unknown)
+        op = _Op("backward", kind, context.get_scope(), context.get_source(), dtype, given, are_finite)
         context.insert_before_backward_op(self._begin if is_eager else self._begin_in_graph, op=op)
         context.insert_after_backward_op(self._end if is_eager else self._end_in_graph, op=op)
 
@@ -151,6 +154,8 @@ class NanTool(amanda.Tool):
         execution, self._executions = self._executions, self._executions + 1
         if kept is not None:
             op.given.settle(kept)
+        if op.are_finite(values):
+            return
         if not any(held(one.tensor, self._inf) for one in floating(values, op.dtype)):
             return
         made = Floats.of(values, op.dtype, self._inf)
@@ -209,6 +214,10 @@ class NanTool(amanda.Tool):
             self._keep(finding)
         if is_skipped and not self._findings:
             self._is_known = False
+
+
+def _unknown(values: Sequence[Any]) -> bool:
+    return False
 
 
 def _parameters(context: amanda.OpContext) -> dict[int, str]:

@@ -6,21 +6,15 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from amanda.tools.profile._op import OpProfile
 from amanda.tools.results import amount
 
-
-class Storage(NamedTuple):
-    """Memory that tensors share.  key: unique among live storages.  memory: an object to refer to weakly."""
-
-    key: int
-    device: str
-    size: int
-    memory: Any
+name_of = cache(str)
+"""Return the name of a device."""
 
 
 @dataclass(frozen=True)
@@ -136,29 +130,35 @@ class Memory:
             device.history.clear()
         self.record(self._recording)
 
-    def meet(self, storages: Iterable[Storage], maker: OpProfile | None) -> None:
-        """Record storages that an op made, or for maker None was given; known ones keep their owner."""
-        self.drain()
-        for storage in storages:
-            held = self._alive.get(storage.key)
-            if held is not None and held.memory() is storage.memory:
-                if held.size != storage.size:  # resized in place
-                    held.device.change(held.owner, storage.size - held.size)
-                    self._alive[storage.key] = held._replace(size=storage.size)
+    def meet(self, storages: Iterable[Any], maker: OpProfile | None) -> None:
+        """Record storages that an op made, or for maker None was given; known ones keep their owner.
+
+        storages: of PyTorch; one Python object stands for each as long as it lives.
+        """
+        if self._dead:
+            self.drain()
+        alive = self._alive
+        for memory in storages:
+            key, size = id(memory), memory.nbytes()
+            held = alive.get(key)
+            if held is not None and held.memory() is memory:
+                if held.size != size:  # resized in place
+                    held.device.change(held.owner, size - held.size)
+                    alive[key] = held._replace(size=size)
                 continue
-            device = self.devices.get(storage.device)
+            name = name_of(memory.device)
+            device = self.devices.get(name)
             if device is None:
                 peak = 0 if self._recording else None
-                device = Device(storage.device, self._limit, self._recording, peak)
-                self.devices[storage.device] = device
-            memory = weakref.ref(storage.memory, partial(_note_death, self._dead, storage.key))
-            self._alive[storage.key] = _Held(memory, storage.size, maker or device.others, device)
+                device = self.devices[name] = Device(name, self._limit, self._recording, peak)
+            reference = weakref.ref(memory, partial(_note_death, self._dead, key))
+            alive[key] = _Held(reference, size, maker or device.others, device)
             if maker is None:
-                device.give(storage.size)
+                device.give(size)
                 continue
             if self._recording:
-                maker.allocated = (maker.allocated or 0) + storage.size
-            device.change(maker, storage.size)
+                maker.allocated = (maker.allocated or 0) + size
+            device.change(maker, size)
 
     def drain(self) -> None:
         """Process the deaths of storages."""

@@ -12,7 +12,7 @@ import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.kit._requirements import check
 from amanda.tools.mapping import itemsize
-from amanda.tools.profile._memory import Storage
+from amanda.tools.profile._memory import name_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Roles:
     ranges: bool = False
     gpu: str | None = None
     record: Callable[[Any], Any] | None = None
-    storages: Callable[[Iterable[Any]], list[Storage]] | None = None
-    saved: Callable[[Iterable[Any], int], list[Storage]] | None = None
+    storages: Callable[[Iterable[Any]], list[Any]] | None = None
+    saved: Callable[[Iterable[Any], int], list[Any]] | None = None
     sequence: Callable[[], int] | None = None
     nbytes: Callable[[Iterable[Any]], int] | None = None
 
@@ -54,9 +54,6 @@ def _of_pytorch(context: amanda.OpContext) -> None:
     )  # fmt: skip
 
 
-_name_of = cache(str)
-
-
 def _gpu_of(inputs: Iterable[Any]) -> str | None:
     """Return the GPU of an op's tensors; None for other devices."""
     import torch
@@ -65,7 +62,7 @@ def _gpu_of(inputs: Iterable[Any]) -> str | None:
     for value in leaves(inputs):
         device = value.device if isinstance(value, placed) else value
         if isinstance(device, torch.device) and device.type == "cuda":
-            return _name_of(device)
+            return name_of(device)
     return None
 
 
@@ -80,37 +77,46 @@ def _record(event: Any) -> Any:
     return event
 
 
-def _storages(values: Iterable[Any]) -> list[Storage]:
+def _storages(values: Iterable[Any]) -> list[Any]:
     """Return the storages of the tensors among values, also of those in lists."""
+    torch = _torch()
+    found: list[Any] = []
+    with torch._C.DisableTorchFunction():
+        _gather(values, torch.Tensor, found)
+    return found
+
+
+@cache
+def _torch() -> Any:
     import torch
 
-    found = []
-    with torch._C.DisableTorchFunction():
-        for value in leaves(values):
-            if isinstance(value, torch.Tensor):
-                try:
-                    memory = value.untyped_storage()
-                    found.append(Storage(memory._cdata, _name_of(value.device), memory.nbytes(), memory))
-                except (NotImplementedError, RuntimeError):
-                    continue  # sparse, or a wrapper without memory of its own
-    return found
+    return torch
+
+
+def _gather(values: Iterable[Any], tensor: type, found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, tensor):
+            try:
+                memory = value.untyped_storage()  # type: ignore[attr-defined]
+                memory.nbytes()
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or a wrapper without memory of its own
+            found.append(memory)
+        elif isinstance(value, (list, tuple)):
+            _gather(value, tensor, found)
 
 
 def _sequence() -> int:
     """Return the sequence number of the next autograd node on this thread."""
-    import torch
-
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(_torch().autograd._get_sequence_nr())
 
 
-def _saved(outputs: Iterable[Any], since: int) -> list[Storage]:
+def _saved(outputs: Iterable[Any], since: int) -> list[Any]:
     """Return the storages that the nodes of an op, from a sequence number on, saved for the backward pass.
 
     Nodes of Python functions, and saved tensors that hooks pack, are left alone.
     """
-    import torch
-
-    present = _sequence()
+    torch, present = _torch(), _sequence()
     if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return []
     found: list[Any] = []

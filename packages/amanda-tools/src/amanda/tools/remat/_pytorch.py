@@ -115,18 +115,20 @@ class Torch:
         check("remat", "torch")
         self.torch: Any = torch
         native: Any = torch._C
+        self._tensor, self._strided = torch.Tensor, torch.strided
+        self._plain = (torch.Tensor, torch.nn.Parameter)
         known = [pair for pair in _SWITCHES if all(hasattr(native, name) for name in pair)]
         self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in known]
+        self._last = Settings(None, [])
         sample = torch.empty(1)
         address = sample.untyped_storage()._cdata
         self._offset: int = native._storage_Use_Count(address) - 1
 
-    def records(self, inputs: Sequence[Any]) -> bool:
-        """Return True if autograd records an op on these inputs, and the op can run again."""
+    def records(self, tensors: Sequence[Any]) -> bool:
+        """Return True if autograd records an op that reads these tensors, and the op can run again."""
         torch, native = self.torch, self.torch._C
         if not torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
             return False
-        tensors = self.tensors(inputs)
         if not any(one.requires_grad for one in tensors) or not all(map(self.is_plain, tensors)):
             return False
         modes = map(native._get_function_stack_at, range(native._len_torch_function_stack()))
@@ -135,10 +137,9 @@ class Torch:
 
     def is_plain(self, tensor: Any) -> bool:
         """Return True for a strided tensor that its storage and geometry describe."""
-        torch = self.torch
         return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and tensor.layout is torch.strided
+            type(tensor) in self._plain
+            and tensor.layout is self._strided
             and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
             and not tensor.is_inference()
             and tensor.device.type != "meta"
@@ -146,7 +147,8 @@ class Torch:
 
     def tensors(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors among values."""
-        return [one for one in flat(values) if isinstance(one, self.torch.Tensor)]
+        kind = self._tensor
+        return [one for one in flat(values) if isinstance(one, kind)]
 
     def results(self, result: Any) -> list[Any]:
         """Return an op's results in order."""
@@ -175,24 +177,28 @@ class Torch:
         handle.tensor = self.view(memory, handle.geometry)
         handle.version = handle.tensor._version
 
-    def settings(self, inputs: Sequence[Any]) -> Settings:
+    def settings(self, tensors: Sequence[Any]) -> Settings:
         """Return the present settings, with autocast for the devices of the inputs."""
-        torch = self.torch
-        devices = sorted({"cpu", *(one.device.type for one in self.tensors(inputs))})
+        switches, torch = [get() for get, _ in self._switches], self.torch
+        if not torch._C._is_any_autocast_enabled():
+            if switches != self._last.switches:
+                self._last = Settings(None, switches)
+            return self._last  # most ops share one, which the garbage collector visits once
+        devices = sorted({"cpu", *(one.device.type for one in tensors)})
         states = tuple(
             (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices
         )
-        autocast = states if any(on for _, on, _ in states) else None
-        return Settings(autocast, [get() for get, _ in self._switches])
+        return Settings(states if any(on for _, on, _ in states) else None, switches)
 
-    def state(self, inputs: Sequence[Any], random: bool) -> list[Any]:
+    def state(self, inputs: Sequence[Any], tensors: Sequence[Any], random: bool) -> list[Any]:
         """Return state that an op must leave unchanged to run again: versions, and states of generators.
 
+        tensors: among the inputs.
         random: read the states of the generators that an op on these inputs may draw from.
         """
-        torch, tensors = self.torch, self.tensors(inputs)
         state: list[Any] = [one._version for one in tensors]
         if random:
+            torch = self.torch
             devices = {one.device for one in tensors if one.device.type != "cpu"}
             drawn = [torch.default_generator.get_state()]
             drawn += [getattr(torch, device.type).get_rng_state(device) for device in devices]
@@ -214,7 +220,7 @@ class Torch:
     ) -> tuple[list[Any], list[Any]]:
         """Run an op again; return its results, and the tensors that autograd saves, in order."""
         torch = self.torch
-        present = self.settings(inputs)
+        present = self.settings(self.tensors(inputs))
         off = [(device, False, dtype) for device, _, dtype in present.autocast or ()]
         with self.undisturbed(), ExitStack() as stack:
             for device, on, dtype in settings.autocast or off:

@@ -47,13 +47,18 @@ class Store:
         return storage
 
     def begin(
-        self, counts: OpCounts, compute: Any, inputs: Sequence[Any], scratch: Sequence[int]
+        self,
+        counts: OpCounts,
+        compute: Any,
+        inputs: Sequence[Any],
+        tensors: Sequence[Any],
+        scratch: Sequence[int],
     ) -> Operation:
-        """Record an op that is about to run."""
+        """Record an op that is about to run; tensors: among its inputs."""
         self._tidy()
         kept = [self._referred(one, i in scratch) for i, one in enumerate(inputs)]
         self._numbers += 1
-        return Operation(self._numbers, counts, compute, kept, self.torch.settings(inputs))
+        return Operation(self._numbers, counts, compute, kept, self.torch.settings(tensors))
 
     def _tidy(self) -> None:
         """Drop copies and histories once autograd holds nothing any more."""

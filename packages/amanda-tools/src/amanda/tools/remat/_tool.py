@@ -116,17 +116,18 @@ class RematTool(amanda.Tool):
         """Run and record the op; return NotImplemented for an op without a backward pass."""
         if self._store is None:
             self._store = Store(self._totals, self._budget, self._heuristic, self._strict)
-        store = self._store
-        if not store.torch.records(inputs):
+        store, key = self._store, None
+        tensors = store.torch.tensors(inputs)
+        if not store.torch.records(tensors):
             return NotImplemented
-        key = (counts.type, _signature(inputs))
         with store.lock:
-            operation = store.begin(counts, compute, inputs, kind.scratch)
+            operation = store.begin(counts, compute, inputs, tensors, kind.scratch)
             if self._budget is not None:
+                key = (counts.type, _signature(inputs))
                 need = self._sizes.get(key)
                 guess = store.torch.expected(compute, inputs) or 0 if need is None else need
                 store.eviction.make_room(guess, counts, certain=need is not None)
-        before = store.torch.state(inputs, kind.random)
+        before = store.torch.state(inputs, tensors, kind.random)
         begin = perf_counter()
         try:
             with store.saving(operation):
@@ -137,10 +138,12 @@ class RematTool(amanda.Tool):
         seconds = perf_counter() - begin
         with store.lock:
             operation.cost = 1.0 if self._unit else seconds
-            store.finish(operation, result, pure=before == store.torch.state(inputs, kind.random))
-            if len(self._sizes) >= _KNOWN:  # numbers among the inputs may be others each time
-                self._sizes.clear()
-            self._sizes[key] = operation.size
+            after = store.torch.state(inputs, tensors, kind.random)
+            store.finish(operation, result, pure=before == after)
+            if key is not None:
+                if len(self._sizes) >= _KNOWN:  # numbers among the inputs may be others each time
+                    self._sizes.clear()
+                self._sizes[key] = operation.size
             store.eviction.make_room(0, counts)
         return result
 
