@@ -11,8 +11,9 @@ import tensorflow as tf
 from ._body import Body, Rewriting
 from ._handles import RESOURCE, Lent
 from ._nodes import INT64, passed
+from ._packed import Packed
 from ._side import enum, nbytes
-from ._slots import Node, Packed, py_func
+from ._slots import Node, py_func
 from ._traced import Traced
 from ._waits import Waits
 
@@ -37,8 +38,9 @@ class Insertions:
         self.sources: dict[str, tuple[Any, int, int]] = {}
         self.forward: Mapping[str, str] = {}
         self.waits = Waits(body, self.made)
-        self._pack: list[tuple[Node, Sequence[str], Sequence[int], str]] = []
-        self._packed_at: set[str] = set()
+        self._pack: list[tuple[Node, Sequence[int]]] = []
+        self._given: dict[str, tuple[int, int]] = {}
+        self._packed_at: dict[str, None] = {}
         self._packed_bytes = 0
         self._flushed: list[str] = []
 
@@ -75,25 +77,27 @@ class Insertions:
         self, op: tf.Operation, node: Node, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
         """Make routines see values without a part in what computes them."""
-        types = [enum(one) for one in tensors]
         if self.body.frames is not None and self.body.frames.alone(op):
-            self.add(op, node, refs, types, (), ahead)
+            packed = Packed([(node, range(len(refs)))])
+            self.add(op, packed, refs, [enum(one) for one in tensors], (), ahead)
             return
-        size = sum(map(nbytes, tensors))
+        fresh = {ref: one for ref, one in zip(refs, tensors, strict=True) if ref not in self._given}
+        size = sum(map(nbytes, fresh.values()))
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
             self.flush()
-        self._pack.append((node, refs, types, self.body.node_name(op)))
-        self._packed_at.add(self.body.node_name(op))
+            fresh = dict(zip(refs, tensors, strict=True))
+            size = sum(map(nbytes, fresh.values()))
+        self._given |= {ref: (i, enum(fresh[ref])) for i, ref in enumerate(fresh, len(self._given))}
+        self._pack.append((node, [self._given[ref][0] for ref in refs]))
+        self._packed_at[self.body.node_name(op)] = None
         self._packed_bytes += size
 
     def flush(self) -> None:
-        """Make one node of the observers that have gathered."""
+        """Make one node of the observers that have gathered; a tensor that several observe enters it once."""
         if not self._pack:
             return
-        packed = Packed([(node, len(refs)) for node, refs, _, _ in self._pack])
-        refs = [ref for _, refs, _, _ in self._pack for ref in refs]
-        types = [one for _, _, types, _ in self._pack for one in types]
-        names = list(dict.fromkeys(name for *_, name in self._pack))
+        packed, names = Packed(self._pack), list(self._packed_at)
+        refs, types = list(self._given), [kind for _, kind in self._given.values()]
         waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
         number = self.body.number
         waits += [one for name in names for one in self._after_forward(name, number)]
@@ -101,7 +105,8 @@ class Insertions:
         self.waits.note(node.name, "", number)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
-        self._pack, self._packed_at, self._packed_bytes, self._flushed = [], set(), 0, [node.name]
+        self._pack, self._given, self._packed_at, self._packed_bytes = [], {}, {}, 0
+        self._flushed = [node.name]
 
     def add(
         self,

@@ -153,24 +153,6 @@ class Pullback:
         return gradients(kept.taken(), self.outputs, self.inputs, flat)
 
 
-class Packed:
-    """Observers of several places, which run together; they give nothing back."""
-
-    borrows: Sequence[int] = ()
-
-    def __init__(self, members: Sequence[tuple[Insertion, int]]) -> None:
-        self.members = tuple(members)
-
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Hand each place its tensors."""
-        flat = borrowed(execution, flat, self.borrows)
-        first = 0
-        for member, count in self.members:
-            member.run(execution, flat[first : first + count], rounds)
-            first += count
-        return []
-
-
 def _typed(value: Any, dtype: Any) -> Any:
     if isinstance(value, tf.Tensor) and value.dtype == dtype:
         return value
