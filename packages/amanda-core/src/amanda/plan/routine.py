@@ -159,7 +159,8 @@ def _spelt_out(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
     return lambda *inputs: op(list(inputs))
 
 
-def picked_by(action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
+def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
+    """Return the values that a routine selects; raise RoutineError where the op has fewer."""
     assert action.select is not None
     try:
         return [values[position] for position in action.select]

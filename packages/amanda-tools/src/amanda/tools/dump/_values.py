@@ -45,10 +45,13 @@ def _sample(tensor: Any) -> tuple[float, ...]:
     dense = tensors.shared(tensor)
     if dense is None:
         dense = tensors.dense(tensor)
-    size = 0 if dense is None else prod(tensors_of(dense).extents(dense))
+    size = 0 if dense is None else prod(tensors.extents(dense))
     if not size:
         return ()
-    sample = tensors_of(dense).exact(tensors_of(dense).at(dense, _positions(size)))
+    if isinstance(dense, np.ndarray):  # a hot path
+        sample = dense.reshape(-1)[_positions(size)]
+    else:
+        sample = tensors.exact(tensors.at(dense, _positions(size)))
     real = np.abs(sample) if np.iscomplexobj(sample) else sample
     return tuple(real.astype(np.float64).tolist())
 

@@ -129,7 +129,8 @@ class Accumulator:
             if keys.are_told(every, int(table[:, -1].sum())):
                 parts = np.split(every, np.cumsum(table[:-1, 0].astype(int)))
                 for accumulator, part in zip(accumulators, parts, strict=True):
-                    accumulator._keys.add(part.copy())  # else it would hold those of all
+                    assert accumulator._keys is not None
+                    accumulator._keys.add(part.copy())  # a view would keep those of all
                 return
         for accumulator, row, vector in zip(accumulators, rows, table, strict=True):
             accumulator._count(row, int(vector[-1]))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.kit._tensors import CACHED_BLOCK
-from amanda.tools.stats._sketch import LOWEST, Bins
+from amanda.tools.stats._sketch import LOWEST, OCTAVES, Bins
 
 Array = NDArray[Any]
 
@@ -94,7 +94,8 @@ def indices(block: Array, bins: Bins) -> Array:
 
 def counts_of(block: Array, bins: Bins) -> Array:
     """Return the number of elements of a block of float64 in each bin, and behind these a 0."""
-    return np.bincount(indices(block, bins), minlength=bins.total + 1)
+    found: Array = np.bincount(indices(block, bins), minlength=bins.total + 1)
+    return found
 
 
 class Keys:
@@ -125,7 +126,7 @@ class Keys:
         return int(np.count_nonzero((keys & (self._side - 1)) == 0)) == zeros
 
     def add_block(self, block: Array, zeros: int) -> bool:
-        """Count up to CACHED_BLOCK numbers, of which so many are 0; False where bins do not follow from keys."""
+        """Count up to CACHED_BLOCK numbers, `zeros` of them 0; return False where keys do not tell bins."""
         if len(block) <= SMALL:
             keys = self.of(block, self._bins)
             if is_told := self.are_told(keys, zeros):
@@ -152,13 +153,20 @@ class Keys:
         self._waiting, self._left = [], SMALL
 
     def _add_counts(self, found: Array) -> None:
-        self._counts = self._counts + found if len(self._counts) else found
+        """Add counts by keys to those by bins, in which keys of one sign follow one another."""
+        if not len(self._counts):
+            self._counts = np.zeros(self._bins.total, np.int64)
+        bins, counts = self._bins.side, self._counts
+        first = (127 + LOWEST) << self._bins.bits
+        end = first + (OCTAVES << self._bins.bits)
+        for sign, keys in ((1, found[: self._side]), (-1, found[self._side :])):
+            outwards = counts[bins:] if sign > 0 else counts[bins::-1]
+            outwards[0] += keys[0]
+            outwards[1] += keys[1:first].sum()
+            outwards[2:bins] += keys[first:end]
+            outwards[bins] += keys[end:].sum()
 
-    def counts(self) -> Array:
-        """Return how many numbers are in each bin."""
+    def counts(self) -> Array | int:
+        """Return how many numbers are in each bin; 0 where there are no numbers."""
         self._count()
-        found = np.zeros(self._bins.total, np.int64)
-        keys = np.flatnonzero(self._counts)
-        numbers = (keys.astype(np.uint32) << np.uint32(_MANTISSA - self._bins.bits)).view(np.float32)
-        np.add.at(found, indices(numbers.astype(np.float64), self._bins), self._counts[keys])
-        return found
+        return self._counts if len(self._counts) else 0

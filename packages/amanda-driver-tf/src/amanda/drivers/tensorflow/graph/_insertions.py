@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -42,7 +42,9 @@ class Insertions:
         self._given: dict[str, tuple[int, int]] = {}
         self._packed_at: dict[str, None] = {}
         self._packed_bytes = 0
-        self._flushed: list[str] = []
+        self._flushed: dict[Hashable, str] = {}
+        self._group: Hashable = ()
+        self._number = body.number
 
     def source_of(self, ref: str) -> tuple[Any, int, int] | None:
         """Return the place that keeps a value, its side and position there; None where none does."""
@@ -77,12 +79,17 @@ class Insertions:
         self, op: tf.Operation, node: Node, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
         """Make routines see values without a part in what computes them."""
-        if self.body.frames is not None and self.body.frames.alone(op):
+        group = () if self.body.frames is None else self.body.frames.group(op)
+        if group != self._group:
+            self.flush()
+        self._group = group
+        if group is None:
             packed = Packed([(node, range(len(refs)))])
             self.add(op, packed, refs, [enum(one) for one in tensors], (), ahead)
             return
         fresh = {ref: one for ref, one in zip(refs, tensors, strict=True) if ref not in self._given}
         size = sum(map(nbytes, fresh.values()))
+        self._number = self.body.number_at(op, ahead)
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
             self.flush()
             fresh = dict(zip(refs, tensors, strict=True))
@@ -98,15 +105,17 @@ class Insertions:
             return
         packed, names = Packed(self._pack), list(self._packed_at)
         refs, types = list(self._given), [kind for _, kind in self._given.values()]
-        waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
-        number = self.body.number
+        waits = [f"^{name}" for name in names]
+        if self._group in self._flushed:  # observers run in the order of their ops
+            waits.append(f"^{self._flushed[self._group]}")
+        number = self._number
         waits += [one for name in names for one in self._after_forward(name, number)]
         node = self._calling(packed, number, refs, list(dict.fromkeys(waits)), types, ())
-        self.waits.note(node.name, "", number)
+        self.waits.note(node.name, names[0], number)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
         self._pack, self._given, self._packed_at, self._packed_bytes = [], {}, {}, 0
-        self._flushed = [node.name]
+        self._flushed[self._group] = node.name
 
     def add(
         self,
