@@ -78,7 +78,7 @@ def are_finite(rows: Sequence[Array]) -> Array:
 def indices(block: Array, bins: Bins) -> Array:
     """Return the bin of each element of a block of float64."""
     written = block.view(np.int64)
-    index = written & np.int64((1 << 63) - 1)
+    index: Array = written & np.int64((1 << 63) - 1)
     index >>= 52 - bins.bits
     index -= ((1023 + LOWEST) << bins.bits) - 1
     np.maximum(index, 0, out=index)
