@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -381,3 +382,35 @@ def test_wrong_options_are_told() -> None:
 
 def test_it_is_loaded_by_name() -> None:
     assert isinstance(amanda.load_tool("stats", every=2), StatsTool)
+
+
+@pytest.mark.parametrize("bins", [256, 4096, 32768])
+def test_keys_of_float32_count_as_the_bins_of_float64_do(bins: int) -> None:
+    random = np.random.default_rng(0)
+    for size in (100, 4096, 30000):
+        numbers = (random.standard_normal(size) * 10.0 ** random.integers(-35, 35, size)).astype(np.float32)
+        numbers[::7], numbers[3] = 0, -0.0
+        numbers[5] = 1e-42  # which no key tells from 0
+        for left in (numbers, np.delete(numbers, 5)):
+            found, wanted = Accumulator(Bins.of(bins)), Accumulator(Bins.of(bins))
+            found.add(left)
+            wanted.add(left.astype(np.float64))
+            assert found.sketch() == wanted.sketch()
+            assert found.statistics() == wanted.statistics()
+
+
+def test_small_tensors_are_measured_together_as_one_by_one() -> None:
+    random = np.random.default_rng(0)
+    arrays: list[Any] = [random.standard_normal(size).astype(np.float32) for size in (1, 7, 4096, 5000, 64)]
+    arrays.append(np.array([1, np.nan, np.inf, 0], np.float32))
+    arrays.append(np.zeros((0, 3), np.float32))
+    arrays.append(np.arange(5))
+    together, alone = ([Accumulator(Bins.of(4096)) for _ in arrays] for _ in range(2))
+    for _ in range(70):
+        Accumulator.add_all(zip(together, arrays, strict=True))
+        for accumulator, array in zip(alone, arrays, strict=True):
+            accumulator.add(array)
+    for one, other in zip(together, alone, strict=True):
+        assert one.sketch() == other.sketch()
+        found, wanted = (list(dataclasses.asdict(it.statistics()).values()) for it in (one, other))
+        assert found == pytest.approx(wanted, rel=1e-13, nan_ok=True)

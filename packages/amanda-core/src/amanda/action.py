@@ -14,13 +14,17 @@ from amanda.plan.action import (
     opening,
     traceable,
 )
+from amanda.plan.gathered import Executions, Observed, gathered
 
 __all__ = [
     "Action",
     "ActionType",
+    "Executions",
     "InstrumentationPoint",
+    "Observed",
     "Routine",
     "differentiable",
+    "gathered",
     "has_parameter",
     "has_run",
     "innermost",

@@ -27,6 +27,9 @@ from amanda.interceptor.imports import when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import OpFacts
+from amanda.plan.gathered import Executions, Observed
+from amanda.plan.results import matched
+from amanda.plan.routine import failed, picked_by
 from amanda.plan.tensors import TensorOps
 from amanda.scope.driver import DRIVER_API, Driver
 from amanda.scope.state import State, replayed
@@ -41,12 +44,14 @@ __all__ = [
     "Driver",
     "EagerDriver",
     "Execution",
+    "Executions",
     "GraphAnalysis",
     "GraphDriver",
     "Inlining",
     "Insertion",
     "Namespace",
     "NotTraceable",
+    "Observed",
     "OpFacts",
     "Reads",
     "Rewriter",
@@ -58,6 +63,9 @@ __all__ = [
     "Uninstrumented",
     "Value",
     "digest",
+    "failed",
+    "matched",
+    "picked_by",
     "replayed",
     "when_imported",
 ]

@@ -72,13 +72,15 @@ class Insertion:
 
         rounds: number of the round of each loop around the place, the outermost loop first.
         """
-        run: dict[str, Any] = {}
-        if self.takes_run:
-            run = execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), run)
+        run = self.run_of(execution, rounds) if self.takes_run else {}
         if self.replaces:
             return self.replaced(self.actions[0], execution.ops, flat, run)
         actions = [action for action in self.actions if execution.runs_action(action)]
         return self.apply(actions, self.values(flat), execution.ops, execution.state, run)
+
+    def run_of(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
+        """Return what the routines of one execution of the op hand on."""
+        return execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), {})
 
     def apply(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]

@@ -10,6 +10,7 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amanda.plan.arguments import Parameters, parameters_of
+from amanda.plan.gathered import gathered_form
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -78,6 +79,7 @@ class Action:
     select: positions of the values that the routine is given; None for all of them.
     kwargs: what the tool injects into every call of the routine.
     reads: of a replacement in a graph, inputs of other ops that it is given: op ids and positions.
+    gathered: takes many executions of the routine in one call; None where nothing does.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
     takes_shapes: whether the routine, unless it replaces, has a keyword `shapes`, for those of one execution.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
@@ -85,8 +87,8 @@ class Action:
     """
 
     __slots__ = (
-        "differentiable", "func", "innermost", "kwargs", "observer", "opening", "parameters", "reads",
-        "select", "takes_original", "takes_run", "takes_shapes", "tool", "traceable", "type",
+        "differentiable", "func", "gathered", "innermost", "kwargs", "observer", "opening", "parameters",
+        "reads", "select", "takes_original", "takes_run", "takes_shapes", "tool", "traceable", "type",
     )  # fmt: skip
 
     # Recorded by the thousand, so this is no dataclass: a frozen one takes twice as long to make.
@@ -109,6 +111,7 @@ class Action:
         self.differentiable = "differentiable" in carried
         self.traceable = "traceable" in carried
         self.observer = "observer" in carried
+        self.gathered = gathered_form(func) if self.observer else None
         self.opening = "opening" in carried
         self.innermost = "innermost" in carried
         self.takes_run = self._takes("run")

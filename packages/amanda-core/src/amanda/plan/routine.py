@@ -45,7 +45,7 @@ def run_routine(
     isolated = not (action.differentiable or autodiff)
     picked: Sequence[Any] = values
     try:
-        picked = values if select is None else _picked(action, values, facts)
+        picked = values if select is None else picked_by(action, values, facts)
         positions = range(len(values)) if select is None else select
         if returned is NOT_CALLED:
             flags = [i in mutable for i in positions] if mutable else ()
@@ -69,12 +69,23 @@ def run_routine(
                 changed[position] = substitute(ops, original, result) if isolated else result
         return changed
     except BaseException as error:
-        names = facts.names if action.type is INSERT_BEFORE_OP else ()
-        told = refused(action, values, names, picked, {}) if isinstance(error, TypeError) else None
-        add_note(told or error, describe(facts, action.tool, str(action)))
-        if told is not None:
+        told = failed(error, action, values, picked, facts)
+        if told is not error:
             raise told from error
         raise
+
+
+def failed(
+    error: BaseException, action: Action, values: Sequence[Any], picked: Sequence[Any], facts: OpFacts
+) -> BaseException:
+    """Return the exception to raise for one of a routine that was given `picked`, with a note.
+
+    values: all values that the op has there.
+    """
+    names = facts.names if action.type is INSERT_BEFORE_OP else ()
+    told = refused(action, values, names, picked, {}) if isinstance(error, TypeError) else None
+    add_note(told or error, describe(facts, action.tool, str(action)))
+    return told or error
 
 
 def run_replacement(
@@ -105,7 +116,7 @@ def run_replacement(
             picked, named = arguments(action.parameters, given, facts.names, partial(_holds_tensors, ops))
             kwargs = {**kwargs, **named}
         else:
-            picked = given if action.select is None else _picked(action, given, facts)
+            picked = given if action.select is None else picked_by(action, given, facts)
         with action.tool._amanda.lock:
             result = _called(action, picked, kwargs, given, facts.names)
         if not targets or result is NotImplemented:
@@ -148,7 +159,8 @@ def _spelt_out(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
     return lambda *inputs: op(list(inputs))
 
 
-def _picked(action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
+def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
+    """Return the values that a routine selects; raise RoutineError where the op has fewer."""
     assert action.select is not None
     try:
         return [values[position] for position in action.select]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Caller:
@@ -30,11 +28,16 @@ def caller() -> Caller | None:
     return _here.own
 
 
-@contextmanager
-def serving(one: Caller | None) -> Iterator[None]:
-    """Run routines for a caller."""
-    before, _here.served = _here.served, one
-    try:
-        yield
-    finally:
-        _here.served = before
+class serving:
+    """Context in which routines run for a caller; a hot path."""
+
+    __slots__ = ("_before", "_one")
+
+    def __init__(self, one: Caller | None) -> None:
+        self._one = one
+
+    def __enter__(self) -> None:
+        self._before, _here.served = _here.served, self._one
+
+    def __exit__(self, *_: object) -> None:
+        _here.served = self._before

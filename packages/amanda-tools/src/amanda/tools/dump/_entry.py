@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from amanda.tools.stats import Statistics
@@ -90,7 +90,8 @@ class Entry:
 
 def op_to_dict(op: Op) -> dict[str, Any]:
     """Plain values for JSON; ids as text, since 64 bits are more than some readers' numbers hold."""
-    return {**asdict(op), "id": f"{op.id:016x}", "of": None if op.of is None else f"{op.of:016x}"}
+    told = {name: getattr(op, name) for name in Op.__dataclass_fields__}
+    return {**told, "id": f"{op.id:016x}", "of": None if op.of is None else f"{op.of:016x}"}
 
 
 def op_from_dict(value: Mapping[str, Any]) -> Op:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 import amanda
 from amanda.backend import State
@@ -16,7 +18,7 @@ from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format
 from amanda.tools.dump._entry import Entry, Op
 from amanda.tools.dump._result import DumpResult
-from amanda.tools.dump._values import array, summary
+from amanda.tools.dump._values import array, summaries
 from amanda.tools.dump._writer import Writer
 from amanda.tools.kit import OpRecord, OpTensor, TensorTool, tensors_of
 from amanda.tools.mapping import itemsize
@@ -119,25 +121,43 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     def observe(self, record: _IndexedOp, tensors: Iterator[OpTensor], execution: int) -> None:
         """Take in what is kept of the tensors of an execution."""
-        for one in tensors:
-            keep = self._keeps[one.role.split()[-1]]
-            if keep != "no":
-                self._take(record, one, keep, execution)
-        self._order += 1
+        self.observe_all([(record, tensors, execution)])
 
-    def _take(self, record: _IndexedOp, one: OpTensor, keep: Keep, execution: int) -> None:
-        shape = tensors_of(one.tensor).extents(one.tensor)
+    def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
+        """Take in what is kept of the tensors of executions of many ops."""
+        taken: list[tuple[Any, NDArray[Any] | None, dict[str, Any]]] = []
+        for record, tensors, execution in observed:
+            for one in tensors:
+                keep = self._keeps[one.role.split()[-1]]
+                if keep != "no":
+                    taken.append(self._taken(one, keep, op=record.index, execution=execution))
+            self._order += 1
+        for (_, kept, given), found in zip(taken, summaries([one for one, *_ in taken]), strict=True):
+            self._writer.add(Entry(summary=found, **given), kept)
+
+    def _taken(
+        self, one: OpTensor, keep: Keep, **given: Any
+    ) -> tuple[Any, NDArray[Any] | None, dict[str, Any]]:
+        """Return what to summarise, the numbers if they are kept, and the rest of the entry."""
+        tensors = tensors_of(one.tensor)
+        seen = tensors.shared(one.tensor)
+        shape = tensors.extents(one.tensor) if seen is None else seen.shape
         size = prod(shape) * (itemsize(one.dtype) or 8)
         left_out = self._left_out(size) if keep == "full" else None
-        kept = keep == "full" and left_out is None
-        numbers = array(one.tensor) if kept or size <= _SMALL else None
-        entry = Entry(
-            record.index, self._order, execution, one.role, one.position, shape, one.dtype,
-            summary(one.tensor if numbers is None else numbers),
-            left_out="its layout" if kept and numbers is None else left_out,
+        is_kept = keep == "full" and left_out is None
+        kept = array(one.tensor) if is_kept or (seen is None and size <= _SMALL) else None
+        if is_kept and kept is None:
+            left_out = "its layout"
+        if seen is None:
+            seen = one.tensor if kept is None else kept
+        if not is_kept:
+            kept = None
+        self._bytes += 0 if kept is None else kept.nbytes
+        given.update(
+            order=self._order, role=one.role, position=one.position, shape=shape, dtype=one.dtype,
+            left_out=left_out,
         )  # fmt: skip
-        self._writer.add(entry, numbers if kept else None)
-        self._bytes += numbers.nbytes if kept and numbers is not None else 0
+        return seen, kept, given
 
     def _left_out(self, size: int) -> str | None:
         """The option by which a tensor of so many bytes is not kept."""

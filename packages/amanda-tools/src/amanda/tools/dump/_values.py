@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,11 +20,17 @@ SAMPLED = 32
 
 def summary(tensor: Any) -> Summary:
     """Statistics, and a sample."""
-    accumulator = Accumulator(None)
-    accumulator.add(tensor)
-    sample = _sample(tensor)
-    real = np.abs(sample) if np.iscomplexobj(sample) else sample
-    return Summary(accumulator.statistics(), tuple(real.astype(np.float64).tolist()))
+    (found,) = summaries([tensor])
+    return found
+
+
+def summaries(tensors: Sequence[Any]) -> list[Summary]:
+    """Return the summary of each tensor."""
+    accumulators = [Accumulator(None) for _ in tensors]
+    Accumulator.add_all(zip(accumulators, tensors, strict=True))
+    return [
+        Summary(one.statistics(), _sample(tensor)) for one, tensor in zip(accumulators, tensors, strict=True)
+    ]
 
 
 def array(tensor: Any) -> NDArray[Any] | None:
@@ -32,11 +40,23 @@ def array(tensor: Any) -> NDArray[Any] | None:
     return None if dense is None else tensors.exact(dense)
 
 
-def _sample(tensor: Any) -> NDArray[Any]:
+def _sample(tensor: Any) -> tuple[float, ...]:
     tensors = tensors_of(tensor)
-    dense = tensors.dense(tensor)
+    dense = tensors.shared(tensor)
+    if dense is None:
+        dense = tensors.dense(tensor)
     size = 0 if dense is None else prod(tensors.extents(dense))
     if not size:
-        return np.zeros(0)
+        return ()
+    if isinstance(dense, np.ndarray):  # a hot path
+        sample = dense.reshape(-1)[_positions(size)]
+    else:
+        sample = tensors.exact(tensors.at(dense, _positions(size)))
+    real = np.abs(sample) if np.iscomplexobj(sample) else sample
+    return tuple(real.astype(np.float64).tolist())
+
+
+@lru_cache(maxsize=1024)
+def _positions(size: int) -> list[int]:
     count = min(size, SAMPLED)
-    return tensors.exact(tensors.at(dense, [i * (size - 1) // max(count - 1, 1) for i in range(count)]))
+    return [i * (size - 1) // max(count - 1, 1) for i in range(count)]

@@ -62,6 +62,7 @@ class Writer:
     def clear(self) -> None:
         """Forget the entries; those that were written go with the next writing."""
         self.entries: list[Entry] = []
+        self._texts: list[str] = []  # of the entries that have been written
         self._waiting: dict[str, NDArray[Any]] = {}
         self._bytes = self._shards = 0
         self._due = monotonic() + _SECONDS
@@ -106,13 +107,14 @@ class Writer:
             write_arrays(self.folder / self._shard(), self._waiting, self._form)
             self._waiting, self._bytes = {}, 0
             self._shards += 1
-        index = {
+        self._texts += [json.dumps(entry.to_dict()) for entry in self.entries[len(self._texts) :]]
+        index = json.dumps({
             "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],
-            "entries": [entry.to_dict() for entry in self.entries],
             "op_by_op": self._op_by_op(),
-        }  # fmt: skip
-        write_whole(self.folder / INDEX, lambda file: file.write(json.dumps(index).encode()))
+        })  # fmt: skip
+        text = f'{index[:-1]}, "entries": [{", ".join(self._texts)}]}}'
+        write_whole(self.folder / INDEX, lambda file: file.write(text.encode()))
         self._changed = False
         took = monotonic() - start
         self._due = monotonic() + max(_SECONDS, _PATIENCE * took)

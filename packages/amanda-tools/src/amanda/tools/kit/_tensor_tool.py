@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import amanda
+from amanda.action import Observed
 from amanda.errors import AmandaError
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._packed import packed_inputs
@@ -102,6 +103,11 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     def observe(self, record: RecordT, tensors: Iterator[OpTensor], execution: int) -> None:
         """Observe the inputs, the outputs or the gradients of an op at one of its executions."""
 
+    def observe_all(self, observed: Iterable[tuple[RecordT, Iterator[OpTensor], int]]) -> None:
+        """Do what `observe` does for executions of many ops, in order."""
+        for record, tensors, execution in observed:
+            self.observe(record, tensors, execution)
+
     @property
     def remarks(self) -> list[str]:
         """Sentences on inputs that cannot be read, for the `remarks` of a result."""
@@ -144,13 +150,37 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
     ) -> None:  # fmt: skip
+        execution = self._due(record, role)
+        if execution is not None:
+            self.observe(record, _tensors(values, role, dtype, first, is_weights), execution)
+
+    @amanda.gathered(_see)
+    def _see_all(self, executions: Sequence[Observed]) -> None:
+        due = []
+        for one in executions:
+            given = dict(one.kwargs)
+            record, role = given.pop("record"), given["role"]
+            execution = self._due(record, role)
+            if execution is not None:
+                due.append((record, _tensors(one.values, **given), execution))
+        self.observe_all(due)
+
+    def _due(self, record: RecordT, role: str) -> int | None:
+        """Count an execution; return its number, None if it is not one of those to observe."""
         seen = record.seen.get(role, 0)
         record.seen[role] = seen + 1
         taken, between = divmod(seen, self._every)
         if between or (self._executions is not None and taken >= self._executions):
-            return
-        tensors = op_tensors(values, dtype, role, first=first)
-        self.observe(record, tensors if is_weights is None else _weights_told(tensors, is_weights), seen)
+            return None
+        return seen
+
+
+def _tensors(
+    values: Sequence[Any], role: str, dtype: Dtype, first: int = 0,
+    is_weights: Callable[[int, Any], bool] | None = None,
+) -> Iterator[OpTensor]:  # fmt: skip
+    tensors = op_tensors(values, dtype, role, first=first)
+    return tensors if is_weights is None else _weights_told(tensors, is_weights)
 
 
 def _weights_told(tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool]) -> Iterator[OpTensor]:

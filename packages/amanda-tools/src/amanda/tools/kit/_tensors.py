@@ -215,6 +215,10 @@ class Tensors:
         """Return True for a tensor that has elements and stores each of them."""
         return bool(np.asarray(x).size)
 
+    def shared(self, x: Any) -> NDArray[Any] | None:
+        """Return an array that shares the memory of a tensor; None where NumPy has no such array."""
+        return x if isinstance(x, np.ndarray) else None
+
     def is_in_host_memory(self, x: Any) -> bool:
         """Return True for a tensor that NumPy reads without a copy."""
         return isinstance(x, np.ndarray)

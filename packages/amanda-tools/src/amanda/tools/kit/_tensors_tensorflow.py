@@ -13,6 +13,8 @@ import amanda
 from amanda.tools.kit._requirements import check
 from amanda.tools.kit._tensors import BLOCK, Array, Save, Tensors
 
+_NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
+"""Numbers of the element types that NumPy has too: floats, integers, bool and complex."""
 _ALIGNED = 16
 """Alignment, in elements, of memory that frameworks take as it is, without a check."""
 
@@ -153,6 +155,13 @@ class TensorFlowTensors(Tensors):
     def is_dense(self, x: Any) -> bool:
         """Return True for a tensor that has elements."""
         return all(x.shape)
+
+    def shared(self, x: Any) -> NDArray[Any] | None:
+        """Return an array that shares the memory of an eager tensor on the host; a hot path."""
+        if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY or "CPU" not in x.device:
+            return None
+        array = x._numpy()
+        return array if type(array) is np.ndarray else np.asarray(array)
 
     def is_in_host_memory(self, x: Any) -> bool:
         """Return True for an eager tensor on the host, which NumPy reads without a copy."""

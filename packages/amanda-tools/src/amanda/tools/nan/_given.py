@@ -81,13 +81,15 @@ class Given:
 
     def keep(self, values: Sequence[Any]) -> Kept:
         """Keep the inputs of an execution that begins."""
+        kept = _references(values)
         written = self._written
+        if written is None and not any(isinstance(one, tuple) for one in _flat(kept)):
+            written = self._written = frozenset()  # tensors that no op writes
         flags: dict[int, int] = {}
         if written is None or written:
             for one in floating(values, self._dtype):
                 if written is None or one.flat_index in written:
                     flags[one.flat_index] = held(one.tensor, self._inf)
-        kept = _references(values)
         if self._in_place and kept:
             kept[0] = self._copied(values[0])
         return Kept(kept, flags, () if self._is_eager else values)

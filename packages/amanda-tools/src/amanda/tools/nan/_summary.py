@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite, isnan, prod
 from typing import Any, NamedTuple
 
+import numpy as np
 from autoray import do
 
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import leaves, tensors_of
 
 
 class Summary(NamedTuple):
@@ -73,3 +74,20 @@ def held(tensor: Any, inf: bool) -> int:
     numbers = tensors.stored_values(tensor, widen=True)
     found = NAN if isnan(total) and bool(do("any", do("isnan", numbers))) else 0
     return found | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
+
+
+def are_finite(values: Iterable[Any]) -> bool:
+    """Return True if all are arrays of finite numbers in memory that NumPy reads; a hot path.
+
+    False proves nothing: a sum of squares may overflow, which NumPy warns of.
+    """
+    for one in leaves(values):
+        array = tensors_of(one).shared(one)
+        if array is None:
+            return False
+        if array.dtype.kind in "fc":
+            row = array.ravel()
+            is_single = array.dtype == np.float32  # BLAS takes several threads for other types
+            if not isfinite(abs(row.dot(row) if is_single else tensors_of(array).total(array))):
+                return False
+    return True

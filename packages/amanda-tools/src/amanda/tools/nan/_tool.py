@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import amanda
+from amanda.action import Observed
 from amanda.errors import AmandaError
 from amanda.tools.kit import Dtype, packed_inputs
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
@@ -15,7 +18,7 @@ from amanda.tools.nan import _pytorch
 from amanda.tools.nan._given import Floats, Given, Kept, floating
 from amanda.tools.nan._result import Entered, Finding, NanResult
 from amanda.tools.nan._scaled import Scaled
-from amanda.tools.nan._summary import NAN, held
+from amanda.tools.nan._summary import NAN, are_finite, held
 
 _MOVES = frozenset(
     """
@@ -120,8 +123,12 @@ class NanTool(amanda.Tool):
             _parameters(context),
             moves=kind in _MOVES, reads=context.get_op_type() in _READS,
         )  # fmt: skip
-        context.insert_before_op(self._begin if is_eager else self._begin_in_graph, op=op)
-        context.insert_after_op(self._end if is_eager else self._end_in_graph, op=op)
+        if is_eager:
+            context.insert_before_op(self._begin, op=op)
+            context.insert_after_op(self._end, op=op)
+        else:
+            context.insert_before_op(self._begin_in_graph, op=op, begins=True)
+            context.insert_after_op(self._end_in_graph, op=op)
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind, dtype, is_eager = context["backward_type"], context["dtype"], context.is_eager()
@@ -130,8 +137,12 @@ class NanTool(amanda.Tool):
         given = Given(dtype, self._inf, in_place=False, is_eager=is_eager)
         are_finite = context.get("are_finite", _unknown)
         op = _Op("backward", kind, context.get_scope(), context.get_source(), dtype, given, are_finite)
-        context.insert_before_backward_op(self._begin if is_eager else self._begin_in_graph, op=op)
-        context.insert_after_backward_op(self._end if is_eager else self._end_in_graph, op=op)
+        if is_eager:
+            context.insert_before_backward_op(self._begin, op=op)
+            context.insert_after_backward_op(self._end, op=op)
+        else:
+            context.insert_before_backward_op(self._begin_in_graph, op=op, begins=True)
+            context.insert_after_backward_op(self._end_in_graph, op=op)
 
     @amanda.observer
     def _begin(self, *values: Any, op: _Op) -> None:
@@ -141,14 +152,31 @@ class NanTool(amanda.Tool):
     def _end(self, *values: Any, op: _Op) -> None:
         self._look(values, self._kept.pop((get_ident(), op), None), op)
 
-    @staticmethod
     @amanda.observer
-    def _begin_in_graph(*values: Any, op: _Op, run: dict[Any, Any]) -> None:
+    def _begin_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any], begins: bool) -> None:
         run[op] = op.given.keep(values)
 
     @amanda.observer
     def _end_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any]) -> None:
         self._look(values, run.pop(op, None), op)
+
+    @amanda.gathered(_begin_in_graph, _end_in_graph)
+    @np.errstate(all="ignore")
+    def _look_at_all(self, executions: Sequence[Observed]) -> None:
+        begun: dict[_Op, Observed] = {}
+        for one in executions:
+            op: _Op = one.kwargs["op"]
+            if "begins" in one.kwargs:
+                begun[op] = one
+                continue
+            begin = begun.pop(op, None)
+            kept = one.run.pop(op, None) if begin is None else None
+            if are_finite(one.values):
+                self._executions += 1
+            else:
+                self._look(one.values, kept if begin is None else op.given.keep(begin.values), op)
+        for op, one in begun.items():  # ops that end later
+            one.run[op] = op.given.keep(one.values)
 
     def _look(self, values: Sequence[Any], kept: Kept | None, op: _Op) -> None:
         execution, self._executions = self._executions, self._executions + 1

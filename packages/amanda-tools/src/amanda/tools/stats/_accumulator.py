@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from autoray import astype, do, get_dtype_name
 
 from amanda.tools.kit import tensors_of
+from amanda.tools.kit._tensors import CACHED_BLOCK
+from amanda.tools.stats._arrays import SMALL, Keys, are_finite, counts_of, of_block, of_small
 from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
 from amanda.tools.stats._statistics import Statistics
 
 KEPT = 64
 """Vectors that wait to be merged."""
+_REAL = "fiub"
+"""Kinds of element types of NumPy that hold real numbers."""
 
 
 def numbers(tensor: Any) -> Any:
@@ -32,44 +37,113 @@ class Accumulator:
         self._bins = bins
         self._vectors: dict[str, list[Any]] = {}
         self._counts: dict[str, Any] = {}
+        self._keys = Keys(bins) if bins is not None and Keys.suit(bins) else None
         self._unstored = 0
 
     def add(self, tensor: Any) -> None:
         """Take the numbers of a tensor in."""
         tensors = tensors_of(tensor)
+        array = tensors.shared(tensor)
+        if array is not None and array.dtype.kind in _REAL:
+            self._add_array(array.reshape(-1))
+            return
         found = tensors.stored_values(tensor)
         if found is None:
             return
         self._unstored += tensors.unstored(tensor, found)
         for block in tensors.blocks(found):
-            if block.shape[0]:
+            if isinstance(block, np.ndarray):
+                self._add_array(block)
+            elif block.shape[0]:
                 self._add_block(block)
 
+    def _add_array(self, row: Any) -> None:
+        """Take in a row of NumPy."""
+        for start in range(0, len(row), CACHED_BLOCK):
+            block = row[start : start + CACHED_BLOCK]
+            vector = of_block(block)
+            if vector is None:
+                self._add_block(block.astype(np.float64))
+                continue
+            self._add_vector(vector, "cpu")
+            if self._bins is not None:
+                self._count(block, int(vector[-1]))
+
+    def _count(self, block: Any, zeros: int) -> None:
+        """Count finite numbers of NumPy by their bins."""
+        assert self._bins is not None
+        is_counted = (
+            self._keys is not None and block.dtype == np.float32 and self._keys.add_block(block, zeros)
+        )
+        if not is_counted:
+            self._add_counts(counts_of(block.astype(np.float64), self._bins), "cpu")
+
     def _add_block(self, block: Any) -> None:
-        vector, finite = _of_finite(block) if isinstance(block, np.ndarray) else None, None
-        if is_finite_on_host := vector is not None:
-            place = "cpu"
-        else:
-            finite = do("isfinite", block)
-            vector = _vector(block, finite)
-            place = str(getattr(block, "device", "cpu"))
+        finite = do("isfinite", block)
+        place = str(getattr(block, "device", "cpu"))
+        self._add_vector(_vector(block, finite), place)
+        if self._bins is not None:
+            self._add_counts(_binned(block, finite, self._bins), place)
+
+    def _add_vector(self, vector: Any, place: str) -> None:
         vectors = self._vectors.setdefault(place, [])
         vectors.append(vector)
         if len(vectors) >= KEPT:
             self._vectors[place] = [_folded(do("stack", vectors))]
-        if self._bins is not None and is_finite_on_host:
-            if place not in self._counts:
-                self._counts[place] = np.zeros(self._bins.total + 1, np.int64)
-            _count_finite(self._counts[place], block, self._bins)
-        elif self._bins is not None:
-            found = _binned(block, finite, self._bins)
-            self._counts[place] = self._counts[place] + found if place in self._counts else found
+
+    def _add_counts(self, counts: Any, place: str) -> None:
+        self._counts[place] = self._counts[place] + counts if place in self._counts else counts
+
+    @staticmethod
+    def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
+        """Take the numbers of tensors in, each into an accumulator with the same bins; a hot path.
+
+        Small tensors on the host are measured together.
+        """
+        small: list[tuple[Accumulator, Any]] = []
+        for accumulator, tensor in pairs:
+            array = tensors_of(tensor).shared(tensor)
+            if array is None or array.dtype != np.float32 or not 0 < array.size <= SMALL:
+                accumulator.add(tensor)
+            else:
+                small.append((accumulator, array.reshape(-1)))
+        if not small:
+            return
+        finite = are_finite([row for _, row in small])
+        for i in np.flatnonzero(~finite):
+            small[i][0].add(small[i][1])
+        small = [one for one, is_finite in zip(small, finite, strict=True) if is_finite]
+        if small:
+            Accumulator._add_small(*zip(*small, strict=True))
+
+    @staticmethod
+    def _add_small(accumulators: Sequence[Accumulator], rows: Sequence[Any]) -> None:
+        table = of_small(rows)
+        for accumulator, vector in zip(accumulators, table, strict=True):
+            accumulator._add_vector(vector, "cpu")
+        bins, keys = accumulators[0]._bins, accumulators[0]._keys
+        if bins is None:
+            return
+        if keys is not None:
+            every = Keys.of(np.concatenate(rows), bins)
+            if keys.are_told(every, int(table[:, -1].sum())):
+                parts = np.split(every, np.cumsum(table[:-1, 0].astype(int)))
+                for accumulator, part in zip(accumulators, parts, strict=True):
+                    assert accumulator._keys is not None
+                    accumulator._keys.add(part.copy())  # a view would keep those of all
+                return
+        for accumulator, row, vector in zip(accumulators, rows, table, strict=True):
+            accumulator._count(row, int(vector[-1]))
 
     def statistics(self) -> Statistics:
         """Of all that was added; waits for the devices."""
         unstored = Statistics(count=self._unstored, zeros=self._unstored, least=0.0, most=0.0)
         total = unstored if self._unstored else Statistics()
         for vectors in self._vectors.values():
+            if len(vectors) == 1 and isinstance(vectors[0], np.ndarray):  # a hot path of summaries
+                found = Statistics.of_vector(vectors[0].tolist())
+                total = total.merged(found) if total.elements else found
+                continue
             table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
             total = total.merged(Statistics.of_vector(_folded(table).tolist()))
         return total
@@ -82,22 +156,11 @@ class Accumulator:
         for counts in self._counts.values():
             # Behind are those that are not finite.
             total += tensors_of(counts).to_numpy(counts)[: self._bins.total]
+        if self._keys is not None:
+            total += self._keys.counts()
         total[self._bins.side] += self._unstored
         used = np.flatnonzero(total)
         return Sketch(self._bins, dict(zip(used.tolist(), total[used].tolist(), strict=True)))
-
-
-def _of_finite(block: Any) -> Any:
-    """The ten numbers of `Statistics`, of an array of NumPy, in few steps; None if some are not finite."""
-    least, most = block.min(), block.max()
-    if not (np.isfinite(least) and np.isfinite(most)):
-        return None
-    mean = block.sum() / block.size
-    scratch = block - mean
-    squares = np.square(scratch, out=scratch).sum()
-    total = np.abs(block, out=scratch).sum()
-    zeros = block.size - np.count_nonzero(block)
-    return np.array([block.size, mean, squares, total, least, most, 0, 0, 0, zeros])
 
 
 def _vector(block: Any, finite: Any) -> Any:
@@ -132,26 +195,6 @@ def _folded(table: Any) -> Any:
         total, centre, do("sum", m2 + count * distance * distance), do("sum", table[:, 3]),
         do("min", table[:, 4]), do("max", table[:, 5]), *(do("sum", table[:, i]) for i in range(6, 10)),
     ])  # fmt: skip
-
-
-def _count_finite(counts: Any, block: Any, bins: Bins) -> None:
-    """Add what `_binned` finds to counts, of an array of NumPy whose elements are finite, in few steps."""
-    written = block.view(np.int64)
-    index = written & np.int64((1 << 63) - 1)
-    index >>= 52 - bins.bits
-    index -= ((1023 + LOWEST) << bins.bits) - 1
-    np.maximum(index, 0, out=index)
-    np.minimum(index, bins.side - 1, out=index)
-    index += 1
-    index[block == 0] = 0
-    below = written >> 63  # -1 of negative numbers, with which `^` and `-` change a sign
-    index ^= below
-    index -= below
-    index += bins.side
-    if block.size < bins.total // 16:
-        np.add.at(counts, index, 1)
-    else:
-        counts += np.bincount(index, minlength=len(counts))
 
 
 def _binned(block: Any, finite: Any, bins: Bins) -> Any:

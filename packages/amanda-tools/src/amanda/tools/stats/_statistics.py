@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -81,7 +81,8 @@ class Statistics:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields; None for what JSON cannot say."""
-        return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:

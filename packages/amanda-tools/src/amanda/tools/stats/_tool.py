@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
@@ -101,6 +102,18 @@ class StatsTool(TensorTool[_OpStreams]):
 
     def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
         """Measure the tensors of an execution."""
+        for accumulator, tensor in self._accumulators(record, tensors):
+            accumulator.add(tensor)
+
+    def observe_all(self, observed: Iterable[tuple[_OpStreams, Iterator[OpTensor], int]]) -> None:
+        """Measure the tensors of executions of many ops."""
+        Accumulator.add_all(
+            pair for record, tensors, _ in observed for pair in self._accumulators(record, tensors)
+        )
+
+    def _accumulators(
+        self, record: _OpStreams, tensors: Iterator[OpTensor]
+    ) -> Iterator[tuple[Accumulator, Any]]:
         for one in tensors:
             label = one.role if "weight" in one.role else f"{one.role} {one.flat_index}"
             label += " (partial)" if is_partial(one.tensor) else ""
@@ -108,4 +121,4 @@ class StatsTool(TensorTool[_OpStreams]):
             if stream is None:
                 stream = record.measured[label] = _Stream(Accumulator(self._bins), one.dtype)
             stream.executions += 1
-            stream.accumulator.add(one.tensor)
+            yield stream.accumulator, one.tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,8 +11,9 @@ import tensorflow as tf
 from ._body import Body, Rewriting
 from ._handles import RESOURCE, Lent
 from ._nodes import INT64, passed
+from ._packed import Packed
 from ._side import enum, nbytes
-from ._slots import Node, Packed, py_func
+from ._slots import Node, py_func
 from ._traced import Traced
 from ._waits import Waits
 
@@ -37,10 +38,13 @@ class Insertions:
         self.sources: dict[str, tuple[Any, int, int]] = {}
         self.forward: Mapping[str, str] = {}
         self.waits = Waits(body, self.made)
-        self._pack: list[tuple[Node, Sequence[str], Sequence[int], str]] = []
-        self._packed_at: set[str] = set()
+        self._pack: list[tuple[Node, Sequence[int]]] = []
+        self._given: dict[str, tuple[int, int]] = {}
+        self._packed_at: dict[str, None] = {}
         self._packed_bytes = 0
-        self._flushed: list[str] = []
+        self._flushed: dict[Hashable, str] = {}
+        self._group: Hashable = ()
+        self._number = body.number
 
     def source_of(self, ref: str) -> tuple[Any, int, int] | None:
         """Return the place that keeps a value, its side and position there; None where none does."""
@@ -75,33 +79,43 @@ class Insertions:
         self, op: tf.Operation, node: Node, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
         """Make routines see values without a part in what computes them."""
-        types = [enum(one) for one in tensors]
-        if self.body.frames is not None and self.body.frames.alone(op):
-            self.add(op, node, refs, types, (), ahead)
+        group = () if self.body.frames is None else self.body.frames.group(op)
+        if group != self._group:
+            self.flush()
+        self._group = group
+        if group is None:
+            packed = Packed([(node, range(len(refs)))])
+            self.add(op, packed, refs, [enum(one) for one in tensors], (), ahead)
             return
-        size = sum(map(nbytes, tensors))
+        fresh = {ref: one for ref, one in zip(refs, tensors, strict=True) if ref not in self._given}
+        size = sum(map(nbytes, fresh.values()))
+        self._number = self.body.number_at(op, ahead)
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
             self.flush()
-        self._pack.append((node, refs, types, self.body.node_name(op)))
-        self._packed_at.add(self.body.node_name(op))
+            fresh = dict(zip(refs, tensors, strict=True))
+            size = sum(map(nbytes, fresh.values()))
+        self._given |= {ref: (i, enum(fresh[ref])) for i, ref in enumerate(fresh, len(self._given))}
+        self._pack.append((node, [self._given[ref][0] for ref in refs]))
+        self._packed_at[self.body.node_name(op)] = None
         self._packed_bytes += size
 
     def flush(self) -> None:
-        """Make one node of the observers that have gathered."""
+        """Make one node of the observers that have gathered; a tensor that several observe enters it once."""
         if not self._pack:
             return
-        packed = Packed([(node, len(refs)) for node, refs, _, _ in self._pack])
-        refs = [ref for _, refs, _, _ in self._pack for ref in refs]
-        types = [one for _, _, types, _ in self._pack for one in types]
-        names = list(dict.fromkeys(name for *_, name in self._pack))
-        waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
-        number = self.body.number
+        packed, names = Packed(self._pack), list(self._packed_at)
+        refs, types = list(self._given), [kind for _, kind in self._given.values()]
+        waits = [f"^{name}" for name in names]
+        if self._group in self._flushed:  # observers run in the order of their ops
+            waits.append(f"^{self._flushed[self._group]}")
+        number = self._number
         waits += [one for name in names for one in self._after_forward(name, number)]
         node = self._calling(packed, number, refs, list(dict.fromkeys(waits)), types, ())
-        self.waits.note(node.name, "", number)
+        self.waits.note(node.name, names[0], number)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
-        self._pack, self._packed_at, self._packed_bytes, self._flushed = [], set(), 0, [node.name]
+        self._pack, self._given, self._packed_at, self._packed_bytes = [], {}, {}, 0
+        self._flushed[self._group] = node.name
 
     def add(
         self,

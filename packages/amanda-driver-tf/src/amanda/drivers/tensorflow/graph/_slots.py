@@ -1,14 +1,15 @@
 """The Python functions behind EagerPyFunc nodes: one for each slot, for all graphs of the process."""
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
 from amanda.backend import Execution, Insertion
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import script_ops
 
 from .._recording import Unrecorded
@@ -22,17 +23,9 @@ class _Calling(threading.local):
 
     execution: Execution | None = None
 
-    @contextmanager
-    def out_to(self, execution: Execution) -> Iterator[None]:
-        """While its routines run."""
-        before, self.execution = self.execution, execution
-        try:
-            yield
-        finally:
-            self.execution = before
-
 
 calling = _Calling()
+_EAGER = nullcontext()
 
 
 class Slot(script_ops.EagerFunc):  # type: ignore[misc]
@@ -46,16 +39,21 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
-        with nullcontext() if context.executing_eagerly() else context.eager_mode(), Unrecorded():
-            number = args[0].numpy().tolist()
+        with _EAGER if context.executing_eagerly() else context.eager_mode(), Unrecorded():
+            number = args[0]._numpy().tolist()
             number, *rounds = number if isinstance(number, list) else (number,)
             execution = Execution.of(number)
-            with calling.out_to(execution):
+            before, calling.execution = calling.execution, execution
+            try:
                 outputs = execution.call(self.index, args[1:], rounds)
+            finally:
+                calling.execution = before
             return [_on(device, one) for one in outputs] if device is not None else outputs
 
 
 def _on(device: Any, value: Any) -> Any:
+    if value.backing_device == device:
+        return value
     with tf.device(device):
         return script_ops._maybe_copy_to_context_device(value, device)
 
@@ -153,25 +151,9 @@ class Pullback:
         return gradients(kept.taken(), self.outputs, self.inputs, flat)
 
 
-class Packed:
-    """Observers of several places, which run together; they give nothing back."""
-
-    borrows: Sequence[int] = ()
-
-    def __init__(self, members: Sequence[tuple[Insertion, int]]) -> None:
-        self.members = tuple(members)
-
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Hand each place its tensors."""
-        flat = borrowed(execution, flat, self.borrows)
-        first = 0
-        for member, count in self.members:
-            member.run(execution, flat[first : first + count], rounds)
-            first += count
-        return []
-
-
 def _typed(value: Any, dtype: Any) -> Any:
+    if type(value) is EagerTensor and value._datatype_enum() == dtype.as_datatype_enum:  # a hot path
+        return value
     if isinstance(value, tf.Tensor) and value.dtype == dtype:
         return value
     if isinstance(value, tf.Tensor) or getattr(value, "dtype", None) is not None:

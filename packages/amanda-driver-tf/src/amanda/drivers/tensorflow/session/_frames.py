@@ -6,7 +6,7 @@ In a loop the execution's number is a vector, which goes on with the round of ea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from ..graph import Rewritten, constant, either, enters, new_node
 
 Frame = tuple[str, ...]
 Guard = tuple[str, int]
+OUTSIDE: Hashable = (), frozenset()
+"""Group of the operations outside of all loops and branches."""
 _node = partial(new_node, T=DT_INT64)
 
 
@@ -69,15 +71,16 @@ class Frames:
             left = _rounds_left(op)
             if left is not None:
                 self._left[frame] = left
-        if op.type in ("Switch", "RefSwitch") and op.inputs[1].op.type != "LoopCond":
+        if op.type in ("Switch", "RefSwitch"):
             predicate = op.inputs[1].name
             for i in range(2):
                 self._guards[op.name, i] = guards | {(predicate, i)}
 
-    def alone(self, op: Any) -> bool:
-        """Return True if an operation runs in a loop or a branch, so that it may run often or not at all."""
-        branches = op.type in ("Exit", "RefExit", "Switch", "RefSwitch", "Merge", "RefMerge")
-        return branches or bool(self._frame[op.name] or self._guards.get((op.name, 0)))
+    def group(self, op: Any) -> Hashable:
+        """Return a key of the operations that run in the same rounds and branches; None for a lone one."""
+        if op.type.removeprefix("Ref") in ("Enter", "Exit", "Switch", "Merge", "NextIteration"):
+            return None
+        return self._frame[op.name], self._guards.get((op.name, 0), frozenset())
 
     def depth_at(self, op: Any) -> int:
         """Return how many loops are around an operation, as far as the number there tells their rounds."""

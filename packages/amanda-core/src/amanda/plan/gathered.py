@@ -1,0 +1,111 @@
+"""Observers that take many executions in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from amanda.plan.action import Action, Routine
+    from amanda.plan.facts import OpFacts
+
+
+class Place(Protocol):
+    """The place of an observer: its action, and facts of the op."""
+
+    action: Action
+    facts: OpFacts
+
+
+RunOf = Callable[[Any], dict[Any, Any]]
+RoutineT = TypeVar("RoutineT", bound="Routine")
+
+_NAME = "__amanda_gathered__"
+
+
+class Observed:
+    """One execution of an op that an observer would have been called for.
+
+    values: those that the observer selects.  kwargs: keyword arguments from the tool.
+    """
+
+    __slots__ = ("_at", "_run_of", "kwargs", "values")
+
+    def __init__(self, values: Sequence[Any], kwargs: Mapping[str, Any], at: Place, run_of: RunOf) -> None:
+        self.values = values
+        self.kwargs = kwargs
+        self._at = at
+        self._run_of = run_of
+
+    @property
+    def run(self) -> dict[Any, Any]:
+        """Return what routines of this execution hand on: `run` of a routine that takes it."""
+        return self._run_of(self._at)
+
+    def explain(self, error: BaseException) -> None:
+        """Note the op and the observer on an exception."""
+        self._at.facts.explain(error, self._at.action)
+
+
+class Executions(list[Observed]):
+    """Executions of ops, in the order in which observers would have been called.
+
+    Remembers the one that an iteration has reached, so that an exception is traced to an op.
+    """
+
+    def __init__(self, executions: Sequence[Observed] = ()) -> None:
+        super().__init__(executions)
+        self._reached: int | None = None
+
+    def __iter__(self) -> Iterator[Observed]:
+        """Yield the executions."""
+        for i, one in enumerate(super().__iter__()):
+            self._reached = i
+            yield one
+        self._reached = None
+
+    def observe(self, action: Action) -> None:
+        """Call the gathered form of their observers, of which one belongs to the action."""
+        assert action.gathered is not None
+        try:
+            with action.tool._amanda.lock:
+                action.gathered(self)
+        except BaseException as error:
+            reached = self._reached
+            for one in (self[0], self[-1]) if reached is None else (self[reached],):
+                one.explain(error)
+            raise
+
+
+def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
+    """Mark a routine that takes many executions of observers of the same class, or module, in one call.
+
+    The routine is given a sequence of `Observed`, and has to do what the observers do one by one.  Drivers
+    that gather observers call it, others call the observers.
+
+    >>> class Count:
+    ...     @observer
+    ...     def see(self, *values): self.seen += 1
+    ...     @gathered(see)
+    ...     def see_all(self, executions): self.seen += len(executions)
+    """
+
+    def mark(func: RoutineT) -> RoutineT:
+        for one in observers:
+            setattr(one, _NAME, func)
+        return func
+
+    return mark
+
+
+def gathered_form(func: Routine) -> Routine | None:
+    """Return the routine that takes many executions of an observer; None where the class has none."""
+    if not isinstance(func, MethodType):
+        attributes = getattr(func, "__dict__", {})
+        return None if "__wrapped__" in attributes else attributes.get(_NAME)
+    found = getattr(func.__func__, _NAME, None)
+    if found is None:
+        return None
+    bound: Routine = getattr(func.__self__, found.__name__)
+    return bound

@@ -1,0 +1,172 @@
+"""Statistics of arrays of NumPy whose elements are finite: of a block, and of many small arrays together.
+
+The ten numbers of `Statistics` are computed in float64.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.kit._tensors import CACHED_BLOCK
+from amanda.tools.stats._sketch import LOWEST, OCTAVES, Bins
+
+Array = NDArray[Any]
+
+SMALL = 4096
+"""Elements below which arrays are measured together."""
+_MANTISSA = 23
+
+
+class _Memory(threading.local):
+    """Memory to compute in, which stays in a processor's cache."""
+
+    def __init__(self) -> None:
+        self.wide, self.scratch = np.empty((2, CACHED_BLOCK))
+        self.flags = np.empty(CACHED_BLOCK, bool)
+        self.keys = np.empty(CACHED_BLOCK, np.intp)
+
+
+_memory = _Memory()
+
+
+def of_block(block: Array) -> Array | None:
+    """Return the numbers of `Statistics` for up to CACHED_BLOCK elements; None if some are not finite."""
+    least, most = float(block.min()), float(block.max())
+    if not (np.isfinite(least) and np.isfinite(most)):
+        return None
+    count = block.size
+    wide, scratch, flags = _memory.wide[:count], _memory.scratch[:count], _memory.flags[:count]
+    np.copyto(wide, block)
+    total = wide.sum()
+    mean = total / count
+    np.subtract(wide, mean, out=scratch)
+    squares = np.square(scratch, out=scratch).sum()
+    absolute = total if least >= 0 else -total if most <= 0 else np.abs(wide, out=scratch).sum()
+    zeros = np.count_nonzero(np.equal(block, 0, out=flags))
+    return np.array([count, mean, squares, absolute, least, most, 0, 0, 0, zeros])
+
+
+def of_small(rows: Sequence[Array]) -> Array:
+    """Return a table of the numbers of `Statistics`: a row for each array of finite elements."""
+    sizes = np.array([len(row) for row in rows])
+    starts = np.cumsum(sizes) - sizes
+    together = np.concatenate(rows)
+    wide = together.astype(np.float64)
+    mean = np.add.reduceat(wide, starts) / sizes
+    distances = wide - np.repeat(mean, sizes)
+    zeros = np.add.reduceat((together == 0).view(np.uint8), starts, dtype=np.int64)
+    nothing = np.zeros(len(rows))
+    return np.stack([
+        sizes, mean, np.add.reduceat(distances * distances, starts), np.add.reduceat(np.abs(wide), starts),
+        np.minimum.reduceat(together, starts), np.maximum.reduceat(together, starts),
+        nothing, nothing, nothing, zeros,
+    ], 1)  # fmt: skip
+
+
+def are_finite(rows: Sequence[Array]) -> Array:
+    """Return for each array whether all its elements are finite."""
+    sizes = np.array([len(row) for row in rows])
+    found: Array = np.logical_and.reduceat(np.isfinite(np.concatenate(rows)), np.cumsum(sizes) - sizes)
+    return found
+
+
+def indices(block: Array, bins: Bins) -> Array:
+    """Return the bin of each element of a block of float64."""
+    written = block.view(np.int64)
+    index: Array = written & np.int64((1 << 63) - 1)
+    index >>= 52 - bins.bits
+    index -= ((1023 + LOWEST) << bins.bits) - 1
+    np.maximum(index, 0, out=index)
+    np.minimum(index, bins.side - 1, out=index)
+    index += 1
+    index[block == 0] = 0
+    below = written >> 63  # -1 of negative numbers, with which `^` and `-` change a sign
+    index ^= below
+    index -= below
+    index += bins.side
+    return index
+
+
+def counts_of(block: Array, bins: Bins) -> Array:
+    """Return the number of elements of a block of float64 in each bin, and behind these a 0."""
+    found: Array = np.bincount(indices(block, bins), minlength=bins.total + 1)
+    return found
+
+
+class Keys:
+    """Counts of numbers in float32 by their first bits: sign, exponent, and what tells bins apart.
+
+    Numbers with one key are in one bin, but for key 0 and its negative: zeros, and numbers that are nearly 0.
+    """
+
+    def __init__(self, bins: Bins) -> None:
+        self._bins = bins
+        self._side = 1 << (8 + bins.bits)
+        self._counts = np.zeros(0, np.int64)
+        self._waiting: list[Array] = []
+        self._left = SMALL
+
+    @staticmethod
+    def suit(bins: Bins) -> bool:
+        """Return True if keys have 16 bits or less."""
+        return bins.bits <= 7
+
+    @staticmethod
+    def of(numbers: Array, bins: Bins) -> Array:
+        """Return the keys of numbers in float32."""
+        return (numbers.view(np.uint32) >> (_MANTISSA - bins.bits)).astype(np.uint16)
+
+    def are_told(self, keys: Array, zeros: int) -> bool:
+        """Return True if bins follow from keys of numbers of which so many are 0."""
+        return int(np.count_nonzero((keys & (self._side - 1)) == 0)) == zeros
+
+    def add_block(self, block: Array, zeros: int) -> bool:
+        """Count up to CACHED_BLOCK numbers, `zeros` of them 0; return False where keys do not tell bins."""
+        if len(block) <= SMALL:
+            keys = self.of(block, self._bins)
+            if is_told := self.are_told(keys, zeros):
+                self.add(keys)
+            return is_told
+        wide = _memory.keys[: len(block)]
+        np.right_shift(block.view(np.uint32), _MANTISSA - self._bins.bits, out=wide, casting="unsafe")
+        found = np.bincount(wide, minlength=2 * self._side)
+        if found[0] + found[self._side] != zeros:
+            return False
+        self._add_counts(found)
+        return True
+
+    def add(self, keys: Array) -> None:
+        """Count numbers by their keys."""
+        self._waiting.append(keys)
+        self._left -= len(keys)
+        if self._left <= 0:
+            self._count()
+
+    def _count(self) -> None:
+        if self._waiting:
+            self._add_counts(np.bincount(np.concatenate(self._waiting), minlength=2 * self._side))
+        self._waiting, self._left = [], SMALL
+
+    def _add_counts(self, found: Array) -> None:
+        """Add counts by keys to those by bins, in which keys of one sign follow one another."""
+        if not len(self._counts):
+            self._counts = np.zeros(self._bins.total, np.int64)
+        bins, counts = self._bins.side, self._counts
+        first = (127 + LOWEST) << self._bins.bits
+        end = first + (OCTAVES << self._bins.bits)
+        for sign, keys in ((1, found[: self._side]), (-1, found[self._side :])):
+            outwards = counts[bins:] if sign > 0 else counts[bins::-1]
+            outwards[0] += keys[0]
+            outwards[1] += keys[1:first].sum()
+            outwards[2:bins] += keys[first:end]
+            outwards[bins] += keys[end:].sum()
+
+    def counts(self) -> Array | int:
+        """Return how many numbers are in each bin; 0 where there are no numbers."""
+        self._count()
+        return self._counts if len(self._counts) else 0
