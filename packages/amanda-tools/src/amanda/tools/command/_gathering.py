@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from amanda.plugins import driven_frameworks
-from amanda.tools.command._processes import Handed, by_number, missing_ranks, number_of_ranks
+from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._spec import Tooling
 from amanda.tools.results import Result, can_merge, merge, restored
 
@@ -126,7 +125,7 @@ class Gathering:
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
-            teller.say(_nothing(name))
+            teller.say(nothing(name, self._handed.frameworks))
             return
         if saw_op:
             teller.say(*(f"{name}: {text}" for text in tooling.tool.unmatched()))
@@ -208,11 +207,12 @@ class Teller:
             self._is_there = False
 
 
-def _nothing(name: str) -> str:
-    """Return the sentence for a run without an op of any framework."""
-    if frameworks := " or ".join(driven_frameworks()):
-        return f"{name}: no op of {frameworks} was executed"
-    return 'no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"'
+def tell_of_others(handed: Handed) -> None:
+    """Merge, save and print the results of other processes, in a root that has none itself."""
+    try:
+        Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
+    except Exception as error:  # the program's own end is not ours to change
+        Teller().say(f"the results are lost: {type(error).__name__}: {error}")
 
 
 def _each_once(own: Iterable[str], others: Mapping[str, Any], key: str) -> list[str]:
