@@ -27,8 +27,7 @@ _MESSAGES = 1000
 class Session:
     """The scope of one process: tools made for the process, and applied until it ends or becomes a program.
 
-    process: gives the signals, forks and the end of the process.  A forked child begins again with tools of
-    its own.
+    process: tells of the end of the process.  A forked child begins again with tools of its own.
     """
 
     _pid = 0
@@ -44,6 +43,8 @@ class Session:
         self._begin()
         show_program_alone()
         before_exec(self._leave_before_exec)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin_in_child)  # after the core leaves it
         if threading.current_thread() is threading.main_thread():
             self._receive_signals()
         self._follow_multiprocessing()
@@ -134,8 +135,7 @@ class Session:
                 left = self._gathering.leave(followed=True)
         return lambda: left.unlink(missing_ok=True) if left is not None else None
 
-    def begin_in_child(self) -> None:
-        """Begin again in a forked child."""
+    def _begin_in_child(self) -> None:
         if self._saving is not None:
             self._saving.ignore_signals()
         self._begin()

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from math import isfinite, isnan, prod
 from typing import Any, NamedTuple
 
-from autoray import do
-
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import do
 
 
 class Summary(NamedTuple):

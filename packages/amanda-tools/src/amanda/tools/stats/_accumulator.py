@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from autoray import astype, do, get_dtype_name
-
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import astype, do, get_dtype_name
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
 from amanda.tools.stats._statistics import Statistics
 

@@ -28,7 +28,7 @@ _OTHERS = (_CONTEXTS, "asyncio", "amanda.testing")  # which makes contexts, task
 
 
 class Process:
-    """One process under `amanda run`: it opens the scope in time, and acts at forks, signals and its end.
+    """One process under `amanda run`: it opens the scope in time, and acts at signals and its end.
 
     A scope covers the context in which it opens, and the threads and tasks that start later.  So the scope
     opens before the first framework is imported, before the first thread starts, and before the import of
@@ -117,7 +117,7 @@ class Process:
         self.listen()
 
     def listen(self) -> None:
-        """Act at forks, at signals that end the process, and at its end."""
+        """Act at signals that end the process, which forks hold back, and at its end."""
         if self._listens:
             return
         self._listens = True
@@ -126,7 +126,7 @@ class Process:
             os.register_at_fork(
                 before=self._hold_signals,
                 after_in_parent=self._let_signals_through,
-                after_in_child=self._begin_in_child,
+                after_in_child=self._let_signals_through,
             )
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
@@ -142,11 +142,6 @@ class Process:
 
     def _let_signals_through(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
-
-    def _begin_in_child(self) -> None:
-        self._let_signals_through()
-        if self.session is not None:
-            self.session.begin_in_child()
 
     def end(self) -> None:
         """Close the scope and see to the results, before the process ends; a signal waits meanwhile."""
