@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from amanda.backend import digest
 from amanda.tools.command._spec import Tooling, ToolSpec, made
 
 if sys.platform != "win32":
@@ -151,8 +151,9 @@ def folder_of_ranks() -> str | None:
     """Return a folder that the ranks of a launcher share; None outside of ranks, and for several hosts."""
     if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
-    run = digest(os.getppid(), *(os.environ.get(name, "") for name in _OF_RUN))
-    folder = Path(tempfile.gettempdir()) / f"amanda-{os.getuid()}-{run:016x}"
+    run = "\0".join([str(os.getppid()), *(os.environ.get(name, "") for name in _OF_RUN)])
+    name = f"amanda-{os.getuid()}-{sha256(run.encode()).hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
