@@ -1,16 +1,19 @@
-"""Cost of importing Amanda, opening the first scope and building the interceptor, each afresh."""
+"""Cost of importing Amanda, opening the first scope, commands, and building the interceptor, each afresh."""
 
 import json
+import os
+import resource
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _measure import QUICK, interleaved, progress, seconds_of
+from _measure import QUICK, Times, interleaved, progress, seconds_of
 
 import amanda
 
@@ -20,6 +23,14 @@ PROGRAMS = {
     "import torch": "import torch",
     "import torch, amanda": "import torch, amanda",
 }
+SCRIPTS = {"an empty script": "", "a script that imports torch": "import torch"}
+RUN = ("-m", "amanda", "run", "-q")
+UNDER: dict[str, tuple[str, ...]] = {
+    "python": (), "python again": (), "amanda run -t mapping": (*RUN, "-t", "mapping", "--"),
+    "amanda run -t flops": (*RUN, "-t", "flops", "--"), "amanda run -t prune": (*RUN, "-t", "prune", "--"),
+}  # fmt: skip
+"""Ways to run a script; `mapping` has no rule, so it is a tool that does nothing."""
+COMMANDS = ("--version", "--help", "tools", "view --help", "merge --help")
 WITHIN = """
 import json, time, torch
 class Clock:
@@ -45,7 +56,7 @@ MOMENTS = ("import amanda", "first scope opens", "first op", "first scope closes
 
 
 def benchmark() -> dict[str, Any]:
-    """Return seconds: of processes, of moments within one that has imported torch, of builds."""
+    """Return seconds: of processes, of moments within one that has imported torch, of runs, of builds."""
     rounds = 1 if QUICK else 9
     progress("  fresh processes")
     under = dict.fromkeys(PROGRAMS, nullcontext)
@@ -53,11 +64,42 @@ def benchmark() -> dict[str, Any]:
         under, lambda name: seconds_of(lambda: python(PROGRAMS[name]), time.perf_counter), 0, rounds
     )
     moments = zip(*(json.loads(python(WITHIN)) for _ in range(rounds)), strict=True)
+    progress("  amanda run, and other commands")
+    runs, commands = processor_times(1 if QUICK else 9)
     progress("  builds of the interceptor")
     builds = [build() for _ in range(1 if QUICK else 3)]
     return {
         "processes": processes, "moments": dict(zip(MOMENTS, moments, strict=True)), "builds": builds,
+        "runs": runs, "commands": commands,
     }  # fmt: skip
+
+
+def processor_times(rounds: int) -> tuple[dict[str, Times], Times]:
+    """Return processor seconds of scripts under tools, and of commands, all processes of each together.
+
+    Modules are compiled before, as they are from the second run on.
+    """
+    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment = {**kept, "PYTHONPYCACHEPREFIX": f"{scratch}/compiled"}
+
+        def spent(*arguments: str) -> float:
+            command = [sys.executable, *arguments]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+        runs = {}
+        for name, text in SCRIPTS.items():
+            script = Path(scratch) / f"{len(runs)}.py"
+            script.write_text(text)
+            measure = partial(lambda path, way: spent(*UNDER[way], path), str(script))
+            runs[name] = interleaved(dict.fromkeys(UNDER, nullcontext), measure, 0, rounds)
+        commands = interleaved(
+            dict.fromkeys(COMMANDS, nullcontext), lambda one: spent("-m", "amanda", *one.split()), 0, rounds
+        )
+        return runs, commands
 
 
 def python(program: str) -> str:

@@ -106,17 +106,18 @@ class Tool:
         self._amanda.version += 1
 
     def wrap_routines(self, wrap: Wrapper) -> None:
-        """Record what `wrap(context, type, routine)` gives instead of a routine, for each action.
+        """Replace the routine of each action by the result of `wrap(context, type, routine)`.
 
-        None for no action at all. A replacement may return NotImplemented, which lets the op itself run.
+        If the result is None, no action is recorded.  A replacement may return NotImplemented, which lets the
+        op itself run.
         """
         self._amanda.wrappers.append(wrap)
         self._amanda.version += 1
 
     def unmatched(self) -> list[str]:
-        """Say what was selected for this tool and no op fitted, for the report of a scope that closes.
+        """Return a sentence for each selection that fitted no op, for the report of a closing scope.
 
-        What `restrict` was given is asked, where it has a method of that name.
+        The predicates given to `restrict` are asked, if they have a method of this name.
         """
         asked = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
         return [text for ask in asked if ask is not None for text in ask()]
@@ -124,8 +125,7 @@ class Tool:
     def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
         """Analyse the ops with these ids, or all, anew at their next execution.
 
-        A tool that learns of an op only what ops after it are may decide anew, as may one whose options
-        have changed.
+        For a tool that learns from later ops how to treat an earlier op, or whose options have changed.
         """
         if op_ids is None:
             forget_all(self)
@@ -133,23 +133,23 @@ class Tool:
             forget_ops(self, op_ids)
 
     def scope_left(self) -> None:
-        """Called when a scope that this tool joined in has closed, also after an exception.
+        """Release what may not outlive a scope: called when a scope with this tool has closed.
 
-        For what may not outlive the scope; it does nothing unless a tool overrides it.
+        Called also after an exception.  Does nothing unless a tool overrides it.
         """
 
     def op_gone(self, op_id: int) -> None:
-        """Called before the next analysis, once an op cannot execute again: its module or parameter is gone.
+        """Drop or sum up what the tool keeps under `op_id`, since the op cannot execute again.
 
-        For a tool that keeps something by `op_id`, which it can drop or sum up now.  It does nothing unless a
+        Called before the next analysis, once the op's module or parameter is gone.  Does nothing unless a
         tool overrides it.
         """
 
     def refused(self, action: Action, reason: str) -> None:
-        """Called when a routine cannot run at its op, as in a body of ONNX' control flow.
+        """Note an action whose routine cannot run at its op, as in a body of ONNX control flow.
 
-        For a result that says what it lacks; the scope's report says it in any case.  It does nothing unless
-        a tool overrides it.
+        For a result that lists what it lacks; the scope's report lists the action in any case.  Does nothing
+        unless a tool overrides it.
         """
 
     def write_parts(
@@ -166,7 +166,7 @@ class Tool:
 
     @staticmethod
     def identity_of(variable: Any, owner: Any = None) -> int:
-        """The number by which tools know a parameter or variable, the same as long as it lives.
+        """Return the number of a parameter or variable, the same as long as the variable lives.
 
         owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
         as accelerate does, has the number of the one that was there before.
@@ -192,10 +192,10 @@ class Tool:
         variable: Any = None,
         renew: Callable[[Any, Any], Any] | None = None,
     ) -> Any:
-        """State of this tool at one op, or of a variable, made when it is first asked for.
+        """Return this tool's state at one op, or of a variable; the first call makes the state.
 
-        It is keyed by `place(context)` and `name`; what `load_state_dict` holds under the key is
-        taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
+        The state is keyed by `place(context)` and `name`.  A value that `load_state_dict` was given under the
+        key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
         variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
         it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
         Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
@@ -234,7 +234,7 @@ class Tool:
             )
 
     def _path(self, path: str, variable: Any) -> str:
-        """A variable's path, with ".1", ".2" for those of further models."""
+        """Return a variable's path, with ".1", ".2" for those of further models."""
         known = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
         number = known.setdefault(interceptor.ordinal(variable), len(known))
         return path if number == 0 else f"{path}.{number}"
@@ -262,7 +262,10 @@ class Tool:
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
     def waiting_state(self) -> list[str]:
-        """Names of what was loaded and no op has asked for yet: of other modules, if all ops have run."""
+        """Return the names of loaded values that no op has asked for yet.
+
+        Once every op has run, these are values of other modules.
+        """
         return sorted(self._amanda.loaded)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -277,16 +280,16 @@ class Tool:
         forget_all(self)
 
     def parameters(self) -> Iterator[Any]:
-        """The kept values that an optimizer may train: those that require a gradient."""
+        """Yield the kept values that an optimizer may train: those that require a gradient."""
         yield from _trained(self._amanda.state.get("values", {})).values()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once on an example, so that this tool's state is made; the model's result."""
+        """Run `model` once on an example, so that this tool's state is made; return the model's result."""
         with self.preparing(), apply(self):
             return model(*example, **kwargs)
 
     def preparing(self) -> AbstractContextManager[Any]:
-        """Context around the run of `prepare`, for a tool to which it is more than any other run."""
+        """Return a context for the run of `prepare`, for a tool that treats this run differently."""
         return nullcontext()
 
 

@@ -41,7 +41,7 @@ class InstrumentationPoint(enum.Enum):
 
     @classmethod
     def of(cls, backward: bool, require_outputs: bool) -> InstrumentationPoint:
-        """The point that the arguments of `Tool.add_inst_for_op` name."""
+        """Return the point that the arguments of `Tool.add_inst_for_op` name."""
         side, phase = ("after" if require_outputs else "before"), ("backward" if backward else "forward")
         return cls(f"{side}_{phase}_op")
 
@@ -158,7 +158,7 @@ def _is_described_elsewhere(attributes: Mapping[str, Any]) -> bool:
 
 
 def marks(func: Routine) -> frozenset[str]:
-    """Names of the decorators that a routine carries."""
+    """Return the names of the decorators that a routine carries."""
     function = func.__func__ if isinstance(func, MethodType) else func
     if isinstance(function, FunctionType):  # `getattr` would make an AttributeError for most
         carried: frozenset[str] = function.__dict__.get(_MARKS, _UNMARKED)

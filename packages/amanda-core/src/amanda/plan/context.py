@@ -65,11 +65,11 @@ class OpContext(dict[str, Any]):
         raise MissingKeyError(f"{tool} reads {key!r} of a context that has no such key: {fix}")
 
     def get_op(self) -> Any:
-        """The forward op: PyTorch's callable, TensorFlow's operation; it has a `__name__`."""
+        """Return the forward op: PyTorch's callable, TensorFlow's operation; it has a `__name__`."""
         return self._facts.op
 
     def get_op_type(self) -> str:
-        """The framework's own name for what the op computes, one for all its spellings.
+        """Return the framework's own name for what the op computes, one for all its spellings.
 
         PyTorch: "add" for `a + b`, `torch.add` and `Tensor.__radd__`.  TensorFlow: the operation's type.
         """
@@ -80,14 +80,14 @@ class OpContext(dict[str, Any]):
         return self._facts.op_id
 
     def get_inputs(self) -> list[Any]:
-        """The op's inputs in the order of its schema.
+        """Return the op's inputs in the order of its schema.
 
         Raises AmandaError when they were dropped: they live until the op's first backward pass.
         """
         return self._present(self._facts.inputs, "inputs")
 
     def get_input_names(self) -> tuple[str, ...]:
-        """Names of the inputs in the order of the op's schema, which may name more than were given."""
+        """Return the names of the inputs in the order of the op's schema, also of inputs not given."""
         return tuple(self._facts.names)
 
     def get_input_shapes(self) -> tuple[Any, ...]:
@@ -109,13 +109,13 @@ class OpContext(dict[str, Any]):
         return tuple(self._facts.input_shapes)
 
     def get_outputs(self) -> list[Any] | None:
-        """The op's outputs; None before it has run."""
+        """Return the op's outputs; None before it has run."""
         if self._facts.outputs is None and not self._facts.dropped:
             return None
         return self._present(self._facts.outputs, "outputs")
 
     def get_backward_op(self) -> Any:
-        """The backward op; None in the forward pass."""
+        """Return the backward op; None in the forward pass."""
         return self._facts.backward_op
 
     def get_backward_op_id(self) -> int | None:
@@ -142,7 +142,7 @@ class OpContext(dict[str, Any]):
         return self._facts.scope
 
     def get_scopes(self) -> tuple[str, ...]:
-        """The path that `get_scope` gives, and other paths of that module.
+        """Return the path that `get_scope` gives, and other paths of that module.
 
         Of a layer of Keras these are the path of the layers' names, and its ends: "model/block/dense",
         "block/dense" and "dense".
@@ -150,7 +150,7 @@ class OpContext(dict[str, Any]):
         return tuple(dict.fromkeys((self._facts.scope, *self._facts.aliases)))
 
     def get_source(self) -> str:
-        """The user's "file:line" that leads to the op."""
+        """Return the user's "file:line" that leads to the op."""
         return self._facts.source
 
     def get_device(self) -> str:
@@ -163,7 +163,7 @@ class OpContext(dict[str, Any]):
         return next((name for name in map(self._facts.device_of, spread(values)) if name), "")
 
     def get_attrs(self) -> dict[str, Any]:
-        """The op's non-tensor arguments by name."""
+        """Return the op's non-tensor arguments by name."""
         return dict(self._facts.attributes or {})
 
     def get_parameters(self) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class OpContext(dict[str, Any]):
         return tuple(self._facts.parameters)
 
     def get_computation(self) -> Callable[[Sequence[Any]], Any]:
-        """A function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
+        """Return a function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
 
         It holds none of the values, and computes values, not symbols, also of a graph's op.  In a routine,
         where instrumentation is off, its calls are seen by no tool.  Raises AmandaError where there is none.
@@ -186,7 +186,7 @@ class OpContext(dict[str, Any]):
         return self._facts.compute
 
     def get_value(self, index: int | str) -> Any:
-        """The present value of an input, also where `get_inputs` is symbolic."""
+        """Return the present value of an input, also where `get_inputs` is symbolic."""
         return self._facts.read_value(self._input(index, "get_value"))
 
     def get_variable(self, index: int | str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -46,11 +47,13 @@ def list_tools(load: bool = False) -> list[Plugin]:
 
 
 def tool_class(name: str) -> type[Tool]:
-    """Return the class, or function, that a distribution registers as a tool.
+    """Return the class, or function, that a distribution registers as a tool, for commands.
 
+    A tool that is installed while the process runs is found if no other has the name.
     Raises UnknownToolError, and PluginError where the tool cannot be used.
     """
-    kind: type[Tool] = _tool(name).load()
+    known = _tools(fresh=False)
+    kind: type[Tool] = _tool(name, known if name in known else _tools()).load()
     return kind
 
 
@@ -60,7 +63,7 @@ def load_tool(name: str, /, **options: Any) -> Tool:
     Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and
     PluginError where the tool cannot be used.
     """
-    entry = _tool(name)
+    entry = _tool(name, _tools())
     kind = entry.load()
     signature = inspect.signature(kind)
     try:
@@ -83,15 +86,14 @@ def plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _tools() -> dict[str, list[Entry]]:
+def _tools(fresh: bool = True) -> dict[str, list[Entry]]:
     tools: dict[str, list[Entry]] = {}
-    for entry in registry.entries(TOOLS):
+    for entry in registry.entries(TOOLS, fresh):
         tools.setdefault(entry.name, []).append(entry)
     return tools
 
 
-def _tool(name: str) -> Entry:
-    tools = _tools()
+def _tool(name: str, tools: Mapping[str, list[Entry]]) -> Entry:
     if name not in tools:
         hint = did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
         raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")

@@ -11,7 +11,7 @@ Entered = Callable[[], AbstractContextManager[Any]]
 
 
 def stepping(entered: Entered, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
-    """A generator function each of whose steps runs in a context that `entered` makes."""
+    """Return a generator function, each of whose steps runs in a context that `entered` makes."""
 
     @functools.wraps(function)
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -37,7 +37,7 @@ def stepping(entered: Entered, function: Callable[..., Generator[Any, Any, Any]]
 
 
 def stepping_async(entered: Entered, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
-    """An asynchronous generator function each of whose steps runs in a context that `entered` makes."""
+    """Return an async generator function, each of whose steps runs in a context that `entered` makes."""
 
     @functools.wraps(function)
     async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:

@@ -47,7 +47,7 @@ def _options_read(tool: AnyTool) -> tuple[str, ...]:
 
 
 def _names(callback: Any) -> tuple[str, ...]:
-    """The names in a function's own code, not in that of the routines that it defines."""
+    """Return the names in a function's own code, not in that of the routines that it defines."""
     code = getattr(inspect.unwrap(callback), "__code__", None)
     names: tuple[str, ...] = () if code is None else code.co_names
     return names

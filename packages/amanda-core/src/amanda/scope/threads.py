@@ -106,7 +106,7 @@ def _starting(original: Function) -> Function:
 
 
 def _calling(original: Function, *places: int | str) -> Function:
-    """A function that hands what it is given in these places, or by these names, to another thread."""
+    """Return a function whose arguments at these places, or of these names, run in the caller's scopes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         state = _here()
@@ -119,7 +119,7 @@ def _calling(original: Function, *places: int | str) -> Function:
 
 
 def _carried(value: Any, state: State) -> Any:
-    """A function or iterable of the program's, as another thread is to have it."""
+    """Wrap a function or iterable of the program: another thread runs it in the caller's scopes."""
     if not state.scopes:
         return value
     if callable(value):

@@ -4,7 +4,9 @@ amanda run -t flops -t "nan:stop,module=encoder" -- train.py --epochs 1
 amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 """
 
-from amanda.tools.command._instrument import instrument
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from amanda.tools.command._line import (
     compiled_option,
     exit_status,
@@ -13,10 +15,13 @@ from amanda.tools.command._line import (
     path_to_write,
     save_option,
 )
-from amanda.tools.command._merge import merge
 from amanda.tools.command._options import Option, options_of
-from amanda.tools.command._run import run
 from amanda.tools.command._spec import SpecError, Tooling, ToolSpec
+
+if TYPE_CHECKING:
+    from amanda.tools.command._instrument import instrument
+    from amanda.tools.command._merge import merge
+    from amanda.tools.command._run import run
 
 __all__ = [
     "Option",
@@ -34,3 +39,10 @@ __all__ = [
     "run",
     "save_option",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a command when it is asked for, since a process runs only one."""
+    if name not in ("instrument", "merge", "run"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}._{name}"), name)

@@ -12,12 +12,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from amanda.plugins import driven_frameworks
-from amanda.tools.command._processes import Handed, by_number, missing_ranks, number_of_ranks
+from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._spec import Tooling
+from amanda.tools.libraries import rich
 from amanda.tools.results import Result, can_merge, merge, restored
 
 
@@ -126,7 +123,7 @@ class Gathering:
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
-            teller.say(_nothing(name))
+            teller.say(nothing(name, self._handed.frameworks))
             return
         if saw_op:
             teller.say(*(f"{name}: {text}" for text in tooling.tool.unmatched()))
@@ -182,12 +179,12 @@ class Teller:
     def __init__(self, quiet: bool = False) -> None:
         self._is_there = sys.stderr is not None and not sys.stderr.closed
         self._quiet = quiet
-        self._console = Console(file=sys.stderr, highlight=False)
+        self._console = rich.console.Console(file=sys.stderr, highlight=False)
 
     def say(self, *texts: str, anyway: bool = False) -> None:
         """Write lines; anyway: also if the writer is quiet."""
         for text in texts:
-            self._print(Text(f"amanda: {text}"), anyway)
+            self._print(rich.text.Text(f"amanda: {text}"), anyway)
 
     def say_saved(self, name: str, *paths: str | None) -> None:
         """Write the paths of the files with a tool's result, if there are any."""
@@ -197,22 +194,23 @@ class Teller:
     def show(self, result: Any) -> None:
         """Write a result, or the text of one."""
         is_table = self._console.is_terminal and not isinstance(result, str)
-        self._print(result if is_table else Text(str(result)))
+        self._print(result if is_table else rich.text.Text(str(result)))
 
     def _print(self, told: Any, anyway: bool = False) -> None:
         if not self._is_there or (self._quiet and not anyway):
             return
         try:
-            self._console.print(told, soft_wrap=isinstance(told, Text))
+            self._console.print(told, soft_wrap=isinstance(told, rich.text.Text))
         except (OSError, ValueError):  # the reader has gone
             self._is_there = False
 
 
-def _nothing(name: str) -> str:
-    """Return the sentence for a run without an op of any framework."""
-    if frameworks := " or ".join(driven_frameworks()):
-        return f"{name}: no op of {frameworks} was executed"
-    return 'no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"'
+def tell_of_others(handed: Handed) -> None:
+    """Merge, save and print the results of other processes, in a root that has none itself."""
+    try:
+        Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
+    except Exception as error:  # the program's own end is not ours to change
+        Teller().say(f"the results are lost: {type(error).__name__}: {error}")
 
 
 def _each_once(own: Iterable[str], others: Mapping[str, Any], key: str) -> list[str]:

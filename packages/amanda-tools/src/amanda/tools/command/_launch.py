@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from amanda.plugins import driven_frameworks
-from amanda.tools.command._processes import VARIABLE, Handed, folder_of_ranks
+from amanda.tools.command._processes import VARIABLE, Handed, folder_of_ranks, is_in_rank, nothing
 from amanda.tools.command._spec import SpecError, ToolSpec
 
 _WITH_VALUE = "WXQ"
@@ -47,20 +47,27 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     return [found, *program[1:]], is_python(Path(found))
 
 
-def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | None, **options: Any) -> int:
+def launch(
+    program: Sequence[str],
+    tools: Sequence[ToolSpec],
+    names: Sequence[str],
+    output: Path | None,
+    **options: Any,
+) -> int:
     """Replace this process by the program, with the tools in its environment.
 
     A program that Python does not run is a child process instead, whose exit status is returned.
-    options: further fields of `Handed`.
+    names: of the tools, in the output.  options: further fields of `Handed`.
     """
     command, python = command_of(program)
     output = None if output is None else _folder_for(output)
     shared = folder_of_ranks() if python else None
     folder = shared or tempfile.mkdtemp(prefix="amanda-")
+    frameworks = driven_frameworks()
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
-        None if output is None else str(output), frameworks=driven_frameworks(),
-        together=shared is not None, **options,
+        None if output is None else str(output), frameworks, together=shared is not None,
+        is_rank=is_in_rank(), nothing=[nothing(name, frameworks) for name in names], **options,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.put(environment)
@@ -70,7 +77,7 @@ def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | Non
     try:
         if python and os.name == "posix":
             os.execve(command[0], command, environment)
-        return _supervise(command, environment, lambda: _tell(handed))
+        return _supervise(command, environment, handed)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
@@ -90,14 +97,10 @@ def _folder_for(output: Path) -> Path:
         raise SpecError(f"results cannot be saved in {output}: {error.strerror}") from None
 
 
-def _tell(handed: Handed) -> None:
-    from amanda.tools.command._gathering import Gathering
-
-    Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
-
-
-def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callable[[], None]) -> int:
+def _supervise(command: Sequence[str], environment: dict[str, str], handed: Handed) -> int:
     """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
+    from amanda.tools.command._gathering import tell_of_others
+
     arrived: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
@@ -116,7 +119,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callab
     status = children[0].wait()
     for number, handler in before.items():
         signal.signal(number, handler)
-    tell()
+    tell_of_others(handed)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

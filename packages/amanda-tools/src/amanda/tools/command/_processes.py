@@ -12,13 +12,13 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from amanda.backend import digest
 from amanda.tools.command._spec import Tooling, ToolSpec, made
 
 if sys.platform != "win32":
@@ -43,6 +43,7 @@ class Handed:
     every: seconds between two saves of the present results; None to save at the end alone.
     together: whether the program is one of several ranks, of which the last to end merges and prints.
     compiled: as in `amanda.apply`.  construction: whether tools see the ops that construct models.
+    is_rank: whether the root is a rank.  nothing: what is told where no process has executed an op.
     """
 
     tools: list[tuple[str, dict[str, Any]]]
@@ -55,6 +56,8 @@ class Handed:
     together: bool = False
     compiled: str = "eager"
     construction: bool = False
+    is_rank: bool = False
+    nothing: list[str] = field(default_factory=list)
 
     def put(self, environment: MutableMapping[str, str]) -> None:
         """Write the settings into an environment, with the folder of `sitecustomize` first on PYTHONPATH."""
@@ -73,6 +76,13 @@ class Handed:
         return made(ToolSpec(name, given) for name, given in self.tools)
 
 
+def nothing(tool: str, frameworks: Sequence[str]) -> str:
+    """Return the sentence for a run without an op of any framework."""
+    if frameworks:
+        return f"{tool}: no op of {' or '.join(frameworks)} was executed"
+    return 'no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"'
+
+
 def number_of_ranks() -> int:
     """Return the number of ranks, if the launcher started all of them on this host; otherwise 0."""
     for every, here in _SIZES:
@@ -80,6 +90,11 @@ def number_of_ranks() -> int:
         if size.isdigit() and os.environ.get(here) == size:
             return int(size)
     return 0
+
+
+def is_in_rank() -> bool:
+    """Return True in a rank and in the processes that it starts."""
+    return any(os.environ.get(name, "").isdigit() for name in _RANKS)
 
 
 def process_label(handed: Handed) -> str:
@@ -136,8 +151,9 @@ def folder_of_ranks() -> str | None:
     """Return a folder that the ranks of a launcher share; None outside of ranks, and for several hosts."""
     if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
-    run = digest(os.getppid(), *(os.environ.get(name, "") for name in _OF_RUN))
-    folder = Path(tempfile.gettempdir()) / f"amanda-{os.getuid()}-{run:016x}"
+    run = "\0".join([str(os.getppid()), *(os.environ.get(name, "") for name in _OF_RUN)])
+    name = f"amanda-{os.getuid()}-{sha256(run.encode()).hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -60,9 +60,9 @@ def _command(
     output = output or settings.output
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
-    made(settings.tools)  # so that errors come before the program starts
+    toolings = made(settings.tools)  # so that errors come before the program starts
     return launch(
-        program, settings.tools, output,
+        program, settings.tools, [one.name for one in toolings], output,
         quiet=quiet, every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.plugins import hookimpl, plugin_manager
@@ -22,42 +18,38 @@ from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._tracebacks import show_program_alone
 from amanda.tools.select import leave_construction
 
+if TYPE_CHECKING:
+    from amanda.tools.command.launch.sitecustomize import Process
+
 _MESSAGES = 1000
 
 
 class Session:
     """The scope of one process: tools made for the process, and applied until it ends or becomes a program.
 
-    A forked child begins again with tools of its own.
+    process: tells of the end of the process.  A forked child begins again with tools of its own.
     """
 
     _pid = 0
     _scope: Any = None
     _saving: Saving | None = None
-    _ending = False
-    _waiting: int | None = None
 
-    def __init__(self) -> None:
-        self._held: list[set[int]] = []  # the signals that were blocked before each fork under way
+    def __init__(self, process: Process) -> None:
+        self._process = process
 
     def open(self) -> None:
-        """Open the scope, and see to it that the scope closes when the process ends."""
+        """Open the scope."""
         plugin_manager().register(self)
         self._begin()
         show_program_alone()
-        atexit.register(self._end_of_interpreter)
         before_exec(self._leave_before_exec)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(
-                before=self._hold_signals,
-                after_in_parent=self._let_signals_through,
-                after_in_child=self._begin_in_child,
-            )
+            os.register_at_fork(after_in_child=self._begin_in_child)  # after the core leaves it
         if threading.current_thread() is threading.main_thread():
             self._receive_signals()
-            for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._end_by_signal)
+        self._follow_multiprocessing()
+        if (module := sys.modules.get("multiprocessing.process")) and module.parent_process() is not None:
+            self._end_with_multiprocessing()
 
     def _begin(self) -> None:
         try:
@@ -92,7 +84,7 @@ class Session:
 
     def _receive_signals(self) -> None:
         if self._saving is not None:
-            self._saving.receive_signals(self._end_by_signal)
+            self._saving.receive_signals(self._process.end_by_signal)
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
@@ -102,7 +94,7 @@ class Session:
     def _is_closed(self) -> bool:
         return self._pid != os.getpid() or self._scope.closed
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Close the scope once; write the results for the root process, or print those of all processes."""
         if self._is_closed():
             return
@@ -137,58 +129,30 @@ class Session:
         """
         left = None
         if not under_tools:
-            self._end()
+            self._process.end()
         elif not self._is_closed() and self._saw_op:
             with self._leaving:
                 left = self._gathering.leave(followed=True)
         return lambda: left.unlink(missing_ok=True) if left is not None else None
 
-    def _hold_signals(self) -> None:
-        """Block SIGTERM and SIGHUP during a fork: Python loses a signal that a child receives as it begins.
-
-        Without tools the signal would end the child, such as a worker of a pool that is terminated early.
-        """
-        self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
-
-    def _let_signals_through(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
-
     def _begin_in_child(self) -> None:
-        self._let_signals_through()
         if self._saving is not None:
             self._saving.ignore_signals()
         self._begin()
-        # Its processes skip `atexit`; it clears finalizers in a child, so ours is registered after that.
+        self._follow_multiprocessing()
+
+    def _follow_multiprocessing(self) -> None:
+        """Have the scope closed at the end of a process of multiprocessing, which skips `atexit`."""
+        # It clears finalizers as such a process begins, so ours is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.register_after_fork(self, Session._end_with_multiprocessing)
 
     def _end_with_multiprocessing(self) -> None:
-        sys.modules["multiprocessing.util"].Finalize(None, self._end, exitpriority=-100)
+        sys.modules["multiprocessing.util"].Finalize(None, self._process.end, exitpriority=-100)
         if self._scope is not None and threading.current_thread() is threading.main_thread():
             self._listen()  # a pool terminates its workers as they wait for its locks
             self._receive_signals()
-
-    def _end(self) -> None:
-        self._ending = True
-        self._finish()
-        self._ending = False
-        if self._waiting is not None:
-            _die(self._waiting)
-
-    def _end_of_interpreter(self) -> None:
-        self._end()
-        if getattr(sys, "last_type", None) is KeyboardInterrupt:
-            # Python dies of SIGINT after one that nothing caught, if it ran no text since: tell it again.
-            with suppress(KeyboardInterrupt):
-                exec("raise KeyboardInterrupt")
-
-    def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._ending:  # as of a worker that is terminated while it exits
-            self._waiting = number
-            return
-        self._end()
-        _die(number)
 
 
 class Messages(logging.Handler):
@@ -210,13 +174,3 @@ class Messages(logging.Handler):
         message = record.getMessage()
         if message not in self.told and len(self.told) < _MESSAGES:
             self.told.append(message)
-
-
-def _die(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-def open_session() -> None:
-    """Apply the tools that the environment names to this process."""
-    Session().open()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Pair = tuple[Entry, Entry]
 

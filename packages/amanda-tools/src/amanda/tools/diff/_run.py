@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dump import Dump, DumpTool, Entry, Op, Summary
 from amanda.tools.stats import Measured, StatsResult
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Compiled = Literal["eager", "instrument"]
 Source = str | Path | Dump | StatsResult | Callable[[], Any]

@@ -7,20 +7,20 @@ import tempfile
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 from zipfile import BadZipFile
-
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError, deserialize
-from safetensors.numpy import save as save_safetensors
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import numpy_type
+from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import safetensors
 from amanda.tools.results import TooLargeError, check_file, read_npz
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Format = Literal["safetensors", "npz"]
-Arrays = Mapping[str, NDArray[Any]]
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _SAFE = frozenset(
     "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 bfloat16 "
@@ -38,7 +38,7 @@ def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
         for key, array in arrays.items()
     }  # fmt: skip
     if is_safe:
-        data = save_safetensors(kept)
+        data = safetensors.numpy.save(kept)
         write_whole(path, lambda file: file.write(data))
     else:
         write_whole(path, lambda file: np.savez(file, allow_pickle=False, **kept))
@@ -65,11 +65,11 @@ def read_arrays(path: Path) -> Arrays:
         if path.suffix == ".npz":
             return read_npz(path)
         check_file(path)
-        opened = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        opened = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         return {key: np.frombuffer(one["data"], np.uint8) for key, one in opened}
     except TooLargeError:
         raise
-    except (OSError, ValueError, EOFError, BadZipFile, SafetensorError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, safetensors.SafetensorError) as error:
         raise AmandaError(f"the tensors of {path} cannot be read: {error}") from error
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Arrays, read_arrays, shaped
 from amanda.tools.dump._entry import Entry, Op, op_from_dict
 from amanda.tools.results import check_schema, read_json
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 INDEX, NAME, VERSION = "index.json", "dump", 1
 _OPENED = 4

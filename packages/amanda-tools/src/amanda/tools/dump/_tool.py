@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 import amanda
 from amanda.backend import State
@@ -22,6 +20,9 @@ from amanda.tools.dump._values import array, summaries
 from amanda.tools.dump._writer import Writer
 from amanda.tools.kit import OpRecord, OpTensor, TensorTool, tensors_of
 from amanda.tools.mapping import itemsize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Keep = Literal["no", "summary", "full"]
 

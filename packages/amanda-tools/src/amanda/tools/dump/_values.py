@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from amanda.tools.dump._entry import Summary
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats import Accumulator
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SAMPLED = 32
 """Numbers in a sample."""

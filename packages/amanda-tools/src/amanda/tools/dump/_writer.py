@@ -12,14 +12,14 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format, write_arrays, write_whole
 from amanda.tools.dump._entry import Entry, Op, op_to_dict
 from amanda.tools.dump._reader import INDEX, NAME, VERSION, Dump
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from amanda import Report
 
 SHARD = 64 << 20

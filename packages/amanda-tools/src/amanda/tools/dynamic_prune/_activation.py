@@ -8,9 +8,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
-from autoray import do
-
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
@@ -18,6 +15,8 @@ from amanda.tools.dynamic_prune._math import as_type_of, binary_gumbel, budget_l
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
 from amanda.tools.kit import DataflowNode, Window, spatial_axes, windows_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",

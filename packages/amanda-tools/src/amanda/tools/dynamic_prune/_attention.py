@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-from autoray import do
-
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
@@ -34,6 +31,8 @@ from amanda.tools.dynamic_prune._patterns import (
 from amanda.tools.dynamic_prune._pytorch import ATTENTIONS
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import DataflowNode, check_one_of, tensors_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
-import numpy as np
-from autoray import get_dtype_name
-
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
+from amanda.tools.libraries import get_dtype_name
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 
 T = TypeVar("T")

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from autoray import astype, do, get_dtype_name
-
 from amanda.tools.kit import Window, tensors_of
+from amanda.tools.libraries import astype, do, get_dtype_name
+from amanda.tools.libraries import numpy as np
 
 
 def saliency(x: Any, weight: Any, bias: Any) -> Any:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-import numpy as np
-
 from amanda.tools.effective_path._path import EffectivePath, Layer
 from amanda.tools.effective_path._terms import (
     Indices,
@@ -20,6 +18,7 @@ from amanda.tools.effective_path._terms import (
     aligned,
     leading,
 )
+from amanda.tools.libraries import numpy as np
 from amanda.tools.trace import Graph
 
 STATE = ("parameter", "buffer", "constant")
@@ -77,7 +76,8 @@ class Extraction:
                 if keys is not None and (step := self._step(op.index)) is not None:
                     one = _Found(step, output)
                     try:
-                        self._back(one, np.unique(np.concatenate(keys)), is_head=not found)
+                        with np.errstate(invalid="ignore"):  # infinities sum to NaN, which `leading` expects
+                            self._back(one, np.unique(np.concatenate(keys)), is_head=not found)
                     except NotImplementedError as error:
                         self.missing[f"{step.type}, {error}"] = op.source
                     found += [one] if one.synapses else []
@@ -98,7 +98,6 @@ class Extraction:
             self.missing[op.type] = op.source
         return None
 
-    @np.errstate(invalid="ignore")  # sums with infinities are NaN, which `leading` expects
     def _back(self, found: _Found, keys: Indices, is_head: bool) -> None:
         """Follow the paths from an output of an op to the op's inputs."""
         if not keys.size:

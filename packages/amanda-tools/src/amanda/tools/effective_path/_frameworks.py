@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
 from amanda.tools.effective_path._rules import FIRST, WINDOWED
 from amanda.tools.effective_path._terms import OUTSIDE, Indices, Where
 from amanda.tools.kit import spatial_axes, tensors_of, windows_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import local
 from amanda.tools.trace import Op
 
-Move = Callable[[NDArray[Any]], Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
 """Function that moves the elements of an array as an op moves those of its input."""
 
 _TURNED = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))

@@ -9,15 +9,16 @@ from functools import reduce
 from math import prod
 from operator import or_
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from zipfile import BadZipFile
-
-import numpy as np
-from numpy.typing import NDArray
 
 from amanda.errors import AmandaError
 from amanda.tools.effective_path._terms import Indices
+from amanda.tools.libraries import numpy as np
 from amanda.tools.results import TooLargeError, check_schema, in_words, read_npz
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Part = Literal["neurons", "synapses", "weights"]
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from amanda.tools.libraries import numpy as np
 from amanda.tools.trace import Op
 
-Indices = NDArray[Any]
-Numbers = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Indices: TypeAlias = "NDArray[Any]"
+Numbers: TypeAlias = "NDArray[Any]"
 Mode = Literal["cumulative", "absolute"]
 Where = tuple[int, int]
 """A tensor among the inputs: the position, and the index in a list there, else 0."""

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
@@ -16,6 +14,7 @@ from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
 from amanda.tools.kit import FoundMemory, check_one_of
+from amanda.tools.libraries import numpy as np
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]

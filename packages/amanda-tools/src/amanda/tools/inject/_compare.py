@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any
-
-import numpy as np
-from autoray import tree_iter
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from amanda.tools.inject._faults import InjectError
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import tree_iter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Compare = Callable[[Any, Any], bool]
 """Function of the output without faults and another, in the form of `arrays`; True for a corrupted one."""

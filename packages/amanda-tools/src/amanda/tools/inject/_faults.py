@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import BitField, bits_of, check_one_of, from_bytes, to_bytes
+from amanda.tools.libraries import numpy as np
 
-Bytes = NDArray[np.uint8]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
 """Elements: a row of bytes for each."""
 Kind = Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "zero", "gaussian", "uniform", "relative"]
 OF_BITS = ("bit_flip", "stuck_at_0", "stuck_at_1")

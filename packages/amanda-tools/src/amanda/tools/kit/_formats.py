@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any, Literal
-
-import ml_dtypes
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from amanda.tools.kit._tensors import numpy_type, tensors_of
+from amanda.tools.libraries import ml_dtypes
+from amanda.tools.libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BitField = Literal["any", "sign", "exponent", "mantissa"]
 """A part of a number in memory."""

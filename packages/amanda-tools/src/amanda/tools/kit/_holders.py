@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
-from autoray import do, to_numpy
-
 from amanda import interceptor
 from amanda.errors import AmandaError
+from amanda.tools.libraries import do, to_numpy
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 Changed = Callable[[Any], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autoray import do, shape
+from amanda.tools.libraries import do, shape
 
 
 def canonical(weight: Any, layout: str | None) -> Any:

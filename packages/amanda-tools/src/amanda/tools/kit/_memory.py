@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoray import tree_iter, tree_map
-
 import amanda
 from amanda.tools.kit._tensors import tensors_of
+from amanda.tools.libraries import tree_iter, tree_map
 
 
 class FoundMemory(amanda.Tool):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
-from typing import Any
-
-import ml_dtypes
-import numpy as np
-from autoray import do, get_dtype_name, to_numpy
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
+from amanda.tools.libraries import do, get_dtype_name, ml_dtypes, to_numpy
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
 from amanda.tools.mapping._installed import installed, loaded, said
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 GROUP = "amanda.tensors"
 """Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`."""

@@ -12,14 +12,15 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from threading import RLock
 from time import monotonic, sleep
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
+from amanda.tools.libraries import numpy as np
 
-Bytes = NDArray[np.uint8]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
 
 _LEAST = 16_385
 """Bytes of a message that `multiprocessing.connection` writes without a copy that nobody could wipe."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import networkx
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError
+from amanda.tools.libraries import networkx
+from amanda.tools.libraries import numpy as np
 from amanda.tools.partition._work import Floats, Span, Work
 
-Stages = NDArray[np.int64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Stages: TypeAlias = "NDArray[np.int64]"
 """The stage of each forward op."""
 
 Schedule = Literal["1f1b", "gpipe"]
 
-_TINY = np.finfo(float).tiny
+_TINY = sys.float_info.min
 _ORDERS, _OPS = 40, 1_000
 """Orders that are tried besides that of the execution: at most, and ops in all of them."""
 

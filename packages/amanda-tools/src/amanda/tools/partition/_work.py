@@ -6,16 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from amanda.tools.flops import FlopsResult, OpCost
+from amanda.tools.libraries import numpy as np
 from amanda.tools.profile import ProfileResult
 from amanda.tools.trace import Graph, Op, Tensor
 
-Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Floats: TypeAlias = "NDArray[np.float64]"
 
 
 @dataclass(frozen=True)

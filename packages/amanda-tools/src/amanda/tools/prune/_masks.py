@@ -12,12 +12,11 @@ from math import prod, sqrt
 from numbers import Real
 from typing import Any
 
-import numpy as np
-from autoray import do, shape
-
 from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
 
 
 class PruneError(AmandaError, ValueError):

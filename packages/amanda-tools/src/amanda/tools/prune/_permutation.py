@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import ShapeError
 
-_Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_Floats: TypeAlias = "NDArray[np.float64]"
 
 
 def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -> NDArray[np.intp]:

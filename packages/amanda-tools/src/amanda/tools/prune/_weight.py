@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from autoray import do
-
 from amanda.tools.kit import Present, Weight
 from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._permutation import input_permutation
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.results import TooLargeError, check_file, check_schema, in_words, read_text
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _NAME, _VERSION = "quantize.scales", 1
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 
 def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Rounding = Literal["half_even", "half_up", "half_away"]
 """The direction in which a value half way between two integers is rounded: to even, up, or away from 0."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import fake_quantize
 from amanda.tools.quantize._grid import (
     Grid,
@@ -22,9 +20,10 @@ from amanda.tools.quantize._grid import (
 )
 from amanda.tools.quantize._histogram import Histogram
 
-ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-_SHRUNK = np.linspace(1.0, 0.2, 81).astype(np.float32)
+ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
 
 
 def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
@@ -128,7 +127,7 @@ class MseObserver(HistogramObserver):
         """Return the range with the least error."""
         found, best = self.histogram, np.inf
         x, range_ = found.middles.astype(np.float32), (found.least, found.most)
-        for share in _SHRUNK:
+        for share in np.linspace(1.0, 0.2, 81).astype(np.float32):
             least, most = (np.asarray(one, np.float32) * share for one in (found.least, found.most))
             qparams = choose_qparams(least, most, self._grid, self._rounding)
             quantised = fake_quantize(x, *qparams, self._grid, (), self._rounding)

@@ -6,16 +6,17 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import Grid
 
-Floats = NDArray[np.float32]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Floats: TypeAlias = "NDArray[np.float32]"
 
 _PIECE = 65_536
 """Elements of a piece that stays in the cache."""

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
-from autoray import tree_map
-
 import amanda
 from amanda import interceptor
 from amanda.tools.kit._requirements import check
+from amanda.tools.libraries import tree_map
 from amanda.tools.remat._records import Handle, flat
 
 Compute = Callable[[Sequence[Any]], Any]

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from math import erf
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import amanda
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._checks import SearchError
@@ -17,13 +16,16 @@ from amanda.tools.search._checks import SearchError
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
-_GELU = np.vectorize(erf, otypes=[np.float32])
 _NUMPY: dict[str, Callable[[Any], Any]] = {
-    "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6), "tanh": np.tanh,
-    "gelu": lambda x: x * (0.5 + 0.5 * _GELU(x / np.sqrt(2))), "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6), "tanh": lambda x: np.tanh(x),
+    "gelu": lambda x: x * (0.5 + 0.5 * _erf(x / np.sqrt(2))), "silu": lambda x: x / (1 + np.exp(-x)),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "elu": lambda x: np.where(x > 0, x, np.expm1(x)),
     "softplus": lambda x: np.logaddexp(0, x),
 }  # fmt: skip
+
+
+def _erf(x: Any) -> Any:
+    return np.vectorize(erf, otypes=[np.float32])(x)
 
 
 class Library:

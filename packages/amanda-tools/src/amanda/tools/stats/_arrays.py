@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from amanda.tools.kit._tensors import CACHED_BLOCK
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats._sketch import LOWEST, OCTAVES, Bins
 
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 SMALL = 4096
 """Elements below which arrays are measured together."""
@@ -23,12 +24,19 @@ _MANTISSA = 23
 
 
 class _Memory(threading.local):
-    """Memory to compute in, which stays in a processor's cache."""
+    """Memory to compute in, which stays in a processor's cache; a thread's is made at its first use."""
 
-    def __init__(self) -> None:
+    wide: Array
+    scratch: Array
+    flags: Array
+    keys: Array
+
+    def __getattr__(self, name: str) -> Array:
         self.wide, self.scratch = np.empty((2, CACHED_BLOCK))
         self.flags = np.empty(CACHED_BLOCK, bool)
         self.keys = np.empty(CACHED_BLOCK, np.intp)
+        found: Array = object.__getattribute__(self, name)
+        return found
 
 
 _memory = _Memory()

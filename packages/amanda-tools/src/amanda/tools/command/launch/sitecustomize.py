@@ -1,30 +1,217 @@
-"""Module that Python imports at its start under `amanda run`, which puts this folder on PYTHONPATH."""
+"""Module that Python imports at its start under `amanda run`, which puts this folder on PYTHONPATH.
 
+Most processes never import a framework, so this module is cheap: it imports a little of the standard library,
+and the rest of Amanda only where a process opens its scope.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import json
 import os
+import signal
 import sys
+import threading
+from contextlib import suppress
+from functools import wraps
+
+TYPE_CHECKING = False  # as typing has it, whose import takes longer than all others here
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+    from amanda.tools.command._session import Session
+
+_CONTEXTS = "contextvars"
+_OTHERS = (_CONTEXTS, "asyncio", "amanda.testing")  # which makes contexts, tasks, and frameworks for tests
+
+
+class Process:
+    """One process under `amanda run`: it opens the scope in time, and acts at signals and its end.
+
+    A scope covers the context in which it opens, and the threads and tasks that start later.  So the scope
+    opens before the first framework is imported, before the first thread starts, and before the import of
+    `contextvars`, without which no program makes a task.
+    """
+
+    def __init__(self, handed: dict[str, Any]) -> None:
+        self.session: Session | None = None
+        self._handed = handed
+        self._names = {*handed["frameworks"], *_OTHERS}
+        self._waits = True
+        self._listens = self._ending = False
+        self._waiting: int | None = None
+        self._held: list[set[int]] = []  # the signals that were blocked before each fork under way
+        self._openers: list[tuple[Any, str, Any, Any]] = []
+
+    @property
+    def _is_root(self) -> bool:
+        return bool(os.getpid() == self._handed["root"])
+
+    def begin(self) -> None:
+        """Open the scope at once in a rank, for which others wait; in other processes when it is needed."""
+        if (self._is_root and self._handed["is_rank"]) or not self._names.isdisjoint(sys.modules):
+            self.open()
+            return
+        if self._is_root:
+            os.environ.setdefault("AMANDA_PROCESS", "main")  # so that other processes know that they are not
+            self.listen()
+            for name in ("execv", "execve"):
+                self._open_before(os, name)
+        self._open_before(threading.Thread, "start")
+        for name in ("start_new_thread", "start_new"):
+            self._open_before(_thread, name)
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """Open the scope before the import of a framework; find what the other finders find."""
+        if fullname not in self._names or (fullname == _CONTEXTS and "amanda" in sys.modules):
+            return None  # while the program imports Amanda, no scope can be opened
+        self.open()
+        for finder in list(sys.meta_path):  # opening may have changed the list
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find else None
+            if spec is not None:
+                return spec
+        return None
+
+    def _open_before(self, holder: Any, name: str) -> None:
+        """Open the scope before the first call of a function, which is in its place again afterwards."""
+        original = getattr(holder, name, None)
+        if original is None:
+            return
+
+        @wraps(original)
+        def opening(*args: Any, **kwargs: Any) -> Any:
+            if not self._waits:
+                return original(*args, **kwargs)
+            self.open()
+            return getattr(holder, name)(*args, **kwargs)
+
+        setattr(holder, name, opening)
+        self._openers.append((holder, name, opening, original))
+
+    def _wait_no_longer(self) -> None:
+        self._waits = False
+        for holder, name, opening, original in self._openers:
+            if getattr(holder, name) is opening:
+                setattr(holder, name, original)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def open(self) -> None:
+        """Open the scope, once."""
+        if not self._waits:
+            return
+        self._wait_no_longer()
+        try:
+            from amanda.tools.command._session import Session
+        except ImportError as error:
+            is_absent = (error.name or "").startswith("amanda")
+            reason = f"{sys.executable} does not have amanda-tools" if is_absent else error
+            _say(f"no tools in process {os.getpid()}: {reason}")
+            return
+        self.session = Session(self)
+        self.session.open()
+        self.listen()
+
+    def listen(self) -> None:
+        """Act at signals that end the process, which forks hold back, and at its end."""
+        if self._listens:
+            return
+        self._listens = True
+        atexit.register(self._end_of_interpreter)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._hold_signals,
+                after_in_parent=self._let_signals_through,
+                after_in_child=self._let_signals_through,
+            )
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self.end_by_signal)
+
+    def _hold_signals(self) -> None:
+        """Block SIGTERM and SIGHUP during a fork: Python loses a signal that a child receives as it begins.
+
+        Without tools the signal would end the child, such as a worker of a pool that is terminated early.
+        """
+        self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
+
+    def _let_signals_through(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
+
+    def end(self) -> None:
+        """Close the scope and see to the results, before the process ends; a signal waits meanwhile."""
+        self._ending = True
+        if self.session is not None:
+            self.session.finish()
+        elif self._is_root and self._waits:
+            self._wait_no_longer()
+            self._tell()
+        self._ending = False
+        if self._waiting is not None:
+            _die(self._waiting)
+
+    def _tell(self) -> None:
+        """Print the results of other processes, or that none has executed an op."""
+        try:
+            os.rmdir(self._handed["folder"])  # noqa: PTH106
+        except OSError:  # other processes have written results
+            from amanda.tools.command._gathering import tell_of_others
+            from amanda.tools.command._processes import Handed
+
+            tell_of_others(Handed.get())
+        else:
+            if not self._handed["quiet"]:
+                _say(*self._handed["nothing"])
+
+    def _end_of_interpreter(self) -> None:
+        self.end()
+        if getattr(sys, "last_type", None) is KeyboardInterrupt:
+            # Python dies of SIGINT after one that nothing caught, if it ran no text since: tell it again.
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
+
+    def end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal that ends the process: its results are seen to before."""
+        if self._ending:  # as of a worker that is terminated while it exits
+            self._waiting = number
+            return
+        self.end()
+        _die(number)
+
+
+def _die(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _say(*texts: str) -> None:
+    """Write lines to standard error, after what the program wrote to standard output."""
+    with suppress(OSError, ValueError, AttributeError):  # the reader has gone, or the shell has closed it
+        sys.stdout.flush()
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write("".join(f"amanda: {text}\n" for text in texts))
+        sys.stderr.flush()
 
 
 def _begin() -> None:
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib is not loaded yet
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
-    try:
-        from amanda.tools.command._begin import begin
-    except ImportError:
-        # A Python in whose environment Amanda is not installed.
-        sys.stderr.write(
-            f"amanda: no tools in process {os.getpid()}: {sys.executable} does not have amanda-tools\n"
-        )
-    else:
-        begin()
+    Process(json.loads(os.environ["AMANDA_TOOLS"])).begin()
 
 
 def _chain() -> None:
     """Import the program's own sitecustomize, which this module hides."""
     from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
 
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
+        from importlib.util import module_from_spec
+
         module = module_from_spec(spec)
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)

@@ -1,0 +1,94 @@
+"""`amanda run` starts cheaply: Amanda is imported only where a program needs it, and no op is missed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import children
+import pytest
+
+import amanda
+
+RUN = [sys.executable, "-m", "amanda", "run"]
+WORK = """
+def work(number=0):
+    import torch
+    (torch.ones(2, 2) @ torch.ones(2, 2)).cumsum(0)
+"""
+
+
+def matmuls(folder: Path, program: str) -> int:
+    """Return the matrix products that FLOPs counted in a program and its processes."""
+    (folder / "script.py").write_text(program)
+    children.run([*RUN, "-q", "-t", "flops", "-o", "out", "script.py"], cwd=folder, check=True, limit=120)
+    rows = json.loads((folder / "out" / "flops.json").read_text())["rows"]
+    return sum(row["calls"] for row in rows if row["type"] == "matmul")
+
+
+def test_a_program_without_a_framework_imports_nothing_of_amanda(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sorted(sys.modules))")
+    done = children.run([*RUN, "-t", "flops", "-t", "flops", "script.py"], cwd=tmp_path, check=True)
+    assert "'threading'" in done.stdout
+    assert "amanda" not in done.stdout
+    told = [line.partition(": no op of ")[0] for line in done.stderr.splitlines()]
+    assert told == ["amanda: flops", "amanda: flops-2"]
+
+
+def test_no_tool_imports_a_library_before_it_is_used() -> None:
+    """A library, such as numpy, takes longer to import than all of Amanda."""
+    names = [one.name for one in amanda.list_tools() if one.distribution == "amanda-tools"]
+    code = "import sys; from amanda.plugins import tool_class; list(map(tool_class, sys.argv[1:]))"
+    libraries = ("autoray", "ml_dtypes", "networkx", "numpy", "rich", "safetensors", "yaml")
+    told = f"print([name for name in {libraries} if name in sys.modules])"
+    done = children.run([sys.executable, "-c", f"{code}; {told}", *names], check=True)
+    assert "prune" in names
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_that_import_a_framework_themselves_are_merged(tmp_path: Path, method: str) -> None:
+    start = f"""
+import multiprocessing
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    process = context.Process(target=work)
+    process.start()
+    process.join()
+    with context.Pool(2) as pool:
+        pool.map(work, range(4), chunksize=1)
+"""
+    assert matmuls(tmp_path, WORK + start) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading\nthread = threading.Thread(target=work)\nthread.start()\nthread.join()\nwork()",
+        "import _thread, time\n_thread.start_new_thread(work, ())\ntime.sleep(9)\nwork()",
+        "import asyncio\nasync def main():\n    work()\nasyncio.run(main())\nwork()",
+        "import amanda, asyncio\nasync def main():\n    work()\nasyncio.run(main())\nwork()",
+        "import contextvars\ncontextvars.copy_context().run(work)\nwork()",
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(1) as pool:\n    pool.submit(work).result()\nwork()",
+    ],
+    ids=["thread", "low-level thread", "task", "task beside amanda", "context", "pool"],
+)
+def test_a_framework_that_is_first_imported_elsewhere_is_seen_everywhere(
+    tmp_path: Path, program: str
+) -> None:
+    assert matmuls(tmp_path, WORK + program) == 2
+
+
+@pytest.mark.slow
+def test_a_framework_that_a_handler_at_the_end_imports_is_seen(tmp_path: Path) -> None:
+    assert matmuls(tmp_path, WORK + "import atexit\natexit.register(work)") == 1
+
+
+@pytest.mark.slow
+def test_a_program_that_replaces_one_without_a_framework_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "next.py").write_text(f"{WORK}\nwork()")
+    assert matmuls(tmp_path, "import os, sys\nos.execv(sys.executable, [sys.executable, 'next.py'])") == 1
