@@ -1,0 +1,129 @@
+"""The driver itself: which primitives it intercepts and how each bind reaches the core."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
+from jax._src import core
+
+from . import _private
+from ._autodiff import Made, follow_backward
+from ._calls import CUSTOM, PrimitiveCall
+from ._contexts import Contexts, leave, under
+from ._host import raise_failures, run_later
+from ._jit import follow_jit
+from ._operation import operation
+from ._tensors import Arrays
+from ._traces import is_staged, is_tangent
+
+PROGRAMS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond", "checkpoint",
+     "remat", "shard_map", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr", "linear_call",
+     "custom_linear_solve", "custom_transpose_call", "custom_vmap_call", "xla_pmap", "for", "closed_call_lin",
+     "amanda_tap", "amanda_straight", "jvp_call", "name", "opt_barrier", "optimization_barrier"}
+)  # fmt: skip
+"""Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
+RULE = "derivatives of it are computed of tangents that have no values yet; its backward op is seen as a whole"
+
+
+class JaxDriver(Arrays, EagerDriver):
+    """JAX, eager and under jit."""
+
+    api = 1
+    framework = "jax"
+    packages = ("jaxlib", "flax", "equinox", "optax")
+    modes = ("eager",)
+    has_symbols = True
+
+    def __init__(self) -> None:
+        self._detours: dict[core.Primitive, Detour] = {}
+        self._primitives: dict[Site, core.Primitive] = {}
+        self._contexts = Contexts()
+
+    def attach(self) -> None:
+        """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
+        _private.check()
+        self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
+        follow_jit(self.attributes)
+        follow_backward(self.attributes)
+        raise_failures(self.attributes)
+        self.attributes.on_restore(leave)
+        self._contexts.follow()
+
+    def switched(self) -> None:
+        """Trace on this thread for the tools that are in force now."""
+        self._contexts.follow()
+
+    def _bind(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+            if interceptor.active() is None:
+                return original(primitive, *args, **params)
+            if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
+                with interceptor.Suspension(), under(None):
+                    return original(primitive, *args, **params)
+            detour = self._detours.get(primitive)
+            if detour is None:
+                detour = self._detours[primitive] = self._detour(original, primitive)
+            with under(None):
+                return detour(*args, **params)
+
+        return bind
+
+    def _detour(self, original: Callable[..., Any], primitive: core.Primitive) -> Detour:
+        target: Any = partial(_call, original, primitive)
+        flags = IMPLEMENTATION
+        if primitive.name in CUSTOM:  # it runs functions of the user, which are traced for the tools
+            target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
+        site = self.site(target, operation(primitive.name), primitive.name, flags)
+        self._primitives[site] = primitive
+        return Detour(site)
+
+    def _call_custom(
+        self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
+    ) -> Any:
+        with under(self._contexts.key(State.current())):
+            return original(primitive, *args, **params)
+
+    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call of a primitive."""
+        return PrimitiveCall(site, self._primitives[site], args, kwargs)
+
+    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Outputs as a list; those of a primitive with several results are one."""
+        if isinstance(outputs, (list, tuple)):
+            return list(outputs), list
+        return [outputs], lambda values: values[0]
+
+    def run_later(
+        self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
+        shapes: Hashable,
+    ) -> list[Any] | None:  # fmt: skip
+        """Put a routine in Python into the program that is traced; None where it is called now."""
+        if action.differentiable or action.traceable or autodiff or not is_staged():
+            return None
+        return run_later(action, values, facts, run, shapes)
+
+    def tracing(self) -> Made:
+        """Context whose op is tapped."""
+        return Made(self)
+
+    def begin(self, made: Made, inputs: Sequence[Any]) -> None:
+        """Tap the op's inputs."""
+        assert isinstance(inputs, list)
+        made.tap_inputs(inputs)
+
+    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
+        """Leave the trace with the taps."""
+        made.trace = trace
+
+    def scope_name(self, subjects: Sequence[Any]) -> str:
+        """Path of the calling module."""
+        return ""
+
+
+def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    with interceptor.Suspension():
+        return original(primitive, *args, **params)
