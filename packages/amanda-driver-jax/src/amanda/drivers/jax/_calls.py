@@ -1,8 +1,10 @@
 """Calls of primitives: inputs and attributes as JAX binds them."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 from amanda.backend import Call
 from amanda.interceptor import Site
 from jax._src import core
@@ -84,12 +86,20 @@ class PrimitiveCall(Call):
         return dict(self._params)
 
     def op_type(self) -> str:
-        """Name of the primitive."""
-        return str(self._primitive.name)
+        """Name of the primitive, or of the function of JAX's that has rules."""
+        return self.op.__name__
 
 
 def custom_name(params: dict[str, Any]) -> str:
     """Return the name of the function that has rules for its derivatives."""
-    function = params["subfuns"][0]
-    info = getattr(function, "debug_info", None)
-    return str(getattr(info, "func_name", None) or getattr(function, "__name__", "")).rpartition(".")[2]
+    return str(params["subfuns"][0].debug_info.func_name)
+
+
+def rule_of(primitive: str, params: dict[str, Any]) -> str:
+    """Return the name of an op that has rules: a function of JAX's own, as `jax.nn.relu`, is one op."""
+    info = params["subfuns"][0].debug_info
+    _, _, place = str(info.func_src_info).rpartition(" at ")
+    return str(info.func_name) if place.startswith(_JAX) else primitive
+
+
+_JAX = str(Path(jax.__file__).parent)

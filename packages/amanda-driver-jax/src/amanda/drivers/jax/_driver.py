@@ -11,13 +11,14 @@ from jax._src import core
 
 from . import _private
 from ._autodiff import Made, follow_backward
-from ._calls import CUSTOM, PrimitiveCall
+from ._calls import CUSTOM, PrimitiveCall, rule_of
 from ._contexts import Contexts, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
+from ._modules import enclose_modules, path
 from ._operation import operation
 from ._tensors import Arrays
-from ._traces import is_staged, is_tangent
+from ._traces import is_staged, is_tangent, primal
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond", "checkpoint",
@@ -39,7 +40,7 @@ class JaxDriver(Arrays, EagerDriver):
     has_symbols = True
 
     def __init__(self) -> None:
-        self._detours: dict[core.Primitive, Detour] = {}
+        self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._contexts = Contexts()
 
@@ -50,6 +51,7 @@ class JaxDriver(Arrays, EagerDriver):
         follow_jit(self.attributes)
         follow_backward(self.attributes)
         raise_failures(self.attributes)
+        enclose_modules(self.attributes)
         self.attributes.on_restore(leave)
         self._contexts.follow()
 
@@ -64,20 +66,21 @@ class JaxDriver(Arrays, EagerDriver):
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with interceptor.Suspension(), under(None):
                     return original(primitive, *args, **params)
-            detour = self._detours.get(primitive)
+            name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
+            detour = self._detours.get((primitive, name))
             if detour is None:
-                detour = self._detours[primitive] = self._detour(original, primitive)
+                detour = self._detours[primitive, name] = self._detour(original, primitive, name)
             with under(None):
                 return detour(*args, **params)
 
         return bind
 
-    def _detour(self, original: Callable[..., Any], primitive: core.Primitive) -> Detour:
+    def _detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
         target: Any = partial(_call, original, primitive)
         flags = IMPLEMENTATION
-        if primitive.name in CUSTOM:  # it runs functions of the user, which are traced for the tools
+        if name in CUSTOM:  # it runs functions of the user, which are traced for the tools
             target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
-        site = self.site(target, operation(primitive.name), primitive.name, flags)
+        site = self.site(target, operation(name), name, flags)
         self._primitives[site] = primitive
         return Detour(site)
 
@@ -106,6 +109,10 @@ class JaxDriver(Arrays, EagerDriver):
             return None
         return run_later(action, values, facts, run, shapes)
 
+    def shown(self, values: list[Any]) -> list[Any]:
+        """Values without what derivatives are computed by: arrays, or symbols where code is traced."""
+        return [list(map(primal, one)) if isinstance(one, list) else primal(one) for one in values]
+
     def tracing(self) -> Made:
         """Context whose op is tapped."""
         return Made(self)
@@ -121,7 +128,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
-        return ""
+        return path(subjects)
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:
