@@ -5,6 +5,7 @@ Arrays that gradients are wanted of are symbols of one linearization inside the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,24 +22,34 @@ class Tape:
 
     def __init__(self) -> None:
         self._info = core.DebugInfo("tape", "tape", None, None)
+        self._gradients: dict[int, Any] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._start()
+
+    def _start(self) -> None:
         self._program = pe.DynamicJaxprTrace(self._info)
         self._program.tag = core.TraceTag()
         self.trace = ad.LinearizeTrace(core.eval_trace, self._program, True)
         self._leaves: dict[int, tuple[Any, Any]] = {}
-        self._gradients: dict[int, Any] = {}
 
     def watch(self, array: Any) -> Any:
         """Want the gradients of an array."""
-        tangent = self._program.new_arg(core.typeof(array).to_tangent_aval(), source_info_util.current())
-        self._leaves[id(array)] = array, ad.LinearizeTracer(self.trace, array, tangent)
+        self._watched[id(array)] = weakref.ref(array)
         return array
+
+    def _leaf(self, array: Any) -> Any:
+        if id(array) not in self._leaves:
+            aval, source = core.typeof(array).to_tangent_aval(), source_info_util.current()
+            tangent = self._program.new_arg(aval, source)
+            self._leaves[id(array)] = array, ad.LinearizeTracer(self.trace, array, tangent)
+        return self._leaves[id(array)][1]
 
     def seen(self, value: Any) -> Any:
         """Return the symbol of an array that gradients are wanted of; other values as they are."""
         if isinstance(value, (list, tuple)):
             return [self.seen(one) for one in value]
-        found = self._leaves.get(id(value))
-        return value if found is None else found[1]
+        watched = self._watched.get(id(value))
+        return value if watched is None or watched() is not value else self._leaf(value)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -59,13 +70,11 @@ class Tape:
             if type(found) is not ad.Zero:
                 before = self._gradients.get(id(array))
                 self._gradients[id(array)] = found if before is None else before + found
+        self._start()
+        core.trace_ctx.set_trace(self.trace)
 
     def _jaxpr(self, value: Any) -> Any:
-        frame = self._program.frame
-        before = list(frame.tracing_eqns)
-        made = self._program.to_jaxpr([value.tangent], self._info, source_info_util.current())
-        frame.tracing_eqns = before
-        return made[0], made[1]
+        return self._program.to_jaxpr([value.tangent], self._info, source_info_util.current())
 
     def gradient(self, array: Any) -> Any:
         """Return the gradient that an array has got; None where there is none."""

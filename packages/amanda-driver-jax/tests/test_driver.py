@@ -16,6 +16,7 @@ from jax import lax
 from jax._src import core
 
 from amanda.drivers.jax import JaxDriver
+from amanda.interceptor import codes
 from amanda.testing import DriverTests, Sample, never
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,7 +33,8 @@ def linear(x: Any, weight: Any) -> Any:
 
 
 def relu(x: Any) -> Any:
-    return jax.nn.relu(tape.seen(x))
+    # Past JAX's filter of tracebacks, which adds a note of its own to every exception.
+    return type(jax.nn.relu).__call__.__wrapped__(jax.nn.relu, tape.seen(x))
 
 
 def add(x: Any, y: Any) -> Any:
@@ -49,6 +51,10 @@ def pair(x: Any) -> Any:
 
 def many(x: Any, y: Any) -> Any:
     return lax.atan2(tape.seen(x), tape.seen(y))
+
+
+for function in (linear, relu, add, cat, pair, many):
+    codes.skip(function.__code__)
 
 
 class Linear(nnx.Module):
@@ -163,6 +169,37 @@ class TestJaxDriver(DriverTests):
         "leaves": "JAX returns gradients, no op stores them",
         "schema": "a primitive is bound with arrays by position; what else it takes are parameters",
         "fork": "JAX is multithreaded, and warns of os.fork",
+    }
+
+    gaps: ClassVar = {
+        "test_an_exception_of_the_op_itself_passes_as_it_is": never("JAX adds a note on its filtered traceback"),
+        "test_a_value_handed_back_unchanged_adds_nothing": never(
+            "a routine is given the array; what derivatives are computed by stays around the routine"
+        ),
+        "test_an_op_is_analysed_once_for_a_set_of_tools": never("no op of JAX stores the gradient of a leaf"),
+        "test_backward_ops_have_ids_that_stay": never("no op of JAX stores the gradient of a leaf"),
+        "test_one_op_may_have_many_backward_ops_each_with_its_own_context": never(
+            "the backward op of an op of JAX is the transpose of its derivative, which is one"
+        ),
+        "test_one_call_site_over_several_weights_is_several_ops": never(
+            "an array is a value, made anew in each step: what tells ops apart is the place of the call"
+        ),
+        "test_a_plan_dies_with_its_parameter": never("an array is a value, made anew in each step"),
+        **dict.fromkeys(
+            (
+                "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run",
+                "test_a_checkpoint_outside_modules_computes_the_same_ops_again",
+            ),
+            never("where jax.checkpoint computes again, JAX takes what a callback gave in the first run"),
+        ),
+        **dict.fromkeys(
+            (
+                "test_a_plan_dies_with_its_model",
+                "test_memory_does_not_grow_over_iterations",
+                "test_run_is_freed_with_the_graph_of_its_execution",
+            ),
+            never("an open linearization of JAX, as the suite's tape is, lives as long as the arrays it reads"),
+        ),
     }
 
     @pytest.fixture

@@ -36,12 +36,13 @@ Bind = Callable[..., Any]
 class PrimitiveCall(Call):
     """One bind of a primitive."""
 
-    __slots__ = ("_params", "_primitive", "_site")
+    __slots__ = ("_params", "_primitive", "_ran", "_site")
 
     op: Operation
 
     def __init__(self, site: Site, primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any]) -> None:
         self._site, self._primitive, self._params = site, primitive, params
+        self._ran = False
         self.op = site.op
         self.inputs = [list(args)] if primitive.name in LISTS else list(args)
         named = NAMES.get(primitive.name, ("x",) if len(self.inputs) == 1 else ())
@@ -57,19 +58,21 @@ class PrimitiveCall(Call):
 
     def compute(self, inputs: Sequence[Any]) -> Any:
         """Bind the primitive for a replacement."""
+        self._ran = True
         return self._site.invoke(self._arguments(inputs), self._params)
 
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
         """Return a function that binds the primitive; None for functions with rules, which JAX has traced."""
         if self._primitive.name in CUSTOM:
             return None
-        arguments, primitive, params = self._arguments, self._primitive, self._params
+        primitive, params = self._primitive, self._params
         listed = primitive.name in LISTS
-        del arguments
         return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
 
     def formed(self, result: Any) -> Any:
         """Return a result in the op's form, with taps on it."""
+        if self._primitive.name in CUSTOM and not self._ran:
+            self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
         made = Made.current()

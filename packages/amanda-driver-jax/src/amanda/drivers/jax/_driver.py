@@ -15,14 +15,14 @@ from ._calls import CUSTOM, PrimitiveCall, rule_of
 from ._contexts import Contexts, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
-from ._modules import enclose_modules, path
+from ._modules import Places, enclose_modules, path
 from ._operation import operation
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, primal
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond", "checkpoint",
-     "remat", "shard_map", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr", "linear_call",
+     "remat", "remat2", "shard_map", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr", "linear_call",
      "custom_linear_solve", "custom_transpose_call", "custom_vmap_call", "xla_pmap", "for", "closed_call_lin",
      "amanda_tap", "amanda_straight", "jvp_call", "name", "opt_barrier", "optimization_barrier"}
 )  # fmt: skip
@@ -43,6 +43,7 @@ class JaxDriver(Arrays, EagerDriver):
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._contexts = Contexts()
+        self._places = Places()
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
@@ -51,7 +52,7 @@ class JaxDriver(Arrays, EagerDriver):
         follow_jit(self.attributes)
         follow_backward(self.attributes)
         raise_failures(self.attributes)
-        enclose_modules(self.attributes)
+        enclose_modules(self.attributes, self._places)
         self.attributes.on_restore(leave)
         self._contexts.follow()
 

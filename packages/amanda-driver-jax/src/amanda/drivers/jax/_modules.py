@@ -50,9 +50,8 @@ class Places:
         return self._kinds.setdefault(type(module), Place(""))
 
 
-def enclose_modules(attributes: Attributes) -> None:
+def enclose_modules(attributes: Attributes, places: Places) -> None:
     """Make each call of a module a region: the ops in it belong to the module."""
-    places = Places()
     call = Enclosure(_called, _place_within)
 
     def enclose(kind: type) -> None:

@@ -44,10 +44,6 @@ class Arrays(TensorOps):
         """Return None: nobody writes into an array."""
         return None
 
-    def versions(self, values: Sequence[Any]) -> list[Any]:
-        """Return nothing to compare."""
-        return []
-
     def call_isolated(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine on the values themselves, without what derivatives are computed by."""
         given = [without_derivative(value) for value in values]
