@@ -31,10 +31,12 @@ class Tape:
         self._program.tag = core.TraceTag()
         self.trace = ad.LinearizeTrace(core.eval_trace, self._program, True)
         self._leaves: dict[int, tuple[Any, Any]] = {}
+        self.trace.leaves = self._leaves
 
     def watch(self, array: Any) -> Any:
         """Want the gradients of an array."""
         self._watched[id(array)] = weakref.ref(array)
+        self._gradients.pop(id(array), None)
         return array
 
     def _leaf(self, array: Any) -> Any:
@@ -62,19 +64,19 @@ class Tape:
         if not isinstance(value, ad.LinearizeTracer):
             return
         with core.set_current_trace(core.eval_trace):
-            program, consts = self._jaxpr(value)
+            trace = value._trace
+            program, consts = trace.tangent_trace.to_jaxpr(
+                [value.tangent], self._info, source_info_util.current()
+            )
             accums = [ad.ValAccum(one.aval) for one in program.invars]
             ad.backward_pass3(program, True, consts, accums, [jnp.ones_like(value.primal)])
-        for (array, _), accum in zip(self._leaves.values(), accums, strict=True):
+        for (array, _), accum in zip(trace.leaves.values(), accums, strict=True):
             found = accum.freeze()
             if type(found) is not ad.Zero:
                 before = self._gradients.get(id(array))
                 self._gradients[id(array)] = found if before is None else before + found
         self._start()
         core.trace_ctx.set_trace(self.trace)
-
-    def _jaxpr(self, value: Any) -> Any:
-        return self._program.to_jaxpr([value.tangent], self._info, source_info_util.current())
 
     def gradient(self, array: Any) -> Any:
         """Return the gradient that an array has got; None where there is none."""

@@ -8,6 +8,7 @@ from amanda import interceptor
 from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from jax._src import core
+from jax._src.interpreters import partial_eval as pe
 
 from . import _private
 from ._autodiff import Made, follow_backward
@@ -17,17 +18,18 @@ from ._host import raise_failures, run_later
 from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
+from ._reads import is_pure
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, primal
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond", "checkpoint",
-     "remat", "remat2", "shard_map", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr", "linear_call",
-     "custom_linear_solve", "custom_transpose_call", "custom_vmap_call", "xla_pmap", "for", "closed_call_lin",
+     "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr", "linear_call",
+     "custom_linear_solve", "shard_map", "amanda_tie", "custom_transpose_call", "custom_vmap_call", "xla_pmap", "for", "closed_call_lin",
      "amanda_tap", "amanda_straight", "jvp_call", "name", "opt_barrier", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
-RULE = "derivatives of it are computed of tangents that have no values yet; its backward op is seen as a whole"
+MAPPED = "derivatives are computed outside of a jitted function that calls it, or none is: put jit around shard_map"
 
 
 class JaxDriver(Arrays, EagerDriver):
@@ -64,6 +66,10 @@ class JaxDriver(Arrays, EagerDriver):
         def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
             if interceptor.active() is None:
                 return original(primitive, *args, **params)
+            if primitive.name == "shard_map":
+                if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace) and not is_tangent(args):
+                    return original(primitive, *args, **params)  # it traces what it maps as it is bound
+                interceptor.active().state.report("inside of shard_map", MAPPED)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with interceptor.Suspension(), under(None):
                     return original(primitive, *args, **params)
@@ -106,7 +112,7 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
-        if action.differentiable or action.traceable or autodiff or not is_staged():
+        if action.differentiable or autodiff or not is_staged() or (action.traceable and is_pure(action)):
             return None
         return run_later(action, values, facts, run, shapes)
 

@@ -10,17 +10,18 @@ import jax
 import numpy as np
 from amanda import interceptor
 from amanda.backend import Action, Attributes, OpFacts, State
-from amanda.plan import run_routine
-from jax._src import callback, core, debugging, dispatch, effects
+from amanda.plan import run_routine, spread
+from jax._src import callback, core, dispatch, effects
 from jax._src.interpreters import pxla
 
-from ._taps import straight
+from ._taps import straight, tie
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
 
 _RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
+_TOKEN = jax.ShapeDtypeStruct((0,), np.bool_)
 
 
 class HostArrays(Arrays):
@@ -113,8 +114,8 @@ class Job:
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return the arrays that take the place of those that it was given."""
-        *numbers, own = ([], arrays) if not self._action.takes_run else (arrays[:1], arrays[1:])
-        given = tuple(np.asarray(one) for one in own)
+        numbers, own = (arrays[:1], arrays[1:]) if self._action.takes_run else ((), arrays)
+        given = tuple(np.asarray(one) for one in own[: len(self._places)])
         if FAILURES.pending() or any(scope.closed for scope in self._state.scopes):
             return given
         leaves = list(self._static)
@@ -122,7 +123,7 @@ class Job:
             array.flags.writeable = False
             leaves[place] = array
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
-        run = RUNS.of(numbers[0][0]) if numbers and len(numbers[0]) else {}
+        run = RUNS.of(numbers[0]) if numbers else {}
         try:
             with interceptor.Suspension():
                 results = run_routine(_HOST, self._action, values, self._facts, run, False, shapes=self._shapes)
@@ -132,9 +133,10 @@ class Job:
         changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
         return tuple(np.asarray(changed[place]) for place in self._places)
 
-    def observe(self, *arrays: Any) -> None:
+    def observe(self, *arrays: Any) -> Any:
         """Run a routine that changes nothing."""
         self(*arrays)
+        return np.zeros((0,), np.bool_)
 
 
 def run_later(
@@ -148,19 +150,36 @@ def run_later(
     arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
     number = [_number(run)] if action.takes_run else []
     avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
+    if action.observer or not arrays:
+        with core.set_current_trace(base()):
+            token = callback.io_callback(job.observe, _TOKEN, *number, *(arrays or _dependence(values)))
+        return _tied(values, token)
     with core.set_current_trace(base()):
-        if action.observer:
-            debugging.debug_callback(job.observe, *number, *arrays)
-            return values
-        if not arrays:
-            callback.io_callback(job.observe, None, *number)
-            return values
         given = iter(callback.io_callback(job, avals, *number, *arrays))
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
         result[position] = value
     return result
+
+
+def _tied(values: list[Any], token: Any) -> list[Any]:
+    """Return the values, the first array of which waits for a callback: JAX drops what nothing waits for."""
+    for i, value in enumerate(values):
+        if is_tensor(value):
+            return [*values[:i], tie(value, token), *values[i + 1 :]]
+        if isinstance(value, list) and any(map(is_tensor, value)):
+            return [*values[:i], _tied(value, token), *values[i + 1 :]]
+    return values
+
+
+def _dependence(values: list[Any]) -> list[Any]:
+    """Return an array without elements of what an op is given, so that a loop calls the routine in each round."""
+    first = next((one for one in spread(values) if is_tensor(one)), None)
+    if first is None:
+        return []
+    row = jax.numpy.reshape(without_derivative(first), -1)
+    return [jax.lax.slice(row, (0,), (0,))]
 
 
 def _number(run: dict[str, Any]) -> Any:

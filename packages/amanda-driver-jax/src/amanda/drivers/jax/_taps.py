@@ -1,4 +1,4 @@
-"""Two primitives that compute nothing: `straight` leads derivatives past a routine, `tap` shows cotangents."""
+"""Primitives that compute nothing: `straight` leads derivatives past a routine, `tap` shows cotangents, `tie` waits."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +20,7 @@ class Mark(Protocol):
 
 
 straight_p = core.Primitive("amanda_straight")
+tie_p = core.Primitive("amanda_tie")
 tap_p = core.Primitive("amanda_tap")
 tap_p.multiple_results = True
 
@@ -29,6 +30,11 @@ def straight(original: Any, value: Any) -> Any:
     if not isinstance(original, core.Tracer):
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
     return straight_p.bind(original, value)
+
+
+def tie(value: Any, token: Any) -> Any:
+    """Return `value`, for which the callback that gives the token has to be called."""
+    return tie_p.bind(value, token) if isinstance(token, core.Tracer) else value
 
 
 def tap(values: Sequence[Any], mark: Mark, side: str) -> list[Any]:
@@ -64,7 +70,7 @@ def _straight_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _straight_batched(args: Any, dims: Any) -> Any:
-    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not batching.not_mapped)
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
     first, second = (batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True))
     return straight_p.bind(first, second), 0
 
@@ -72,6 +78,17 @@ def _straight_batched(args: Any, dims: Any) -> Any:
 ad.primitive_jvps[straight_p] = _straight_jvp
 batching.primitive_batchers[straight_p] = _straight_batched
 mlir.register_lowering(straight_p, lambda ctx, original, value: [value])
+
+
+def _tie_batched(args: Any, dims: Any) -> Any:
+    return tie_p.bind(*args), dims[0]
+
+
+tie_p.def_impl(lambda value, token: value)
+tie_p.def_abstract_eval(lambda value, token: value)
+ad.primitive_jvps[tie_p] = lambda primals, tangents: (tie_p.bind(*primals), tangents[0])
+batching.primitive_batchers[tie_p] = _tie_batched
+mlir.register_lowering(tie_p, lambda ctx, value, token: [value])
 
 
 @tap_p.def_impl
@@ -109,7 +126,7 @@ def _tap_transposed(
 
 
 def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
-    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not batching.not_mapped)
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
     front = [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
     return tap_p.bind(*front, mapped=mapped + 1, **params), (0,) * len(front)
 
