@@ -21,6 +21,7 @@ from ._operation import operation
 from ._reads import is_pure
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, primal
+from ._weights import path_of, variable_of
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond", "checkpoint",
@@ -132,6 +133,14 @@ class JaxDriver(Arrays, EagerDriver):
     def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
         """Leave the trace with the taps."""
         made.trace = trace
+
+    def variable_of(self, value: Any) -> Any:
+        """The array that a model holds, or the argument of the function that is traced."""
+        return variable_of(value, interceptor.subjects())
+
+    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+        """Paths of weights in the outermost module, or in the arguments of a function."""
+        return path_of(subjects)
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
