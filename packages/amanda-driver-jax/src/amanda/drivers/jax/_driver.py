@@ -26,7 +26,7 @@ from ._weights import path_of, variable_of
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond", "checkpoint",
      "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr", "linear_call",
-     "custom_linear_solve", "shard_map", "amanda_tie", "custom_transpose_call", "custom_vmap_call", "xla_pmap", "for", "closed_call_lin",
+     "custom_linear_solve", "shard_map", "amanda_tie", "amanda_call", "custom_transpose_call", "custom_vmap_call", "xla_pmap", "for", "closed_call_lin",
      "amanda_tap", "amanda_straight", "jvp_call", "name", "opt_barrier", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""

@@ -14,6 +14,7 @@ from amanda.plan import run_routine, spread
 from jax._src import callback, core, dispatch, effects
 from jax._src.interpreters import pxla
 
+from ._called import call
 from ._taps import straight, tie
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
@@ -70,14 +71,14 @@ class Runs:
         self._last = 0
         self._all: dict[int, dict[str, Any]] = {}
 
-    def begin(self) -> Any:
+    def begin(self) -> tuple[Any]:
         """Return the number of a new execution."""
         with self._lock:
             self._last += 1
             self._all[self._last % (1 << 32)] = {}
             if len(self._all) > _RUNS:
                 del self._all[next(iter(self._all))]
-            return np.uint32(self._last)
+            return (np.uint32(self._last),)
 
     def of(self, number: Any) -> dict[str, Any]:
         """Return the dict of an execution."""
@@ -120,8 +121,8 @@ class Job:
             return given
         leaves = list(self._static)
         for place, array in zip(self._places, given, strict=True):
-            array.flags.writeable = False
-            leaves[place] = array
+            leaves[place] = array.view()
+            leaves[place].flags.writeable = False
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
         run = RUNS.of(numbers[0]) if numbers else {}
         try:
@@ -136,7 +137,7 @@ class Job:
     def observe(self, *arrays: Any) -> Any:
         """Run a routine that changes nothing."""
         self(*arrays)
-        return np.zeros((0,), np.bool_)
+        return (np.zeros((0,), np.bool_),)
 
 
 def run_later(
@@ -152,10 +153,10 @@ def run_later(
     avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
     if action.observer or not arrays:
         with core.set_current_trace(base()):
-            token = callback.io_callback(job.observe, _TOKEN, *number, *(arrays or _dependence(values)))
+            (token,) = call(job.observe, (_TOKEN,), *number, *(arrays or _dependence(values)))
         return _tied(values, token)
     with core.set_current_trace(base()):
-        given = iter(callback.io_callback(job, avals, *number, *arrays))
+        given = iter(call(job, avals, *number, *arrays))
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
@@ -186,7 +187,7 @@ def _number(run: dict[str, Any]) -> Any:
     """Return the symbol of the number of an execution, which its routines share."""
     if _EXECUTION not in run:
         with core.set_current_trace(base()):
-            run[_EXECUTION] = callback.io_callback(RUNS.begin, jax.ShapeDtypeStruct((), np.uint32))
+            (run[_EXECUTION],) = call(RUNS.begin, (jax.ShapeDtypeStruct((), np.uint32),))
     return run[_EXECUTION]
 
 

@@ -4,20 +4,25 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from amanda import interceptor
 from amanda.backend import Attributes
-from jax._src import pjit, stages
+from jax._src import core, pjit, stages
 from jax._src.sharding_impls import UnspecifiedValue
 
 from ._contexts import under
 from ._traces import is_within_jit
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
-_PART: Any = object()
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
+
+
+class _Part(NamedTuple):
+    """Stands for the program of a function whose ops are those of its caller.  info: of its jit."""
+
+    info: Any
 
 
 def follow_jit(attributes: Attributes) -> None:
@@ -43,7 +48,7 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
             with interceptor.Suspension(), under(None):
                 return original(fun, info, args, kwargs)
         if _is_part(fun, info):
-            return _PART, []
+            return _Part(info), []
         interceptor.reset_root()
         return original(fun, info, args, kwargs)
 
@@ -61,7 +66,10 @@ def _is_part(fun: Any, info: Any) -> bool:
 def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-        if p is _PART:
+        if type(p) is _Part:
+            info = p.info
+            if is_within_jit():
+                args, kwargs = _staged(info, args, kwargs)
             results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
             return results, None, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
@@ -70,6 +78,20 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(p, args_flat, fun, args, kwargs)
 
     return _run_python_pjit
+
+
+def _staged(info: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return arguments as the function is traced with them: numbers are symbols, unless they are static."""
+    static = {i % len(args) for i in info.static_argnums} if args else set()
+    own = [one if i in static else jax.tree_util.tree_map(_symbol, one) for i, one in enumerate(args)]
+    names = info.static_argnames
+    return own, {
+        name: one if name in names else jax.tree_util.tree_map(_symbol, one) for name, one in kwargs.items()
+    }
+
+
+def _symbol(value: Any) -> Any:
+    return value if isinstance(value, core.Tracer) else core.trace_ctx.trace.stage_value(value)
 
 
 def _as_array(value: Any) -> Any:
