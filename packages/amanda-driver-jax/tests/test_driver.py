@@ -158,6 +158,10 @@ class JaxSample(Sample):
         ahead(jnp.ones(1))
 
 
+CHECKPOINT = never("where jax.checkpoint computes again, JAX takes what a callback gave in the first run")
+TAPE = never("an open linearization of JAX, as the suite's tape is, lives as long as the arrays it reads")
+
+
 class TestJaxDriver(DriverTests):
     """The suite on JAX, eager."""
 
@@ -172,7 +176,9 @@ class TestJaxDriver(DriverTests):
     }
 
     gaps: ClassVar = {
-        "test_an_exception_of_the_op_itself_passes_as_it_is": never("JAX adds a note on its filtered traceback"),
+        "test_an_exception_of_the_op_itself_passes_as_it_is": never(
+            "JAX adds a note on its filtered traceback"
+        ),
         "test_a_value_handed_back_unchanged_adds_nothing": never(
             "a routine is given the array; what derivatives are computed by stays around the routine"
         ),
@@ -185,22 +191,12 @@ class TestJaxDriver(DriverTests):
             "an array is a value, made anew in each step: what tells ops apart is the place of the call"
         ),
         "test_a_plan_dies_with_its_parameter": never("an array is a value, made anew in each step"),
-        **dict.fromkeys(
-            (
-                "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run",
-                "test_a_checkpoint_outside_modules_computes_the_same_ops_again",
-            ),
-            never("where jax.checkpoint computes again, JAX takes what a callback gave in the first run"),
-        ),
-        **dict.fromkeys(
-            (
-                "test_a_plan_dies_with_its_model",
-                "test_forward_values_are_dropped_after_the_first_execution",
-                "test_memory_does_not_grow_over_iterations",
-                "test_run_is_freed_with_the_graph_of_its_execution",
-            ),
-            never("an open linearization of JAX, as the suite's tape is, lives as long as the arrays it reads"),
-        ),
+        "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run": CHECKPOINT,
+        "test_a_checkpoint_outside_modules_computes_the_same_ops_again": CHECKPOINT,
+        "test_a_plan_dies_with_its_model": TAPE,
+        "test_forward_values_are_dropped_after_the_first_execution": TAPE,
+        "test_memory_does_not_grow_over_iterations": TAPE,
+        "test_run_is_freed_with_the_graph_of_its_execution": TAPE,
     }
 
     @pytest.fixture

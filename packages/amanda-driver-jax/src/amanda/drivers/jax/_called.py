@@ -6,8 +6,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+
+import jax
 from jax._src import callback, core
 from jax._src.interpreters import batching, mlir
 

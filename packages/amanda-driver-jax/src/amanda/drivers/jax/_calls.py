@@ -24,8 +24,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "clamp": ("min", "operand", "max"),
     **dict.fromkeys(("concatenate", "stack"), ("operands",)),
     **dict.fromkeys(
-        ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2", "and", "or", "xor", "eq", "ne", "lt",
-         "le", "gt", "ge"), ("x", "y"),
+        ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2", "and", "or", "xor", "eq", "ne",
+         "lt", "le", "gt", "ge"), ("x", "y"),
     ),
 }  # fmt: skip
 """Names of inputs, as `jax.lax` has them; those of other primitives are numbered."""
@@ -40,7 +40,9 @@ class PrimitiveCall(Call):
 
     op: Operation
 
-    def __init__(self, site: Site, primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any]) -> None:
+    def __init__(
+        self, site: Site, primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any]
+    ) -> None:
         self._site, self._primitive, self._params = site, primitive, params
         self._ran = False
         self.op = site.op

@@ -10,9 +10,10 @@ from amanda.backend import State
 from jax._src import config, pjit
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
-"""A setting of JAX that is part of every key of its caches. Its value is where functions that are made in a
-scope keep their executables, so these go with the tools. A setting of our own would change the keys of what is
-compiled already."""
+"""A setting of JAX that is part of every key of its caches.
+
+Its value is where functions that are made in a scope keep their executables, so these go with the tools. A
+setting of our own would change the keys of what is compiled already."""
 _UNSET: Any = config.config_ext.unset
 _CAPACITY = 8192
 

@@ -6,8 +6,9 @@ from copy import copy
 from functools import wraps
 from typing import Any
 
-import jax
 import numpy as np
+
+import jax
 from amanda import interceptor
 from amanda.backend import Action, Attributes, OpFacts, State
 from amanda.plan import run_routine, spread
@@ -127,7 +128,9 @@ class Job:
         run = RUNS.of(numbers[0]) if numbers else {}
         try:
             with interceptor.Suspension():
-                results = run_routine(_HOST, self._action, values, self._facts, run, False, shapes=self._shapes)
+                results = run_routine(
+                    _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
+                )
         except BaseException as error:
             FAILURES.keep(error)
             return given
@@ -175,7 +178,7 @@ def _tied(values: list[Any], token: Any) -> list[Any]:
 
 
 def _dependence(values: list[Any]) -> list[Any]:
-    """Return an array without elements of what an op is given, so that a loop calls the routine in each round."""
+    """Return an array without elements of what an op is given, so that each round of a loop calls the routine."""
     first = next((one for one in spread(values) if is_tensor(one)), None)
     if first is None:
         return []
@@ -192,7 +195,7 @@ def _number(run: dict[str, Any]) -> Any:
 
 
 def raise_failures(attributes: Attributes) -> None:
-    """Make programs with routines in them raise what a routine has raised, and let derivatives have routines."""
+    """Make programs raise what routines in them have raised, and let derivatives have routines."""
     attributes.set(pxla.ExecuteReplicated, "__call__", _raising(pxla.ExecuteReplicated.__call__))
     for allowed in (effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects):
         if callback.IOEffect not in allowed._effect_types:

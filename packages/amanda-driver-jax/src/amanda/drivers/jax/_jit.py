@@ -1,4 +1,4 @@
-"""Functions under jit: traced anew for the tools; JAX's own, and those within others, are part of their caller."""
+"""Functions under jit: traced anew for the tools; JAX's own, and inner ones, are part of their caller."""
 
 import sys
 from collections.abc import Callable

@@ -60,7 +60,9 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
                 attributes.set(heir, "__call__", _enclosed(vars(heir)["__call__"], places, call))
 
     for module, name in BASES:
-        attributes.when_imported(module, lambda module=module, name=name: enclose(getattr(sys.modules[module], name)))
+        attributes.when_imported(
+            module, lambda module=module, name=name: enclose(getattr(sys.modules[module], name))
+        )
 
 
 def _enclosed(original: Any, places: Places, call: Any) -> Callable[..., Any]:

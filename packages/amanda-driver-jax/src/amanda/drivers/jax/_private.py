@@ -40,8 +40,8 @@ def check() -> None:
         import jax
 
         raise DriverError(
-            f"JAX {jax.__version__} lacks {', '.join(lacking)}, on which amanda-driver-jax leans; it is written "
-            "for JAX 0.10.2: install that, or a newer amanda-driver-jax"
+            f"JAX {jax.__version__} lacks {', '.join(lacking)}, on which amanda-driver-jax leans; it is "
+            "written for JAX 0.10.2: install that, or a newer amanda-driver-jax"
         )
 
 

@@ -1,4 +1,4 @@
-"""Values that traceable routines read beside their arguments: a compiled program would keep what they were."""
+"""Values that traceable routines read beside their arguments, which a program would keep as they were."""
 
 from types import FunctionType, ModuleType
 from typing import ClassVar

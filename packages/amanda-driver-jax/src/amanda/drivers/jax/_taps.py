@@ -1,4 +1,7 @@
-"""Primitives that compute nothing: `straight` leads derivatives past a routine, `tap` shows cotangents, `tie` waits."""
+"""Primitives that compute nothing.
+
+`straight` leads derivatives past a routine, `tap` shows cotangents, `tie` waits for a callback.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,9 +45,7 @@ def tap(values: Sequence[Any], mark: Mark, side: str) -> list[Any]:
     places = [i for i, value in enumerate(values) if _has_tangent(value)]
     if not places:
         return list(values)
-    tapped = tap_p.bind(
-        *(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0
-    )
+    tapped = tap_p.bind(*(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0)
     result = list(values)
     for place, value in zip(places, tapped, strict=True):
         result[place] = value

@@ -4,8 +4,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax
 import numpy as np
+
+import jax
 from amanda.backend import TensorOps
 from amanda.errors import RoutineError
 from jax._src import core
@@ -44,7 +45,9 @@ class Arrays(TensorOps):
         """Return None: nobody writes into an array."""
         return None
 
-    def call_isolated(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Call a routine on the values themselves, without what derivatives are computed by."""
         given = [without_derivative(value) for value in values]
         with core.set_current_trace(base()):
@@ -97,8 +100,8 @@ def fitting(original: Any, value: Any) -> Any:
     """
     if tuple(value.shape) != tuple(original.shape):
         raise RoutineError(
-            f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; mark "
-            "it @amanda.differentiable if it is meant to change shapes"
+            f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; "
+            "mark it @amanda.differentiable if it is meant to change shapes"
         )
     if value.dtype == original.dtype:
         return value

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
+
+import jax
 from jax._src import core
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
@@ -46,9 +47,11 @@ def is_within_jit() -> bool:
 
 
 def is_tangent(values: Sequence[Any]) -> bool:
-    """Return True for an op on tangents: what a rule of a derivative computes, or the program made of rules."""
+    """Return True for an op on tangents, of a rule of a derivative or of the program made of rules."""
     trace: Any = core.trace_ctx.trace
-    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(trace, "tag"):  # JAX sets it on such programs alone
+    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(
+        trace, "tag"
+    ):  # JAX sets it on such programs alone
         return True
     return any(isinstance(primal(value), pe.JaxprTracer) for value in values)
 

@@ -89,7 +89,7 @@ def _convolution(attributes: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _spelt(places: Sequence[int], first: str, rank: int) -> str:
-    """Spell axes in the order of indexing. places: where the axes named in `first`, then the window's, are."""
+    """Spell axes in the order of indexing.  places: those of the axes named in `first`, then the window's."""
     axes = dict(zip(places, first + _AXES.get(rank, "?" * rank), strict=True))
     return "".join(axes[place] for place in sorted(axes))
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-
 from amanda.tools.kit import Tensors
 
 
