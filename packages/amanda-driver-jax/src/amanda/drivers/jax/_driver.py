@@ -26,8 +26,8 @@ from ._weights import path_of, variable_of
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
      "checkpoint", "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
-     "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call", "xla_pmap",
-     "amanda_tap", "amanda_straight", "amanda_tie", "amanda_call", "name", "optimization_barrier"}
+     "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
+     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_tie", "amanda_call", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
 MAPPED = "no jitted function is around it, or its derivative is computed within one: put jit around shard_map"

@@ -178,7 +178,7 @@ def _tied(values: list[Any], token: Any) -> list[Any]:
 
 
 def _dependence(values: list[Any]) -> list[Any]:
-    """Return an array without elements of what an op is given, so that each round of a loop calls the routine."""
+    """Return an array without elements of what an op is given, for which each round of a loop calls back."""
     first = next((one for one in spread(values) if is_tensor(one)), None)
     if first is None:
         return []
