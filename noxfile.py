@@ -2,8 +2,8 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, zoo, zoo_tf, opdb, fuzz, soak, mindspore, pythons, torch_versions, tf_versions, types, lint, dist,
-wheels, release, templates, third_party, docs, bench, paper.
+tests_slow, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
+dist, wheels, release, templates, third_party, docs, bench, paper.
 """
 
 from __future__ import annotations
@@ -31,9 +31,17 @@ os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, PYENV.glob("
 
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, TOOLS = DISTRIBUTIONS = [
+CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS = DISTRIBUTIONS = [
     ROOT / "packages" / f"amanda-{name}"
-    for name in ("core", "driver-torch", "driver-tf", "driver-onnxruntime", "driver-mindspore", "tools")
+    for name in (
+        "core",
+        "driver-torch",
+        "driver-tf",
+        "driver-onnxruntime",
+        "driver-mindspore",
+        "driver-jax",
+        "tools",
+    )
 ]
 MIXES = {"wheels": DISTRIBUTIONS, "editable": [], "core-editable": DISTRIBUTIONS[1:], "core-wheel": [CORE]}
 EXAMPLE = ROOT / "examples" / "low_rank"
@@ -50,6 +58,7 @@ TORCH_VERSIONS = ("2.4.1", "2.9.1")
 TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
 BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
 MINDSPORE_VERSION = "2.10.0"
+JAX_VERSION = "0.10.2"
 # Its wheel is built against NumPy 1, and wants a newer protobuf than TensorFlow does.
 BOUND_BY_MINDSPORE = ("numpy", "protobuf", "ml-dtypes", "pandas", "scipy")
 OLD_WARNINGS = {"PYTEST_ADDOPTS": "-W ignore::FutureWarning -W ignore::DeprecationWarning"}
@@ -234,6 +243,18 @@ def mindspore(session: nox.Session) -> None:
         session.run("python", "-m", "pytest", *session.posargs)
     else:
         support(session, "MindSpore", MINDSPORE_VERSION, "the driver's tests", f"{MINDSPORE}/tests")
+
+
+@nox.session
+def jax(session: nox.Session) -> None:
+    """Run the JAX driver's tests; arguments after -- go to pytest."""
+    needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", *group("drivers"))
+    install(session, *needed, but=BOUND_BY_MINDSPORE)
+    install(session, "--no-deps", *editable(CORE, JAX, TOOLS))
+    if session.posargs:
+        session.run("python", "-m", "pytest", *session.posargs)
+    else:
+        support(session, "JAX", JAX_VERSION, "the driver's tests", f"{JAX}/tests")
 
 
 @nox.session(python=PYTHONS)

@@ -29,6 +29,7 @@ OWN = {
     "amanda-driver-tf": {"tensorflow", "keras"},
     "amanda-driver-onnxruntime": {"onnxruntime"},
     "amanda-driver-mindspore": {"mindspore"},
+    "amanda-driver-jax": {"jax", "flax"},
 }
 
 

@@ -111,6 +111,7 @@ def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
         ("tf", "amanda-driver-tf"),
         ("onnxruntime", "amanda-driver-onnxruntime"),
         ("mindspore", "amanda-driver-mindspore"),
+        ("jax", "amanda-driver-jax"),
         ("tools", "amanda-tools"),
     ):
         (line,) = (line for line in requires if line.endswith(f"extra == '{extra}'"))
@@ -124,6 +125,7 @@ NEEDS = {
     "amanda-driver-tf": {"amanda-core", "numpy"},
     "amanda-driver-onnxruntime": {"amanda-core", "numpy", "onnx", "onnxruntime"},
     "amanda-driver-mindspore": {"amanda-core"},
+    "amanda-driver-jax": {"amanda-core"},
 }
 
 

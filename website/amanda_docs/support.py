@@ -27,6 +27,7 @@ SUPPORTED = {
     "PyTorch": ("amanda-driver-torch", r'"torch(>=.+)"'),
     "TensorFlow": ("amanda-driver-tf", r'tensorflow = \["tensorflow(>=.+)"\]'),
     "MindSpore": ("amanda-driver-mindspore", r'"mindspore(>=[^;]+);'),
+    "JAX": ("amanda-driver-jax", r'"jax(>=[^;]+);'),
 }
 """Where the metadata says which versions are meant to work."""
 MINORS = {
@@ -34,12 +35,13 @@ MINORS = {
     "PyTorch": range(4, 20),
     "TensorFlow": range(16, 30),
     "MindSpore": range(10, 20),
+    "JAX": range(10, 20),
 }
 HEAD = """# Versions that work
 
 What the metadata of the distributions allows, and which of it was tried. *Ran* says how many tests passed
 there, when, and on which machine; *expected* is what was not tried, and should work as its neighbours do.
-The sessions `pythons`, `torch_versions`, `tf_versions` and `mindspore` of nox write this page.
+The sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore` and `jax` of nox write this page.
 """
 
 

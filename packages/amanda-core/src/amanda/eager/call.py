@@ -163,6 +163,10 @@ class EagerOps(TensorOps):
         """
         return given
 
+    def shown(self, values: list[Any]) -> list[Any]:
+        """Return values as analysis routines see them, where a framework wraps them for autodiff."""
+        return values
+
     def variable_of(self, value: Any) -> Any:
         """Return what holds an input's value from one execution to the next; None where nothing does."""
         return None

@@ -68,7 +68,7 @@ class EagerExecution(EagerOps):
         assert layer is not None
         subjects = interceptor.subjects()
         facts = OpFacts(
-            call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
+            call.op, op_id, self.namespace, call.names, self.shown(call.inputs), attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
             parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
             part_of=self.part_of, device_of=self.device_of,
@@ -132,7 +132,7 @@ class EagerExecution(EagerOps):
         if shapes is not None:
             shapes = (*shapes, self.shapes(values))
         if analysis is not None:
-            told.inputs, told.outputs = list(inputs), list(values)
+            told.inputs, told.outputs = list(self.shown(inputs)), list(self.shown(values))
             plan = analysis.after()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))

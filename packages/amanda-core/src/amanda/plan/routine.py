@@ -41,6 +41,10 @@ def run_routine(
     shapes: of the execution, for a routine that takes them.
     keep_saved: copies what backward ops have saved of the user's tensors, before these are written.
     """
+    if ops.has_symbols and returned is NOT_CALLED:
+        later = ops.run_later(action, values, facts, run, autodiff, shapes)
+        if later is not None:
+            return later
     select = action.select
     isolated = not (action.differentiable or autodiff)
     picked: Sequence[Any] = values

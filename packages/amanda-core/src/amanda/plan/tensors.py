@@ -5,14 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from amanda.plan.action import Routine
+    from amanda.plan.action import Action, Routine
+    from amanda.plan.facts import OpFacts
 
 
 class TensorOps(ABC):
-    """Primitives of a framework's tensors, which a driver implements."""
+    """Primitives of a framework's tensors, which a driver implements.
+
+    has_symbols: whether calls may be traced into a program, where tensors stand for values to come.
+    """
+
+    has_symbols: ClassVar[bool] = False
+
+    def run_later(
+        self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
+        shapes: Hashable,
+    ) -> list[Any] | None:  # fmt: skip
+        """Put a routine into the program that is traced; return the values with those that it will give.
+
+        None where the routine is called now.  It is asked of a driver that `has_symbols`.
+        """
+        return None
 
     @abstractmethod
     def is_tensor(self, value: Any) -> bool:

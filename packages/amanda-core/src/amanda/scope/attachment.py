@@ -11,11 +11,12 @@ from amanda.errors import DriverError
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.plan.hooks import hooks
+from amanda.scope.driver import Driver
 from amanda.scope.outside import watch
+from amanda.scope.state import when_switched
 from amanda.scope.threads import Threads
 
 if TYPE_CHECKING:
-    from amanda.scope.driver import Driver
     from amanda.scope.scope import Scope
 
 
@@ -121,6 +122,8 @@ class Attachment:
                 for scope in self._scopes:
                     scope.report.add(kind.__name__, reason)
                 return
+            if type(driver).switched is not Driver.switched:
+                when_switched.append(driver.switched)
             hooks.tell("amanda_driver_attached", driver=driver)
 
     def _attach_loaded(self) -> None:
@@ -137,6 +140,8 @@ class Attachment:
         undo(self._awaited)
         while self._attached:
             driver = self._attached[-1]
+            if driver.switched in when_switched:
+                when_switched.remove(driver.switched)
             driver.detach()
             self._attached.pop()
             hooks.tell("amanda_driver_detached", driver=driver)

@@ -71,6 +71,9 @@ class Driver(ABC):
     def attach(self) -> None:
         """Start to intercept; called when the first scope of the process opens."""
 
+    def switched(self) -> None:  # noqa: B027 - few frameworks cache what they trace
+        """Follow the state that has been put in force on the calling thread; called while attached."""
+
     def closing(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
         """Finish what tools have begun, as the last scope closes; called before `detach`."""
 

@@ -23,7 +23,7 @@ from amanda.scope.generators import stepping, stepping_async
 from amanda.scope.leaving import let_go
 from amanda.scope.options import changed_options
 from amanda.scope.report import Report
-from amanda.scope.state import State, activated, restore
+from amanda.scope.state import State, activated, restore, tell_switched
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -94,6 +94,7 @@ class Scope:
         ) in state.scopes:  # before `set`, which may put it in force and then lack memory for the token
             scope.hold(activation)
         self._token = interceptor.ACTIVATION.set(activation)
+        tell_switched()
         interceptor.reset_root()
 
     def __exit__(
@@ -131,6 +132,7 @@ class Scope:
         finally:
             try:
                 let_go(list(self._activations))
+                tell_switched()
             finally:
                 attachment.close(self)
 

@@ -72,6 +72,16 @@ class State:
 when_enabled_again: list[Callable[[], None]] = []
 """Called as a `disabled` context is left."""
 
+when_switched: list[Callable[[], None]] = []
+"""Called when another state has been put in force on the calling thread."""
+
+
+def tell_switched() -> None:
+    """Tell attached drivers that another state is in force on this thread."""
+    for follow in when_switched:
+        follow()
+
+
 _OUTSIDE = State()
 
 
@@ -80,9 +90,11 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
     """Put an activation in force, also on a thread that the framework started."""
     token = interceptor.ACTIVATION.set(activation)
     try:
+        tell_switched()
         yield
     finally:
         restore(interceptor.ACTIVATION, token)
+        tell_switched()
 
 
 def replayed(function: Callable[P, T]) -> Callable[P, T]:

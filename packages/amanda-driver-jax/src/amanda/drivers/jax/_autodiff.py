@@ -1,0 +1,120 @@
+"""The backward pass: an op's backward op is what lies between taps on its outputs and on its inputs."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+from amanda import interceptor
+from amanda.backend import BackwardStep, EagerDriver, State, Trace
+from amanda.plan import spread
+from jax._src.interpreters import ad
+
+from ._contexts import under
+from ._operation import backward_operation
+from ._taps import tap
+from ._traces import is_tensor
+
+
+class _Thread(threading.local):
+    """made: the executions under way. state: in which the backward pass under way began. steps: its ops."""
+
+    def __init__(self) -> None:
+        self.made: list[Made] = []
+        self.state: State | None = None
+        self.steps: dict[Made, tuple[BackwardStep, list[Any]]] = {}
+
+
+_thread = _Thread()
+
+
+class Made:
+    """One execution of an op whose backward op is wanted: a mark of the taps around it."""
+
+    def __init__(self, driver: EagerDriver) -> None:
+        self._driver = driver
+        self._counts = {"outputs": 0, "inputs": 0}
+        self.trace: Trace | None = None
+
+    def __enter__(self) -> "Made":
+        _thread.made.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.made.pop()
+
+    @staticmethod
+    def current() -> "Made | None":
+        """Return the execution that is under way on this thread, if its backward op is wanted."""
+        return _thread.made[-1] if _thread.made else None
+
+    def tap_inputs(self, inputs: list[Any]) -> None:
+        """Put tapped values in the place of an op's inputs."""
+        flat = spread(inputs)
+        self._counts["inputs"] = len(flat)
+        tapped = iter(tap(flat, self, "inputs"))
+        for i, value in enumerate(inputs):
+            listed = isinstance(value, (list, tuple))
+            inputs[i] = [next(tapped) for _ in value] if listed else next(tapped)
+
+    def tap_outputs(self, outputs: Any) -> Any:
+        """Return an op's outputs, tapped."""
+        listed = isinstance(outputs, (list, tuple))
+        flat = list(outputs) if listed else [outputs]
+        self._counts["outputs"] = len(flat)
+        tapped = tap(flat, self, "outputs") if all(map(is_tensor, flat)) else flat
+        return tapped if listed else tapped[0]
+
+    def transposed(self, side: str, positions: Sequence[int], cotangents: list[Any]) -> list[Any]:
+        """Return the cotangents that go on, after the routines of the open scopes' tools."""
+        state, trace = _thread.state, self.trace
+        if state is None or trace is None:
+            return cotangents
+        grads = [None] * self._counts[side]
+        for position, cotangent in zip(positions, cotangents, strict=True):
+            grads[position] = cotangent
+        if side == "outputs":
+            assert trace.facts is not None
+            op = backward_operation(trace.facts.op.__name__)
+            step = BackwardStep(self._driver, trace, op, 0, state)
+            if not step.wanted:
+                return cotangents
+            grads = step.before(grads)
+            _thread.steps[self] = step, grads
+        elif self in _thread.steps:
+            step, entered = _thread.steps.pop(self)
+            grads = step.after(grads, entered)
+            if not trace.pending:
+                self._driver.finish(trace)
+        return [_like(grads[i], one) for i, one in zip(positions, cotangents, strict=True)]
+
+
+def _like(value: Any, cotangent: Any) -> Any:
+    return value if value is cotangent else jax.numpy.asarray(value, cotangent.dtype)
+
+
+def followed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs backward passes, without its own ops among the user's."""
+
+    @wraps(original)
+    def backward_pass3(*args: Any) -> Any:
+        activation = interceptor.active()
+        if activation is None:
+            return original(*args)
+        before, _thread.state = _thread.state, activation.state
+        try:
+            with interceptor.Suspension(), under(None):
+                return original(*args)
+        finally:
+            _thread.state = before
+            if before is None:
+                _thread.steps.clear()
+            interceptor.reset_root()
+
+    return backward_pass3
+
+
+def follow_backward(attributes: Any) -> None:
+    """Make every backward pass bring cotangents to the taps that it comes through."""
+    attributes.set(ad, "backward_pass3", followed(ad.backward_pass3))

@@ -1,0 +1,110 @@
+"""Calls of primitives: inputs and attributes as JAX binds them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from amanda.backend import Call
+from amanda.interceptor import Site
+from jax._src import core
+
+from ._autodiff import Made
+from ._operation import Operation
+
+LISTS = frozenset({"concatenate", "stack"})
+"""Primitives that take a list of arrays, which is one input."""
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Calls of functions with rules for their derivatives."""
+NAMES: dict[str, tuple[str, ...]] = {
+    "dot_general": ("lhs", "rhs"),
+    "conv_general_dilated": ("lhs", "rhs"),
+    "select_n": ("which", "on_false", "on_true"),
+    "gather": ("operand", "indices"),
+    "clamp": ("min", "operand", "max"),
+    **dict.fromkeys(("concatenate", "stack"), ("operands",)),
+    **dict.fromkeys(
+        ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2", "and", "or", "xor", "eq", "ne",
+         "lt", "le", "gt", "ge"), ("x", "y"),
+    ),
+}  # fmt: skip
+"""Names of inputs, as `jax.lax` has them; those of other primitives are numbered."""
+
+Bind = Callable[..., Any]
+
+
+class PrimitiveCall(Call):
+    """One bind of a primitive."""
+
+    __slots__ = ("_params", "_primitive", "_ran", "_site")
+
+    op: Operation
+
+    def __init__(
+        self, site: Site, primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any]
+    ) -> None:
+        self._site, self._primitive, self._params = site, primitive, params
+        self._ran = False
+        self.op = site.op
+        self.inputs = [list(args)] if primitive.name in LISTS else list(args)
+        named = NAMES.get(primitive.name, ("x",) if len(self.inputs) == 1 else ())
+        self.names = [*named, *(f"operand{i}" for i in range(len(named), len(self.inputs)))]
+        self.mutable = self.targets = ()
+
+    def _arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(inputs[0]) if self._primitive.name in LISTS else tuple(inputs)
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Bind the primitive; its outputs show their cotangents where a tool wants them."""
+        return self.formed(self.compute(inputs))
+
+    def compute(self, inputs: Sequence[Any]) -> Any:
+        """Bind the primitive for a replacement."""
+        self._ran = True
+        return self._site.invoke(self._arguments(inputs), self._params)
+
+    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+        """Return a function that binds the primitive; None for functions with rules, which JAX has traced."""
+        if self._primitive.name in CUSTOM:
+            return None
+        primitive, params = self._primitive, self._params
+        listed = primitive.name in LISTS
+        return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
+
+    def formed(self, result: Any) -> Any:
+        """Return a result in the op's form, with taps on it."""
+        if self._primitive.name in CUSTOM and not self._ran:
+            self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
+        if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
+            result = [result]
+        made = Made.current()
+        return result if made is None else made.tap_outputs(result)
+
+    def may_write(self) -> bool:
+        """Return False: arrays are not written."""
+        return False
+
+    def attributes(self) -> dict[str, Any]:
+        """Parameters of the primitive; of a function with rules, its name."""
+        if self._primitive.name in CUSTOM:
+            return {"name": custom_name(self._params)}
+        return dict(self._params)
+
+    def op_type(self) -> str:
+        """Name of the primitive, or of the function of JAX's that has rules."""
+        return self.op.__name__
+
+
+def custom_name(params: dict[str, Any]) -> str:
+    """Return the name of the function that has rules for its derivatives."""
+    return str(params["subfuns"][0].debug_info.func_name)
+
+
+def rule_of(primitive: str, params: dict[str, Any]) -> str:
+    """Return the name of an op that has rules: a function of JAX's own, as `jax.nn.relu`, is one op."""
+    info = params["subfuns"][0].debug_info
+    _, _, place = str(info.func_src_info).rpartition(" at ")
+    return str(info.func_name) if place.startswith(_JAX) else primitive
+
+
+_JAX = str(Path(jax.__file__).parent)

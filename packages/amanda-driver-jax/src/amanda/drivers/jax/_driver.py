@@ -1,0 +1,152 @@
+"""The driver itself: which primitives it intercepts and how each bind reaches the core."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
+from jax._src import core
+from jax._src.interpreters import partial_eval as pe
+
+from . import _private
+from ._autodiff import Made, follow_backward
+from ._calls import CUSTOM, PrimitiveCall, rule_of
+from ._contexts import Contexts, leave, under
+from ._host import raise_failures, run_later
+from ._jit import follow_jit
+from ._modules import Places, enclose_modules, path
+from ._operation import operation
+from ._reads import is_pure
+from ._tensors import Arrays
+from ._traces import is_staged, is_tangent, primal
+from ._weights import path_of, variable_of
+
+PROGRAMS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
+     "checkpoint", "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
+     "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
+     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_tie", "amanda_call", "name", "optimization_barrier"}
+)  # fmt: skip
+"""Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
+MAPPED = "no jitted function is around it, or its derivative is computed within one: put jit around shard_map"
+
+
+class JaxDriver(Arrays, EagerDriver):
+    """JAX, eager and under jit."""
+
+    api = 1
+    framework = "jax"
+    packages = ("jaxlib", "flax", "equinox", "optax")
+    modes = ("eager",)
+    has_symbols = True
+
+    def __init__(self) -> None:
+        self._detours: dict[tuple[core.Primitive, str], Detour] = {}
+        self._primitives: dict[Site, core.Primitive] = {}
+        self._contexts = Contexts()
+        self._places = Places()
+
+    def attach(self) -> None:
+        """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
+        _private.check()
+        self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
+        follow_jit(self.attributes)
+        follow_backward(self.attributes)
+        raise_failures(self.attributes)
+        enclose_modules(self.attributes, self._places)
+        self.attributes.on_restore(leave)
+        self._contexts.follow()
+
+    def switched(self) -> None:
+        """Trace on this thread for the tools that are in force now."""
+        self._contexts.follow()
+
+    def _bind(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+            if interceptor.active() is None:
+                return original(primitive, *args, **params)
+            if primitive.name == "shard_map":
+                if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace) and not is_tangent(args):
+                    return original(primitive, *args, **params)  # it traces what it maps as it is bound
+                interceptor.active().state.report("inside of shard_map", MAPPED)
+            if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
+                with interceptor.Suspension(), under(None):
+                    return original(primitive, *args, **params)
+            name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
+            detour = self._detours.get((primitive, name))
+            if detour is None:
+                detour = self._detours[primitive, name] = self._detour(original, primitive, name)
+            with under(None):
+                return detour(*args, **params)
+
+        return bind
+
+    def _detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
+        target: Any = partial(_call, original, primitive)
+        flags = IMPLEMENTATION
+        if name in CUSTOM:  # it runs functions of the user, which are traced for the tools
+            target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
+        site = self.site(target, operation(name), name, flags)
+        self._primitives[site] = primitive
+        return Detour(site)
+
+    def _call_custom(
+        self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
+    ) -> Any:
+        with under(self._contexts.key(State.current())):
+            return original(primitive, *args, **params)
+
+    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call of a primitive."""
+        return PrimitiveCall(site, self._primitives[site], args, kwargs)
+
+    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Outputs as a list; those of a primitive with several results are one."""
+        if isinstance(outputs, (list, tuple)):
+            return list(outputs), list
+        return [outputs], lambda values: values[0]
+
+    def run_later(
+        self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
+        shapes: Hashable,
+    ) -> list[Any] | None:  # fmt: skip
+        """Put a routine in Python into the program that is traced; None where it is called now."""
+        if action.differentiable or autodiff or not is_staged() or (action.traceable and is_pure(action)):
+            return None
+        return run_later(action, values, facts, run, shapes)
+
+    def shown(self, values: list[Any]) -> list[Any]:
+        """Values without what derivatives are computed by: arrays, or symbols where code is traced."""
+        return [list(map(primal, one)) if isinstance(one, list) else primal(one) for one in values]
+
+    def tracing(self) -> Made:
+        """Context whose op is tapped."""
+        return Made(self)
+
+    def begin(self, made: Made, inputs: Sequence[Any]) -> None:
+        """Tap the op's inputs."""
+        assert isinstance(inputs, list)
+        made.tap_inputs(inputs)
+
+    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
+        """Leave the trace with the taps."""
+        made.trace = trace
+
+    def variable_of(self, value: Any) -> Any:
+        """The array that a model holds, or the argument of the function that is traced."""
+        return variable_of(value, interceptor.subjects())
+
+    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+        """Paths of weights in the outermost module, or in the arguments of a function."""
+        return path_of(subjects)
+
+    def scope_name(self, subjects: Sequence[Any]) -> str:
+        """Path of the calling module."""
+        return path(subjects)
+
+
+def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    with interceptor.Suspension():
+        return original(primitive, *args, **params)

@@ -1,0 +1,134 @@
+"""Calls of modules of Flax and Equinox: regions of the program, and the path of a module in its model."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import Attributes, digest
+from amanda.interceptor import Enclosure
+
+BASES = (("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"))
+
+
+class Place:
+    """A module that is called, by what stays of it: JAX makes modules anew in each function that it traces.
+
+    name: path in the model.  module: the one that is called now.
+    """
+
+    __slots__ = ("__weakref__", "module", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.module: Any = None
+
+
+class Places:
+    """The places of modules: one for each model, and for each path in it."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+        self._kinds: dict[type, Place] = {}
+        self._inner: weakref.WeakKeyDictionary[Place, dict[str, Place]] = weakref.WeakKeyDictionary()
+
+    def of(self, module: Any, outer: Place | None) -> Place:
+        """Return the place of a module in that whose call encloses its own."""
+        if outer is None:
+            return self._of_model(module)
+        name = _name_within(outer.module, module) or f"({type(module).__name__})"
+        places = self._inner.setdefault(outer, {})
+        return places.setdefault(name, Place(name))
+
+    def _of_model(self, module: Any) -> Place:
+        from ._traces import is_within_jit
+
+        if not is_within_jit() and type(module).__hash__ is object.__hash__:
+            return self._models.setdefault(module, Place(""))
+        return self._kinds.setdefault(type(module), Place(""))
+
+
+def enclose_modules(attributes: Attributes, places: Places) -> None:
+    """Make each call of a module a region: the ops in it belong to the module."""
+    call = Enclosure(_called, _place_within)
+
+    def enclose(kind: type) -> None:
+        for heir in (kind, *_heirs(kind)):
+            if "__call__" in vars(heir):
+                attributes.set(heir, "__call__", _enclosed(vars(heir)["__call__"], places, call))
+
+    for module, name in BASES:
+        attributes.when_imported(
+            module, lambda module=module, name=name: enclose(getattr(sys.modules[module], name))
+        )
+
+
+def _enclosed(original: Any, places: Places, call: Any) -> Callable[..., Any]:
+    if not callable(original):
+        return original
+
+    @wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if interceptor.active() is None:
+            return original(self, *args, **kwargs)
+        outer = interceptor.subjects()
+        if outer and outer[-1].module is self:  # it calls the method that it inherits
+            return original(self, *args, **kwargs)
+        place = places.of(self, outer[-1] if outer else None)
+        before, place.module = place.module, self
+        try:
+            return call(place, original, self, args, kwargs)
+        finally:
+            place.module = before
+
+    return __call__
+
+
+def _called(place: Place, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    return original(module, *args, **kwargs)
+
+
+def _place_within(outer: Place, inner: Place) -> tuple[int, bool]:
+    return digest(inner.name), True
+
+
+def path(subjects: Sequence[Place]) -> str:
+    """Return the path of the last module in the first: "layers.0.conv"."""
+    return ".".join(one.name for one in subjects[1:] if one.name)
+
+
+def _heirs(kind: type) -> Iterator[type]:
+    for heir in type.__subclasses__(kind):
+        yield heir
+        yield from _heirs(heir)
+
+
+def _name_within(outer: Any, inner: Any) -> str:
+    """Return the path of a module among what another holds; "" where it is not held."""
+    name = getattr(inner, "name", None)
+    if isinstance(name, str) and getattr(inner, "scope", None) is not None:  # Linen knows its name
+        return name
+    return next((found for found, one in _held(outer, "", 0) if one is inner), "")
+
+
+def _held(holder: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, dict):
+        pairs: Any = holder.items()
+    elif isinstance(holder, (list, tuple)):
+        pairs = enumerate(holder)
+    else:
+        pairs = getattr(holder, "__dict__", {}).items()
+    for name, one in pairs:
+        found = f"{path}.{name}" if path else str(name)
+        yield found, one
+        if depth < 8 and (isinstance(one, (dict, list, tuple)) or _is_module(one)):
+            yield from _held(one, found, depth + 1)
+
+
+def _is_module(value: Any) -> bool:
+    kinds = tuple(
+        getattr(sys.modules[module], name) for module, name in BASES if hasattr(sys.modules.get(module), name)
+    )
+    return isinstance(value, kinds)

@@ -1,0 +1,138 @@
+"""Primitives that compute nothing.
+
+`straight` leads derivatives past a routine, `tap` shows cotangents, `tie` waits for a callback.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+from jax._src import core
+from jax._src.interpreters import ad, batching, mlir
+
+
+class Mark(Protocol):
+    """The op whose cotangents a tap shows."""
+
+    def transposed(self, side: str, positions: Sequence[int], cotangents: list[Any]) -> list[Any]:
+        """Return the cotangents that go on instead of these.
+
+        side: "outputs" where they enter the backward op, "inputs" where they leave it.
+        """
+
+
+straight_p = core.Primitive("amanda_straight")
+tie_p = core.Primitive("amanda_tie")
+tap_p = core.Primitive("amanda_tap")
+tap_p.multiple_results = True
+
+
+def straight(original: Any, value: Any) -> Any:
+    """Return `value`, whose derivatives are those of `original`."""
+    if not isinstance(original, core.Tracer):
+        return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
+    return straight_p.bind(original, value)
+
+
+def tie(value: Any, token: Any) -> Any:
+    """Return `value`, for which the callback that gives the token has to be called."""
+    return tie_p.bind(value, token) if isinstance(token, core.Tracer) else value
+
+
+def tap(values: Sequence[Any], mark: Mark, side: str) -> list[Any]:
+    """Return the values, whose cotangents are brought to `mark` when a backward pass comes through."""
+    places = [i for i, value in enumerate(values) if _has_tangent(value)]
+    if not places:
+        return list(values)
+    tapped = tap_p.bind(*(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0)
+    result = list(values)
+    for place, value in zip(places, tapped, strict=True):
+        result[place] = value
+    return result
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+
+
+@straight_p.def_impl
+def _straight(original: Any, value: Any) -> Any:
+    return value
+
+
+@straight_p.def_abstract_eval
+def _straight_aval(original: Any, value: Any) -> Any:
+    return original.update(weak_type=False) if original.dtype == value.dtype else value
+
+
+def _straight_jvp(primals: Any, tangents: Any) -> Any:
+    return straight_p.bind(*primals), tangents[0]
+
+
+def _straight_batched(args: Any, dims: Any) -> Any:
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
+    first, second = (batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True))
+    return straight_p.bind(first, second), 0
+
+
+ad.primitive_jvps[straight_p] = _straight_jvp
+batching.primitive_batchers[straight_p] = _straight_batched
+mlir.register_lowering(straight_p, lambda ctx, original, value: [value])
+
+
+def _tie_batched(args: Any, dims: Any) -> Any:
+    return tie_p.bind(*args), dims[0]
+
+
+tie_p.def_impl(lambda value, token: value)
+tie_p.def_abstract_eval(lambda value, token: value)
+ad.primitive_jvps[tie_p] = lambda primals, tangents: (tie_p.bind(*primals), tangents[0])
+batching.primitive_batchers[tie_p] = _tie_batched
+mlir.register_lowering(tie_p, lambda ctx, value, token: [value])
+
+
+@tap_p.def_impl
+def _tap(*values: Any, **params: Any) -> list[Any]:
+    return list(values)
+
+
+@tap_p.def_abstract_eval
+def _tap_avals(*values: Any, **params: Any) -> Any:
+    return list(values)
+
+
+def _tap_jvp(primals: Any, tangents: Any, *, positions: Any, **params: Any) -> Any:
+    wanted = [i for i, one in enumerate(tangents) if type(one) is not ad.Zero]
+    results = list(tangents)
+    if wanted:
+        tapped = tap_p.bind(
+            *(tangents[i] for i in wanted), positions=tuple(positions[i] for i in wanted), **params
+        )
+        for i, one in zip(wanted, tapped, strict=True):
+            results[i] = one
+    return list(primals), results
+
+
+def _tap_transposed(
+    cotangents: Any, *values: Any, mark: Mark, side: str, positions: Any, mapped: int
+) -> list[Any]:
+    if all(type(one) is ad.Zero for one in cotangents):
+        return list(cotangents)
+    given = [ad.instantiate_zeros(one) for one in cotangents]
+    run: Callable[..., list[Any]] = lambda *cts: mark.transposed(side, positions, list(cts))  # noqa: E731
+    for _ in range(mapped):
+        run = jax.vmap(run)
+    return list(run(*given))
+
+
+def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
+    front = [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
+    return tap_p.bind(*front, mapped=mapped + 1, **params), (0,) * len(front)
+
+
+ad.primitive_jvps[tap_p] = _tap_jvp
+ad.primitive_transposes[tap_p] = partial(ad.linear_transpose2, _tap_transposed)
+batching.primitive_batchers[tap_p] = _tap_batched
+mlir.register_lowering(tap_p, lambda ctx, *values, **params: list(values))

@@ -1,0 +1,113 @@
+"""JAX's half of StandardMapping: a rule, which the tools find by this distribution's entry point.
+
+`standard` writes the keys that docs/vocabulary.md lists. It imports no tool.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from amanda import AmandaError, OpContext
+
+WORDS: Mapping[str, str] = {
+    "argmax": "argmax", "argmin": "argmin", "and": "bitwise_and", "not": "bitwise_not", "or": "bitwise_or",
+    "broadcast_in_dim": "expand", "concatenate": "cat", "convert_element_type": "to",
+    "cumsum": "cumsum", "dynamic_slice": "getitem", "gather": "getitem", "slice": "getitem",
+    "scatter": "setitem", "dynamic_update_slice": "setitem", "integer_pow": "pow", "logistic": "sigmoid",
+    "max": "maximum", "min": "minimum", "reduce_max": "amax", "reduce_min": "amin", "reduce_sum": "sum",
+    "reduce_and": "all", "reduce_or": "any", "reduce_prod": "prod", "rem": "remainder", "select_n": "where",
+    "squeeze": "squeeze", "expand_dims": "unsqueeze", "transpose": "permute",
+}  # fmt: skip
+"""Words for primitives whose own name is another; `jax.nn.relu` and its like have theirs as functions."""
+_AXES = {1: "W", 2: "HW", 3: "DHW"}
+_PRODUCTS = ("linear", "matmul")
+
+
+def standard(context: OpContext) -> None:
+    """Write every key of StandardMapping for an op of JAX."""
+    if "shape" not in context:
+        context["phase"] = "optimizer" if "/optax/" in context.get_source() else "forward"
+        _describe_op(context)
+    if context.is_backward():
+        context["phase"] = "backward"
+        context["backward_type"] = f"{context['type']}_backward"
+        context["weight_grad_index"] = _weight_grad_index(context)
+    else:
+        context["backward_type"] = context["weight_grad_index"] = None
+
+
+def shape(value: Any) -> tuple[int, ...] | None:
+    """Extents of an array; None for what is no array."""
+    extents = None if isinstance(value, type) else getattr(value, "shape", None)
+    return None if extents is None else tuple(extents)
+
+
+def dtype(value: Any) -> str | None:
+    """Name of an array's element type."""
+    kind = None if isinstance(value, type) else getattr(value, "dtype", None)
+    return None if kind is None else str(kind)
+
+
+def _describe_op(context: OpContext) -> None:
+    name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
+    kind, weight, layout, weight_layout = WORDS.get(name, name), None, None, None
+    if name == "dot_general":
+        kind, weight, weight_layout = _product(context, inputs, attributes["dimension_numbers"])
+    elif name == "conv_general_dilated":
+        kind, layout, weight_layout = _convolution(attributes)
+        weight = 1
+    elif name in ("reduce_window_max", "reduce_window_sum"):
+        kind = _pooling(name, attributes)
+    context["type"] = kind
+    context["in_place"] = False
+    context["weight_index"], context["layout"], context["weight_layout"] = weight, layout, weight_layout
+    context["shape"], context["dtype"] = shape, dtype
+
+
+def _product(context: OpContext, inputs: Sequence[Any], numbers: Any) -> tuple[str, int | None, str | None]:
+    """Return the word for a product, its weight, and the axes of that.
+
+    A product of an array with the one contracted axis of a matrix is a `linear`, if a model holds the matrix.
+    """
+    (left, right), batch = numbers
+    held = [i for i in (0, 1) if context.get_variable(i) is not None]
+    if len(held) != 1 or any(batch):
+        return "matmul", None, None
+    index = held[0]
+    contracted = (left, right)[index]
+    if len(inputs[index].shape) != 2 or len(contracted) != 1:
+        return "matmul", None, None
+    return "linear" if index == 1 else "matmul", index, "IO" if contracted[0] == 0 else "OI"
+
+
+def _convolution(attributes: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the word for a convolution, and the axes of its input and of its weight."""
+    numbers = attributes["dimension_numbers"]
+    rank = len(numbers.lhs_spec) - 2
+    transposed = any(one != 1 for one in attributes["lhs_dilation"])
+    word = f"conv{'_transpose' if transposed else ''}{rank}d"
+    return word, _spelt(numbers.lhs_spec, "NC", rank), _spelt(numbers.rhs_spec, "OI", rank)
+
+
+def _spelt(places: Sequence[int], first: str, rank: int) -> str:
+    """Spell axes in the order of indexing.  places: those of the axes named in `first`, then the window's."""
+    axes = dict(zip(places, first + _AXES.get(rank, "?" * rank), strict=True))
+    return "".join(axes[place] for place in sorted(axes))
+
+
+def _pooling(name: str, attributes: Mapping[str, Any]) -> str:
+    window = sum(one > 1 for one in attributes["window_dimensions"])
+    return f"{'max' if name.endswith('max') else 'avg'}_pool{max(window, 1)}d"
+
+
+def _weight_grad_index(context: OpContext) -> int | None:
+    """The backward op gives the gradients of its op's inputs in their order."""
+    index = context["weight_index"]
+    if index is None:
+        return None
+    grads = context.get_grad_inputs()
+    try:
+        extents = shape(context.get_inputs()[index])
+    except AmandaError:
+        return int(index)
+    made = grads is None or (index < len(grads) and shape(grads[index]) == extents)
+    return int(index) if made else None

@@ -1,0 +1,208 @@
+"""The conformance suite on JAX, op by op."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax._src import core
+
+from amanda.drivers.jax import JaxDriver
+from amanda.interceptor import codes
+from amanda.testing import DriverTests, Sample, never
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tape import Tape, concrete
+
+FIRST = [[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]]
+SECOND = [[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]]
+
+tape = Tape()
+
+
+def linear(x: Any, weight: Any) -> Any:
+    return lax.dot_general(tape.seen(x), tape.seen(weight), (((1,), (1,)), ((), ())))
+
+
+def relu(x: Any) -> Any:
+    # Past JAX's filter of tracebacks, which adds a note of its own to every exception.
+    return type(jax.nn.relu).__call__.__wrapped__(jax.nn.relu, tape.seen(x))
+
+
+def add(x: Any, y: Any) -> Any:
+    return lax.add(tape.seen(x), tape.seen(y))
+
+
+def cat(arrays: Sequence[Any]) -> Any:
+    return lax.concatenate(tape.seen(list(arrays)), 0)
+
+
+def pair(x: Any) -> Any:
+    return lax.sort((tape.seen(x), tape.seen(x)), num_keys=1)
+
+
+def many(x: Any, y: Any) -> Any:
+    return lax.atan2(tape.seen(x), tape.seen(y))
+
+
+for function in (linear, relu, add, cat, pair, many):
+    codes.skip(function.__code__)
+
+
+class Linear(nnx.Module):
+    """A layer without bias."""
+
+    def __init__(self, weight: Sequence[Any]) -> None:
+        self.weight = tape.watch(jnp.array(weight, jnp.float32))
+
+    def __call__(self, x: Any) -> Any:
+        return linear(x, self.weight)
+
+
+class Network(nnx.Module):
+    """Two layers and what is between them."""
+
+    def __init__(self) -> None:
+        self.first = Linear(FIRST)
+        self.second = Linear(SECOND)
+
+    def __call__(self, x: Any) -> Any:
+        return self.second(relu(self.first(x)))
+
+
+class Calling(nnx.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+ahead = jax.jit(lambda x: x + 1).lower(jnp.ones(1)).compile()
+
+
+class JaxSample(Sample):
+    """JAX, whose ops are recorded on a tape."""
+
+    driver = JaxDriver
+    names: ClassVar = {
+        "linear": "dot_general",
+        "cat": "concatenate",
+        "pair": "sort",
+        "many": "atan2",
+    }
+    dtypes = (jnp.float32, jnp.float16, jnp.int32, jnp.complex64)
+    relu_backward = "relu_transpose"
+    leaf_backward = "none"
+
+    linear = property(lambda self: linear)
+    relu = property(lambda self: relu)
+    add = property(lambda self: add)
+    add_ = property(lambda self: None)
+    cat = property(lambda self: cat)
+    pair = property(lambda self: pair)
+    item = property(lambda self: None)
+    many = property(lambda self: many)
+
+    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+        made = jnp.array(values, dtype or jnp.float32)
+        return tape.watch(made) if requires_grad else made
+
+    def parameter(self, values: Sequence[Any]) -> Any:
+        return tape.watch(jnp.array(values, jnp.float32))
+
+    def bits(self, tensor: Any) -> bytes:
+        return np.asarray(concrete(tensor)).tobytes()
+
+    def numbers(self, tensor: Any) -> list[Any]:
+        return list(np.asarray(concrete(tensor)).flatten().tolist())
+
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        return tensor.astype(dtype)
+
+    def overwrite(self, tensor: Any) -> None:
+        raise AssertionError("nobody writes into an array of JAX")
+
+    def device(self, tensor: Any) -> str:
+        return str(concrete(tensor).device)
+
+    def gradient(self, tensor: Any) -> Any:
+        return tape.gradient(tensor)
+
+    def backward(self, tensor: Any) -> None:
+        tape.backward(tensor)
+
+    def model(self) -> Any:
+        return Network()
+
+    def module(self, forward: Any) -> Any:
+        return Calling(forward)
+
+    def checkpoint(self, function: Any, tensor: Any) -> Any:
+        return jax.checkpoint(function)(tape.seen(tensor))
+
+    def beyond(self) -> None:
+        ahead(jnp.ones(1))
+
+
+CHECKPOINT = never("where jax.checkpoint computes again, JAX takes what a callback gave in the first run")
+TAPE = never("an open linearization of JAX, as the suite's tape is, lives as long as the arrays it reads")
+
+
+class TestJaxDriver(DriverTests):
+    """The suite on JAX, eager."""
+
+    lacks: ClassVar = {
+        "out": "no op of JAX takes an array to write its result into",
+        "in_place": "no op of JAX writes into an array that it is given",
+        "mutable_tensors": "nobody writes into an array of JAX",
+        "numbers": "every op of JAX gives arrays",
+        "leaves": "JAX returns gradients, no op stores them",
+        "schema": "a primitive is bound with arrays by position; what else it takes are parameters",
+        "fork": "JAX is multithreaded, and warns of os.fork",
+    }
+
+    gaps: ClassVar = {
+        "test_an_exception_of_the_op_itself_passes_as_it_is": never(
+            "JAX adds a note on its filtered traceback"
+        ),
+        "test_a_value_handed_back_unchanged_adds_nothing": never(
+            "a routine is given the array; what derivatives are computed by stays around the routine"
+        ),
+        "test_an_op_is_analysed_once_for_a_set_of_tools": never("no op of JAX stores the gradient of a leaf"),
+        "test_backward_ops_have_ids_that_stay": never("no op of JAX stores the gradient of a leaf"),
+        "test_one_op_may_have_many_backward_ops_each_with_its_own_context": never(
+            "the backward op of an op of JAX is the transpose of its derivative, which is one"
+        ),
+        "test_one_call_site_over_several_weights_is_several_ops": never(
+            "an array is a value, made anew in each step: what tells ops apart is the place of the call"
+        ),
+        "test_a_plan_dies_with_its_parameter": never("an array is a value, made anew in each step"),
+        "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run": CHECKPOINT,
+        "test_a_checkpoint_outside_modules_computes_the_same_ops_again": CHECKPOINT,
+        "test_a_plan_dies_with_its_model": TAPE,
+        "test_forward_values_are_dropped_after_the_first_execution": TAPE,
+        "test_memory_does_not_grow_over_iterations": TAPE,
+        "test_run_is_freed_with_the_graph_of_its_execution": TAPE,
+    }
+
+    @pytest.fixture
+    def sample(self) -> Iterator[Sample]:
+        tape.__init__()  # type: ignore[misc]
+        with tape.recording():
+            yield JaxSample()
+        tape.__init__()  # type: ignore[misc]
+        assert core.trace_ctx.trace is core.eval_trace

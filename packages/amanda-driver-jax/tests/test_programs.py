@@ -1,0 +1,158 @@
+"""Programs under jit, derivatives, loops and maps: as bare, with every execution seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import amanda
+from amanda.drivers.jax import JaxDriver
+from amanda.testing import attached
+
+X, W = jnp.arange(6.0).reshape(2, 3) / 7, jnp.ones((3, 3)) / 3
+
+
+class Counting(amanda.Tool):
+    """Counts executions of each op, and of each backward op."""
+
+    def __init__(self, values: bool = True) -> None:
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.select = None if values else []
+        self.add_inst_for_op(self.count)
+        self.add_inst_for_op(self.count_backward, backward=True)
+
+    def count(self, context: Any) -> None:
+        name = context.get_op_type()
+        context.insert_before_op(lambda *_: self.forward.update([name]), self.select)
+
+    def count_backward(self, context: Any) -> None:
+        name = context.get_backward_op().__name__
+        context.insert_before_backward_op(lambda *_: self.backward.update([name]), self.select)
+
+
+def dense(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w).sum()
+
+
+def scanned(w: Any, x: Any) -> Any:
+    return lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=5)[0].sum()
+
+
+def branched(w: Any, x: Any) -> Any:
+    return lax.cond(x.sum() > 0, lambda: jnp.tanh(x @ w), lambda: jnp.cos(x @ w)).sum()
+
+
+def mapped(w: Any, x: Any) -> Any:
+    return jax.vmap(lambda row: jnp.tanh(row @ w))(x).sum()
+
+
+def checkpointed(w: Any, x: Any) -> Any:
+    return jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x).sum()
+
+
+TIMES = {dense: 1, scanned: 5, branched: 1, mapped: 2, checkpointed: 1}
+
+
+@pytest.fixture(autouse=True)
+def _attached() -> Iterator[None]:
+    with attached(JaxDriver):
+        yield
+
+
+@pytest.mark.parametrize("values", [True, False], ids=["values", "none"])
+@pytest.mark.parametrize("program", TIMES, ids=lambda one: one.__name__)
+def test_every_execution_is_seen(program: Callable[..., Any], values: bool) -> None:
+    step = jax.jit(jax.grad(program))
+    plain = step(W, X)
+    tool = Counting(values)
+    with amanda.apply(tool) as scope:
+        assert np.allclose(step(W, X), plain, rtol=1e-6)  # a callback may keep XLA from fusing
+    times = TIMES[program]
+    assert tool.forward["dot_general"] == tool.forward["tanh"] == times
+    assert tool.backward["dot_general_transpose"] == tool.backward["tanh_transpose"] == times
+    assert not list(scope.report)
+
+
+def test_a_compiled_function_goes_back_to_its_executable() -> None:
+    traced = []
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        traced.append(x)
+        return x * 2
+
+    program(X)
+    for _ in range(2):
+        tool = Counting()
+        with amanda.apply(tool):
+            program(X)
+            program(X)
+        assert tool.forward["mul"] == 2
+        program(X)
+    assert len(traced) == 3
+
+
+def test_a_mask_is_passed_straight_through() -> None:
+    mask = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], np.float32)
+    by_hand = jax.jit(jax.grad(lambda w, x: dense(w + lax.stop_gradient(w * mask - w), x)))(W, X)
+    tool = amanda.Tool()
+
+    def analyse(context: Any) -> None:
+        if context.get_op_type() == "dot_general":
+            context.insert_before_op(lambda w: w * mask, inputs=[1])
+
+    tool.add_inst_for_op(analyse)
+    for step in (jax.jit(jax.grad(dense)), jax.grad(jax.jit(dense)), jax.grad(dense)):
+        with amanda.apply(tool):
+            assert np.allclose(step(W, X), by_hand, rtol=1e-6)
+
+
+def test_an_exception_of_a_routine_is_itself() -> None:
+    class Mistake(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Mistake("of mine")
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_before_op(fail))
+    step = jax.jit(dense)
+    with amanda.apply(tool), pytest.raises(Mistake, match="of mine") as caught:
+        step(W, X)
+    assert any("tool Tool" in note for note in caught.value.__notes__)
+    assert np.array_equal(step(W, X), jax.jit(dense)(W, X))
+
+
+def test_what_was_compiled_ahead_of_time_is_reported() -> None:
+    compiled = jax.jit(dense).lower(W, X).compile()
+    with amanda.apply(Counting()) as scope:
+        compiled(W, X)
+    assert len(list(scope.report)) == 1
+
+
+def test_run_goes_from_the_forward_to_the_backward_routine_of_one_execution() -> None:
+    tool, seen = amanda.Tool(), []
+
+    def forward(x: Any, run: dict[str, Any]) -> None:
+        run["sum"] = float(np.sum(x))
+
+    def after(y: Any, run: dict[str, Any]) -> None:
+        seen.append(run["sum"])
+
+    def analyse(context: Any) -> None:
+        if context.get_op_type() == "tanh":
+            context.insert_before_op(forward)
+            context.insert_after_op(after)
+
+    tool.add_inst_for_op(analyse)
+    with amanda.apply(tool):
+        jax.jit(scanned)(W, X)
+    assert len(set(seen)) == 5
