@@ -12,7 +12,6 @@ from amanda.tools.kit._holders import Holders
 from amanda.tools.kit._layout import canonical, canonical_extents, restored
 from amanda.tools.kit._parts import in_memory_order
 from amanda.tools.kit._tensors import Array, tensors_of
-from amanda.tools.libraries import get_dtype_name
 from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
