@@ -147,13 +147,13 @@ def test_memory_is_flat_over_iterations() -> None:
 def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the nodes that were given a hook."""
     names: list[str] = []
-    place = _autograd._Backward._place_hooks
+    remove_all = _autograd.remove_all
 
-    def noted(self: _autograd._Backward, node: Any, before: Any, after: Any) -> None:
-        names.extend([node.name()] if before or after else [])
-        place(self, node, before, after)
+    def noted(handles: list[tuple[Any, Any]]) -> None:
+        names.extend({id(node): node.name() for node, _ in handles}.values())
+        remove_all(handles)
 
-    monkeypatch.setattr(_autograd._Backward, "_place_hooks", noted)
+    monkeypatch.setattr(_autograd, "remove_all", noted)
     return names
 
 
