@@ -26,10 +26,11 @@ PROGRAMS = {
 SCRIPTS = {"an empty script": "", "a script that imports torch": "import torch"}
 RUN = ("-m", "amanda", "run", "-q")
 UNDER: dict[str, tuple[str, ...]] = {
-    "python": (), "python again": (), "amanda run -t mapping": (*RUN, "-t", "mapping", "--"),
+    "python": (), "python again": (),
+    "amanda run -t standard_mapping": (*RUN, "-t", "standard_mapping", "--"),
     "amanda run -t flops": (*RUN, "-t", "flops", "--"), "amanda run -t prune": (*RUN, "-t", "prune", "--"),
 }  # fmt: skip
-"""Ways to run a script; `mapping` has no rule, so it is a tool that does nothing."""
+"""Ways to run a script; `standard_mapping` alone names ops, and has no result."""
 COMMANDS = ("--version", "--help", "tools", "view --help", "merge --help")
 WITHIN = """
 import json, time, torch

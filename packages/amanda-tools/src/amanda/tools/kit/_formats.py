@@ -17,8 +17,7 @@ BitField = Literal["any", "sign", "exponent", "mantissa"]
 """A part of a number in memory."""
 
 _INTEGER = re.compile(r"(u?)int(8|16|32|64)")
-_LACKED = {"bfloat16", *(name for name in dir(ml_dtypes) if name.startswith("float8_"))}  # by NumPy
-_FLOATS = {"float16", "float32", "float64", *_LACKED}
+_FLOATS = frozenset({"float16", "float32", "float64"})
 _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
@@ -41,9 +40,18 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
     return tuple(range(*fields.get(field, (0, size))))
 
 
+def _is_lacked(dtype: str) -> bool:
+    """Return True for a type of floating numbers that ml_dtypes has and NumPy lacks."""
+    return dtype == "bfloat16" or (dtype.startswith("float8_") and hasattr(ml_dtypes, dtype))
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype in _FLOATS or _is_lacked(dtype)
+
+
 def _sizes(dtype: str) -> tuple[int, int, int]:
     """Return how many bits mantissa, exponent and sign have."""
-    if dtype in _FLOATS:
+    if _is_float(dtype):
         known = ml_dtypes.finfo(numpy_type(dtype))  # type: ignore[no-untyped-call]
         return known.nmant, known.nexp, known.bits - known.nmant - known.nexp
     if integer := _INTEGER.fullmatch(dtype):
@@ -58,7 +66,7 @@ def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
         return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
     found: NDArray[Any] = rows.view(numpy_type(dtype))[:, 0]
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return found.astype(np.float64) if dtype in _FLOATS else found
+        return found.astype(np.float64) if _is_float(dtype) else found
 
 
 def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
@@ -68,7 +76,7 @@ def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
     Raises ValueError for NaN where an integer is wanted.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        if dtype in _LACKED or dtype == "complex32":
+        if _is_lacked(dtype) or dtype == "complex32":
             tensors = tensors_of(like)
             return tensors.bytes_at(tensors.cast(numbers, like), np.arange(len(numbers)))
         made = _integers(numbers, dtype) if _INTEGER.fullmatch(dtype) else numbers.astype(dtype)
