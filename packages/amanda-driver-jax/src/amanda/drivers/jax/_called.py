@@ -22,12 +22,10 @@ def call(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> 
     return list(call_p.bind(*arrays, function=function, avals=avals))
 
 
-@call_p.def_impl
 def _call(*arrays: Any, function: Callable[..., Any], avals: Any) -> list[Any]:
     return [jax.numpy.asarray(one) for one in function(*map(np.asarray, arrays))]
 
 
-@call_p.def_effectful_abstract_eval
 def _call_avals(*arrays: Any, function: Callable[..., Any], avals: Any) -> Any:
     return list(avals), {callback._IOEffect}
 
@@ -57,3 +55,5 @@ def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any
 
 batching.primitive_batchers[call_p] = _call_batched
 mlir.register_lowering(call_p, _call_lowered)
+call_p.def_impl(_call)
+call_p.def_effectful_abstract_eval(_call_avals)

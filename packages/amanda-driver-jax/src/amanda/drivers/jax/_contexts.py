@@ -27,8 +27,10 @@ class Contexts:
     def follow(self) -> None:
         """Put the key of what is in force on this thread into JAX's setting."""
         activation = interceptor.ACTIVATION.get(None)
-        inside = activation is not None and activation.active
-        _CONFIG.set_local(self.key(activation.state) if inside else _UNSET)
+        if activation is not None and activation.active:
+            _CONFIG.set_local(self.key(activation.state))
+        else:
+            _CONFIG.set_local(_UNSET)
 
     def key(self, state: State, values: Hashable = None) -> Any:
         """Return the key for a state: the same for the same tools, another each time without the cache.

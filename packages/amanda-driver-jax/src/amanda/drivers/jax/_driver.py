@@ -65,12 +65,13 @@ class JaxDriver(Arrays, EagerDriver):
 
     def _bind(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-            if interceptor.active() is None:
+            activation = interceptor.active()
+            if activation is None:
                 return original(primitive, *args, **params)
             if primitive.name == "shard_map":
                 if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace) and not is_tangent(args):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
-                interceptor.active().state.report("inside of shard_map", MAPPED)
+                activation.state.report("inside of shard_map", MAPPED)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with interceptor.Suspension(), under(None):
                     return original(primitive, *args, **params)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Hashable
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ class Job:
         given = tuple(np.asarray(one) for one in own[: len(self._places)])
         if FAILURES.pending() or any(scope.closed for scope in self._state.scopes):
             return given
-        leaves = list(self._static)
+        leaves: list[Any] = list(self._static)
         for place, array in zip(self._places, given, strict=True):
             leaves[place] = array.view()
             leaves[place].flags.writeable = False
@@ -200,7 +200,7 @@ def raise_failures(attributes: Attributes) -> None:
     for allowed in (effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects):
         if callback.IOEffect not in allowed._effect_types:
             allowed.add_type(callback.IOEffect)
-            attributes.on_restore(lambda allowed=allowed: allowed._effect_types.discard(callback.IOEffect))
+            attributes.on_restore(partial(allowed._effect_types.discard, callback.IOEffect))
     attributes.on_restore(RUNS.clear)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from amanda import interceptor
 from amanda.backend import Attributes
-from jax._src import core, pjit, stages
+from jax._src import core, dtypes, pjit, stages
 from jax._src.sharding_impls import UnspecifiedValue
 
 from ._contexts import under
@@ -91,7 +91,11 @@ def _staged(info: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _symbol(value: Any) -> Any:
-    return value if isinstance(value, core.Tracer) else core.trace_ctx.trace.stage_value(value)
+    return (
+        value
+        if isinstance(value, core.Tracer)
+        else core.trace_ctx.trace.stage_value(dtypes.canonicalize_value(value))
+    )
 
 
 def _as_array(value: Any) -> Any:

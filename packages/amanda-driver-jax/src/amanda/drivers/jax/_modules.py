@@ -2,8 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from functools import partial, wraps
 from typing import Any
 
 from amanda import interceptor
@@ -45,7 +45,7 @@ class Places:
     def _of_model(self, module: Any) -> Place:
         from ._traces import is_within_jit
 
-        if not is_within_jit() and type(module).__hash__ is object.__hash__:
+        if not is_within_jit() and vars(object)["__hash__"] is getattr(type(module), "__hash__", None):
             return self._models.setdefault(module, Place(""))
         return self._kinds.setdefault(type(module), Place(""))
 
@@ -59,13 +59,14 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
             if "__call__" in vars(heir):
                 attributes.set(heir, "__call__", _enclosed(vars(heir)["__call__"], places, call))
 
+    def enclose_base(module: str, name: str) -> None:
+        enclose(getattr(sys.modules[module], name))
+
     for module, name in BASES:
-        attributes.when_imported(
-            module, lambda module=module, name=name: enclose(getattr(sys.modules[module], name))
-        )
+        attributes.when_imported(module, partial(enclose_base, module, name))
 
 
-def _enclosed(original: Any, places: Places, call: Any) -> Callable[..., Any]:
+def _enclosed(original: Any, places: Places, call: Any) -> Any:
     if not callable(original):
         return original
 
@@ -100,7 +101,8 @@ def path(subjects: Sequence[Place]) -> str:
 
 
 def _heirs(kind: type) -> Iterator[type]:
-    for heir in type.__subclasses__(kind):
+    heirs: list[type] = type.__subclasses__(kind)
+    for heir in heirs:
         yield heir
         yield from _heirs(heir)
 

@@ -56,12 +56,10 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
-@straight_p.def_impl
 def _straight(original: Any, value: Any) -> Any:
     return value
 
 
-@straight_p.def_abstract_eval
 def _straight_aval(original: Any, value: Any) -> Any:
     return original.update(weak_type=False) if original.dtype == value.dtype else value
 
@@ -92,12 +90,10 @@ batching.primitive_batchers[tie_p] = _tie_batched
 mlir.register_lowering(tie_p, lambda ctx, value, token: [value])
 
 
-@tap_p.def_impl
 def _tap(*values: Any, **params: Any) -> list[Any]:
     return list(values)
 
 
-@tap_p.def_abstract_eval
 def _tap_avals(*values: Any, **params: Any) -> Any:
     return list(values)
 
@@ -136,3 +132,7 @@ ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_transposes[tap_p] = partial(ad.linear_transpose2, _tap_transposed)
 batching.primitive_batchers[tap_p] = _tap_batched
 mlir.register_lowering(tap_p, lambda ctx, *values, **params: list(values))
+straight_p.def_impl(_straight)
+straight_p.def_abstract_eval(_straight_aval)
+tap_p.def_impl(_tap)
+tap_p.def_abstract_eval(_tap_avals)

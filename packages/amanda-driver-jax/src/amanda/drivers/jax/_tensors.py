@@ -112,7 +112,7 @@ def fitting(original: Any, value: Any) -> Any:
 
 def _form(value: Any) -> Hashable:
     value = primal(value)
-    return type(value) if isinstance(value, jax.core.Tracer) else None
+    return type(value).__name__ if isinstance(value, jax.core.Tracer) else None
 
 
 def _each(value: Any, read: Callable[[Any], Any]) -> Any:
