@@ -25,7 +25,7 @@ DRIVERS = sorted(ROOT.glob("packages/*/src/amanda/drivers/*/__init__.py"))
 IN_WHOLE = ["amanda.plugins", "amanda.backend", "amanda.interceptor", "amanda.testing", "amanda.errors"]
 TOOLS = sorted(
     f"amanda.tools.{path.parent.name}"
-    for path in ROOT.glob("packages/amanda-tools/src/amanda/tools/*/__init__.py")
+    for path in ROOT.glob("packages/amanda-tools/src/amanda/tools/[!_]*/__init__.py")
 )
 
 

@@ -101,6 +101,8 @@ class GradOff:
 class TorchTensors:
     """`TensorOps` of PyTorch."""
 
+    has_symbols = False
+
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a torch.Tensor."""
         return isinstance(value, torch.Tensor)

@@ -12,9 +12,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from amanda.tools._libraries import rich
 from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._spec import Tooling
-from amanda.tools.libraries import rich
 from amanda.tools.results import Result, can_merge, merge, restored
 
 

@@ -11,9 +11,9 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 from zipfile import BadZipFile
 
 from amanda.errors import AmandaError
+from amanda.tools._libraries import numpy as np
+from amanda.tools._libraries import safetensors
 from amanda.tools.kit import numpy_type
-from amanda.tools.libraries import numpy as np
-from amanda.tools.libraries import safetensors
 from amanda.tools.results import TooLargeError, check_file, read_npz
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools._libraries import do
+from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
@@ -31,8 +33,6 @@ from amanda.tools.dynamic_prune._patterns import (
 from amanda.tools.dynamic_prune._pytorch import ATTENTIONS
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import DataflowNode, check_one_of, tensors_of
-from amanda.tools.libraries import do
-from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})

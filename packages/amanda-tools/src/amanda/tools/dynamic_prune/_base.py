@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools._libraries import get_dtype_name
+from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
-from amanda.tools.libraries import get_dtype_name
-from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 
 T = TypeVar("T")

@@ -7,12 +7,12 @@ from math import prod
 from typing import Any
 
 import amanda
+from amanda.tools._libraries import do
+from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
 from amanda.tools.dynamic_prune._math import as_type_of, density_count, saliency, shares, stop, winners
 from amanda.tools.dynamic_prune._result import Pruned
 from amanda.tools.kit import DataflowNode, spatial_axes
-from amanda.tools.libraries import do
-from amanda.tools.libraries import numpy as np
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _NORMS = ("batch_norm", "instance_norm", "group_norm")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from zipfile import BadZipFile
 
 from amanda.errors import AmandaError
+from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._terms import Indices
-from amanda.tools.libraries import numpy as np
 from amanda.tools.results import TooLargeError, check_schema, in_words, read_npz
 
 if TYPE_CHECKING:

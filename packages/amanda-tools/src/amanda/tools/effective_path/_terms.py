@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import numpy as np
 from amanda.tools.trace import Op
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
 from amanda.tools.inject._faults import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
 from amanda.tools.kit import FoundMemory, check_one_of
-from amanda.tools.libraries import numpy as np
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]

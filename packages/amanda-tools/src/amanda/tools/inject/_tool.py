@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._faults import Fault, InjectError, Kind
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
-from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
 

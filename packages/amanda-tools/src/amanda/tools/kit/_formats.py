@@ -6,9 +6,9 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from amanda.tools._libraries import ml_dtypes
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._tensors import numpy_type, tensors_of
-from amanda.tools.libraries import ml_dtypes
-from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

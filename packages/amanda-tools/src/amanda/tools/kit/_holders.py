@@ -11,8 +11,8 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.errors import AmandaError
-from amanda.tools.libraries import do, to_numpy
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import do, to_numpy
+from amanda.tools._libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 Changed = Callable[[Any], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from amanda.tools.libraries import do, shape
+from amanda.tools._libraries import do, shape
 
 
 def canonical(weight: Any, layout: str | None) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import amanda
+from amanda.tools._libraries import tree_iter, tree_map
 from amanda.tools.kit._tensors import tensors_of
-from amanda.tools.libraries import tree_iter, tree_map
 
 
 class FoundMemory(amanda.Tool):

@@ -32,7 +32,9 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
     ("kit", "tensorflow"): (
         *_RECORD,
         "tensorflow.python.eager.record:stop_recording",
+        "tensorflow.python.framework.ops:EagerTensor._datatype_enum",
         "tensorflow.python.framework.ops:EagerTensor._handle_data",
+        "tensorflow.python.framework.ops:EagerTensor._numpy",
         "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     ),
     ("nan", "torch"): ("torch:Tensor._version",),
@@ -72,6 +74,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:_C._autograd._saved_tensors_hooks_is_enabled",
         "torch:_C._autograd._top_saved_tensors_default_hooks",
         "torch:_C._get_function_stack_at",
+        "torch:_C._is_any_autocast_enabled",
         "torch:_C._len_torch_dispatch_stack",
         "torch:_C._len_torch_function_stack",
         "torch:_C._storage_Use_Count",

@@ -7,8 +7,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
-from amanda.tools.libraries import do, get_dtype_name, ml_dtypes, to_numpy
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import do, get_dtype_name, ml_dtypes, to_numpy
+from amanda.tools._libraries import numpy as np
 from amanda.tools.mapping import backend_of
 from amanda.tools.mapping._installed import installed, loaded, said
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._holders import Holders
 from amanda.tools.kit._layout import canonical, canonical_extents, restored
 from amanda.tools.kit._parts import in_memory_order
 from amanda.tools.kit._tensors import Array, tensors_of
-from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from amanda.tools.kit._weight_tool import WeightTool

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from math import isfinite, isnan, prod
 from typing import Any, NamedTuple
 
+from amanda.tools._libraries import do
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import leaves, tensors_of
-from amanda.tools.libraries import do
-from amanda.tools.libraries import numpy as np
 
 
 class Summary(NamedTuple):

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 import amanda
 from amanda.action import Observed
 from amanda.errors import AmandaError
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Dtype, packed_inputs
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
@@ -161,22 +160,22 @@ class NanTool(amanda.Tool):
         self._look(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
-    @np.errstate(all="ignore")
     def _look_at_all(self, executions: Sequence[Observed]) -> None:
         begun: dict[_Op, Observed] = {}
-        for one in executions:
-            op: _Op = one.kwargs["op"]
-            if "begins" in one.kwargs:
-                begun[op] = one
-                continue
-            begin = begun.pop(op, None)
-            kept = one.run.pop(op, None) if begin is None else None
-            if are_finite(one.values):
-                self._executions += 1
-            else:
-                self._look(one.values, kept if begin is None else op.given.keep(begin.values), op)
-        for op, one in begun.items():  # ops that end later
-            one.run[op] = op.given.keep(one.values)
+        with np.errstate(all="ignore"):
+            for one in executions:
+                op: _Op = one.kwargs["op"]
+                if "begins" in one.kwargs:
+                    begun[op] = one
+                    continue
+                begin = begun.pop(op, None)
+                kept = one.run.pop(op, None) if begin is None else None
+                if are_finite(one.values):
+                    self._executions += 1
+                else:
+                    self._look(one.values, kept if begin is None else op.given.keep(begin.values), op)
+            for op, one in begun.items():  # ops that end later
+                one.run[op] = op.given.keep(one.values)
 
     def _look(self, values: Sequence[Any], kept: Kept | None, op: _Op) -> None:
         execution, self._executions = self._executions, self._executions + 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Present, WeightTool
 from amanda.tools.kit._tensors import Array
-from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError, regrown_kept
 from amanda.tools.prune._options import Options
 from amanda.tools.prune._weight import PrunedWeight

@@ -13,10 +13,10 @@ from numbers import Real
 from typing import Any
 
 from amanda.errors import AmandaError
+from amanda.tools._libraries import do, shape
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
 from amanda.tools.kit._tensors import Array
-from amanda.tools.libraries import do, shape
-from amanda.tools.libraries import numpy as np
 
 
 class PruneError(AmandaError, ValueError):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from amanda.tools._libraries import do, shape
 from amanda.tools.kit._tensors import Array
-from amanda.tools.libraries import do, shape
 from amanda.tools.prune._masks import PruneError, channels_kept, elements_kept, n_m_kept, tiles_kept
 
 

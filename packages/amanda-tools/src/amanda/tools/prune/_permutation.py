@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import ShapeError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Present, WeightTool
-from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._making import Making
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._options import Budget, Options, Regrow

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from amanda.tools._libraries import do
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Present, Weight
 from amanda.tools.kit._tensors import Array
-from amanda.tools.libraries import do
-from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._permutation import input_permutation
 
 

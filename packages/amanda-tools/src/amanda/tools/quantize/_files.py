@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.results import TooLargeError, check_file, check_schema, in_words, read_text
 

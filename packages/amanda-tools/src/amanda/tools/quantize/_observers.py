@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import fake_quantize
 from amanda.tools.quantize._grid import (
     Grid,

@@ -7,8 +7,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import Scale, fake_quantize, straight_through
 from amanda.tools.quantize._grid import Grid, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda import interceptor
+from amanda.tools._libraries import tree_map
 from amanda.tools.kit._requirements import check
-from amanda.tools.libraries import tree_map
 from amanda.tools.remat._records import Handle, flat
 
 Compute = Callable[[Sequence[Any]], Any]

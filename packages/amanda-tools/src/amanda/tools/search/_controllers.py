@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import numpy as np
 from amanda.tools.search._checks import check_integer, check_real
 from amanda.tools.search._result import dominates
 

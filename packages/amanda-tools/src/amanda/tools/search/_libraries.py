@@ -7,8 +7,8 @@ from math import erf
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._checks import SearchError

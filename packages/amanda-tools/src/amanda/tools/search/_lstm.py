@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.libraries import numpy as np
+from amanda.tools._libraries import numpy as np
 from amanda.tools.search._checks import SearchError, check_integer, check_real
 from amanda.tools.search._controllers import Architecture, Space
 

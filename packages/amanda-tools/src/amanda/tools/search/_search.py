@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import Any, Literal
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
-from amanda.tools.libraries import numpy as np
 from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._lstm import LSTMPolicy

@@ -8,8 +8,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import canonical, restored, tensors_of
-from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize import Grid, choose_qparams, extremes, fake_quantize, fake_quantize_gradient
 from amanda.tools.search._candidates import Candidate, Original
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from amanda.tools._libraries import astype, do, get_dtype_name
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
 from amanda.tools.kit._tensors import CACHED_BLOCK
-from amanda.tools.libraries import astype, do, get_dtype_name
-from amanda.tools.libraries import numpy as np
 from amanda.tools.stats._arrays import SMALL, Keys, are_finite, counts_of, of_block, of_small
 from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
 from amanda.tools.stats._statistics import Statistics

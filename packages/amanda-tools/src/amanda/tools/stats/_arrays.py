@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._tensors import CACHED_BLOCK
-from amanda.tools.libraries import numpy as np
 from amanda.tools.stats._sketch import LOWEST, OCTAVES, Bins
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class _Memory(threading.local):
         self.wide, self.scratch = np.empty((2, CACHED_BLOCK))
         self.flags = np.empty(CACHED_BLOCK, bool)
         self.keys = np.empty(CACHED_BLOCK, np.intp)
-        found: Array = object.__getattribute__(self, name)
+        found: Array = self.__dict__[name]
         return found
 
 
