@@ -1,13 +1,14 @@
 """Architecture search on scikit-learn's digits, from one source in PyTorch and Keras.
 
-The starting CNN has three 3x3 convolutions and ReLU. Found models have its FLOPs at most, and are
-trained from nothing as it is, some times each.
+The starting CNN has four 3x3 convolutions and ReLU, three of them before the first pooling. Found models
+have its FLOPs at most, and are trained from nothing as it is, some times each.
 
 python examples/search_digits.py [torch|keras] [SEEDS] [FIRST]
 """
 
 import sys
 from copy import copy
+from functools import partial
 from statistics import mean, stdev
 
 import numpy as np
@@ -16,7 +17,7 @@ from sklearn.datasets import load_digits
 import amanda
 from amanda.tools.search import Choice, Evolution, Random, Search, SearchTool
 
-EPOCHS, SEARCHED, TRIALS, REPEATS, FINALS, BATCH, RATE = 20, 6, 24, 2, 5, 32, 0.01
+EPOCHS, SEARCHED, RUNS, TRIALS, FOLDS, FINALS, BATCH, RATE = 20, 10, 4, 16, 4, 5, 32, 0.01
 CHOICES = [
     Choice(["keep", "skip", "conv1", "conv5", "conv3g2", "conv5g2", "conv5g4"], type="conv2d"),
     Choice(["keep", "tanh", "gelu", "silu"], type="relu", shared=True),
@@ -35,8 +36,8 @@ class Torch:
         torch.manual_seed(seed)
         self.model = nn.Sequential(
             nn.Conv2d(1, 4, **conv), nn.ReLU(), nn.Conv2d(4, 4, **conv, bias=False), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Conv2d(4, 8, **conv), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(32, 10),
+            nn.Conv2d(4, 4, **conv, bias=False), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(4, 8, **conv), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 10),
         )  # fmt: skip
 
     def tensor(self, images):
@@ -85,7 +86,8 @@ class Keras:
         self.model = keras.Sequential(
             [
                 layers.Input((8, 8, 1)), layers.Conv2D(4, **conv), layers.Conv2D(4, use_bias=False, **conv),
-                layers.MaxPooling2D(2), layers.Conv2D(8, **conv), layers.MaxPooling2D(2),
+                layers.Conv2D(4, use_bias=False, **conv), layers.MaxPooling2D(2), layers.Conv2D(8, **conv),
+                layers.MaxPooling2D(2),
                 layers.Flatten(), layers.Dense(10),
             ]
         )  # fmt: skip
@@ -123,11 +125,17 @@ class Keras:
 
 
 def split(seed):
-    """Return images and labels to train on, to choose an architecture by, and to test on."""
+    """Return images and labels to train and choose architectures on, and to test on."""
     found = load_digits()
     order = np.random.default_rng(seed).permutation(len(found.target))
     images, labels = (found.images[order] / 16).astype(np.float32), found.target[order]
-    return [(images[part], labels[part]) for part in (slice(900), slice(900, 1300), slice(1300, None))]
+    return [(images[part], labels[part]) for part in (slice(1300), slice(1300, None))]
+
+
+def fold(known, number):
+    """Return what is left of the images when a part is held out, and that part."""
+    held = np.arange(len(known[1])) % FOLDS == number
+    return [part[~held] for part in known], [part[held] for part in known]
 
 
 def batches(data, epochs, seed):
@@ -150,30 +158,52 @@ def trained(net, data, seed):
     return net
 
 
-def darts(net, tool, train, held_out, seed, trials):
-    """Learn mixture weights on batches that are held out, and the other weights on those to train on."""
-    weights, alphas = net.trainer(net.weights() + list(tool.weights())), net.trainer(list(tool.alphas()))
-    with amanda.apply(tool):
-        pairs = zip(batches(train, SEARCHED, seed), batches(held_out, 3 * SEARCHED, seed), strict=False)
-        for batch, other in pairs:
-            weights(*batch)
-            alphas(*other)
-    tool.settle(limits={"flops": tool.flops(first(tool))})
+def validated(net, tool, known):
+    """Return the mean accuracy of the present architecture, trained from nothing, on parts held out."""
+    accuracies = []
+    with amanda.disabled():
+        for number in range(FOLDS):
+            train, held_out = fold(known, number)
+            accuracies.append(accuracy(trained(finalized(net, tool, number), train, number), held_out))
+    return mean(accuracies)
+
+
+def darts(kind, known, seed, trials):
+    """Learn mixture weights on images that are held out, and the other weights on the rest.
+
+    The best of four runs is chosen by validation, as Liu et al. 2019 do.
+    """
+    found = []
+    for run in range(RUNS):
+        net, tool = prepared(kind, known, seed + 100 * run, mixture=True)
+        train, held_out = fold(known, run % FOLDS)
+        weights, alphas = net.trainer(net.weights() + list(tool.weights())), net.trainer(list(tool.alphas()))
+        with amanda.apply(tool):
+            pairs = zip(batches(train, SEARCHED, run), batches(held_out, 4 * SEARCHED, run), strict=False)
+            for batch, other in pairs:
+                weights(*batch)
+                alphas(*other)
+        tool.settle(limits={"flops": tool.flops(first(tool))})
+        found.append((validated(net, tool, known), net, tool))
+    return max(found, key=lambda one: one[0])[1:]
 
 
 def sampled(make):
     """Train each architecture from nothing, several times, and take the mean accuracy on what is held out."""
 
-    def search(net, tool, train, held_out, seed, trials):
-        def evaluate():
-            with amanda.disabled():
-                nets = [trained(finalized(net, tool, number), train, number) for number in range(REPEATS)]
-                return mean(accuracy(one, held_out) for one in nets)
-
-        limits = {"flops": tool.flops(first(tool))}
-        Search(tool, evaluate, make(), limits=limits, seed=seed, progress=False).run(trials=trials)
+    def search(kind, known, seed, trials):
+        net, tool = prepared(kind, known, seed)
+        limits, measure = {"flops": tool.flops(first(tool))}, partial(validated, net, tool, known)
+        Search(tool, measure, make(), limits=limits, seed=seed, progress=False).run(trials=trials)
+        return net, tool
 
     return search
+
+
+def prepared(kind, known, seed, mixture=False):
+    net, tool = kind(seed), SearchTool(CHOICES, mixture=mixture, seed=seed)
+    tool.prepare(net.model, net.tensor(known[0][:1]))
+    return net, tool
 
 
 def finalized(net, tool, seed):
@@ -188,7 +218,7 @@ def first(tool):
     return {name: labels[0] for name, labels in tool.space.items()}
 
 
-METHODS = {"darts": darts, "evolution": sampled(lambda: Evolution(8, 4)), "random": sampled(Random)}
+METHODS = {"darts": darts, "evolution": sampled(lambda: Evolution(6, 3)), "random": sampled(Random)}
 
 
 def compare(kind, seed, methods=METHODS, trials=TRIALS, finals=FINALS):
@@ -196,21 +226,16 @@ def compare(kind, seed, methods=METHODS, trials=TRIALS, finals=FINALS):
 
     finals: how often each is trained from nothing; accuracies are means.
     """
-    train, held_out, test = split(seed)
-    found = {}
+    known, test = split(seed)
 
     def tested(make):
-        return mean(accuracy(trained(make(number), train, number), test) for number in range(finals))
+        return mean(accuracy(trained(make(number), known, number), test) for number in range(finals))
 
+    _, tool = prepared(kind, known, seed)
+    found = {"start": (tested(kind), tool.flops(first(tool)), first(tool))}
     for method, search in methods.items():
-        net = kind(seed)
-        tool = SearchTool(CHOICES, mixture=method == "darts", seed=seed)
-        tool.prepare(net.model, net.tensor(test[0][:1]))
-        if not found:
-            found["start"] = tested(kind), tool.flops(first(tool)), first(tool)
-        search(net, tool, train, held_out, seed, trials)
-        score = tested(lambda number, net=net, tool=tool: finalized(net, tool, number))
-        found[method] = score, tool.flops(), tool.architecture
+        net, tool = search(kind, known, seed, trials)
+        found[method] = tested(partial(finalized, net, tool)), tool.flops(), tool.architecture
     return found
 
 
