@@ -146,6 +146,7 @@ class JaxSample(Sample):
         tape.backward(tensor)
 
     def model(self) -> Any:
+        core.trace_ctx.set_trace(tape.trace)  # in a process that the suite starts, where no fixture does it
         return Network()
 
     def module(self, forward: Any) -> Any:
