@@ -4,7 +4,9 @@ import gc
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -156,3 +158,25 @@ def test_scopes_open_on_threads_that_no_signal_reaches(seen: Any) -> None:
     thread.start()
     thread.join()
     assert seen.names == ["ones", "relu"]
+
+
+def test_what_a_failed_routine_held_is_freed_with_its_exception() -> None:
+    """A cycle of an exception and a frame of ours would keep alive what an interrupted routine held."""
+    held: list[weakref.ref[Any]] = []
+
+    def fail(*values: Any) -> None:
+        own = torch.ones(1)
+        held.append(weakref.ref(own))
+        raise KeyboardInterrupt
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_before_op(fail))
+    gc.disable()
+    try:
+        for _ in range(2):
+            with suppress(KeyboardInterrupt), amanda.apply(tool):
+                torch.ones(1) + 1
+        assert [one() for one in held] == [None] * len(held)
+        assert held
+    finally:
+        gc.enable()

@@ -85,7 +85,8 @@ def test_a_framework_that_is_first_imported_elsewhere_is_seen_everywhere(
 
 @pytest.mark.slow
 def test_a_framework_that_a_handler_at_the_end_imports_is_seen(tmp_path: Path) -> None:
-    assert matmuls(tmp_path, WORK + "import atexit\natexit.register(work)") == 1
+    # Python lets nobody import concurrent.futures at its end, once threading has been imported
+    assert matmuls(tmp_path, WORK + "import atexit, concurrent.futures.thread\natexit.register(work)") == 1
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelined import let_torchvision_load
 from torch import Tensor, nn
 
 import amanda
@@ -261,6 +262,7 @@ def test_without_the_cache_one_place_counts_all_executions() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_models_of_transformers(name: str) -> None:
+    let_torchvision_load()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     more = {} if name == "Llama" else {"num_local_experts": 4, "experts_implementation": "eager"}

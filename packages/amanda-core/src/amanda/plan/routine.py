@@ -74,22 +74,23 @@ def run_routine(
         return changed
     except BaseException as error:
         told = failed(error, action, values, picked, facts)
-        if told is not error:
+        if told is not None:
             raise told from error
         raise
 
 
 def failed(
     error: BaseException, action: Action, values: Sequence[Any], picked: Sequence[Any], facts: OpFacts
-) -> BaseException:
-    """Return the exception to raise for one of a routine that was given `picked`, with a note.
+) -> BaseException | None:
+    """Note the op on an exception of a routine that was given `picked`, or on the one to raise instead.
 
+    Return the latter, or None: a frame that held the exception would keep it, and what it holds, alive.
     values: all values that the op has there.
     """
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
     told = refused(action, values, names, picked, {}) if isinstance(error, TypeError) else None
     add_note(told or error, describe(facts, action.tool, str(action)))
-    return told or error
+    return told
 
 
 def run_replacement(

@@ -43,8 +43,10 @@ class _Observer:
             for one in layout
         ]
 
-    def failed(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> BaseException:
-        """Return the exception to raise for one of the observer."""
+    def failed(
+        self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]
+    ) -> BaseException | None:
+        """Note the op on an exception of the observer; return the one to raise instead, if there is one."""
         every = self.place.values([flat[i] for i in self.indices])
         return failed(error, self.action, every, values, self.facts)
 
@@ -90,7 +92,7 @@ class Packed:
                     matched(action, result, values)
             except BaseException as error:
                 told = one.failed(error, flat, values)
-                if told is not error:
+                if told is not None:
                     raise told from error
                 raise
         for action, executions in gathered.values():
