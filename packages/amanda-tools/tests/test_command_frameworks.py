@@ -198,6 +198,7 @@ parallel = DistributedDataParallel(model)
 for _ in range(2 + dist.get_rank()):
     loss = model(torch.rand(5, 4)).sum()
 parallel(torch.rand(5, 4)).sum().backward()
+del parallel  # torch may wait forever where it is freed after its group
 dist.destroy_process_group()
 """
 

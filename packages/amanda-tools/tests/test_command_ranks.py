@@ -45,6 +45,7 @@ if sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     while True:  # waits for the other, until the connection breaks or the launcher ends it
         step()
+del model  # torch may wait forever where it is freed after its group
 dist.destroy_process_group()
 """
 LOCKED = """
