@@ -118,3 +118,27 @@ def test_the_dict_is_freed_with_the_graph() -> None:
             assert kept[-1]() is not None
             del made
             assert [one() for one in kept] == [None] * len(kept)
+
+
+@pytest.mark.parametrize("program", [
+    lambda x, out: torch.cat([x, x], out=out), lambda x, out: torch.stack([x, x], out=out),
+    lambda x, out: torch.zeros((2, 3), out=out), lambda x, out: torch.mul(x, 2, out=out),
+])  # fmt: skip
+def test_values_that_are_handed_back_are_the_ops_own(program: Callable[..., Any]) -> None:
+    """A list among the values, or alone, is handed back as any other value is."""
+
+    def unchanged(*values: Any, run: dict[str, Any]) -> Any:
+        run["seen"] = True
+        return values
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_before_op(unchanged))
+    tool.add_inst_for_op(lambda context: context.insert_after_op(unchanged), require_outputs=True)
+    x, bare, out = torch.rand(1, 3), torch.empty(0), torch.empty(0)
+    for _ in range(5):
+        program(x, bare)
+    with amanda.apply(tool):
+        for _ in range(5):
+            program(x, out)
+    assert torch.equal(out, bare)
+    assert out._version == bare._version

@@ -6,6 +6,8 @@ from _thread import get_ident
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from amanda.plan.results import matched
+
 if TYPE_CHECKING:
     from amanda.plan.action import Action
     from amanda.plan.tensors import TensorOps
@@ -79,8 +81,6 @@ def _given(
         if not isolated or result is None:
             return result
         own = {id(one): value for one, value in zip(given, values, strict=True)}
-        if isinstance(result, (list, tuple)) and not isinstance(values[0] if values else None, (list, tuple)):
-            return [own.get(id(one), one) for one in result]
-        return own.get(id(result), result)
+        return [own.get(id(one), one) for one in matched(action, result, values) or ()]
 
     return routine
