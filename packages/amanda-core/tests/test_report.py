@@ -7,6 +7,8 @@ import pickle
 
 import pytest
 
+import amanda
+from amanda.plugins.entries import registry
 from amanda.scope.report import IN_ALL, OF_A_KIND, Report
 
 
@@ -75,3 +77,12 @@ def test_what_is_forgotten_is_noted_again() -> None:
     assert str(report) == "everything that ran was instrumented"
     report.add("a session", "its model is gone")
     assert pickle.loads(pickle.dumps(report)) == report == [("a session", "its model is gone", "")]
+
+
+def test_a_scope_without_any_driver_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entries", lambda *_, **__: [])
+    with amanda.apply(amanda.Tool()) as scope:
+        pass
+    (entry,) = scope.report
+    assert entry.what == "drivers"
+    assert "no op is seen: pip install" in entry.reason

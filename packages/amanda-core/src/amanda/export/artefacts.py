@@ -6,13 +6,13 @@ nothing is imported to find it.
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import ArtefactError, PluginError
+from amanda.plugins.drivers import how_to_install
 from amanda.plugins.entries import ARTEFACTS, Entry, registry, rivalry, upgrade
 from amanda.scope.driver import DRIVER_API
 
@@ -74,14 +74,9 @@ def _fits(name: str, path: Path) -> bool:
 def _known() -> str:
     entries = registry.entries(ARTEFACTS, fresh=False)
     known = [f"{_form(entry)} ({entry.distribution})" for entry in entries]
-    return f"there are {', '.join(known)}; {_others()}" if known else _others()
+    others = f"drivers come by {how_to_install()}"
+    return f"there are {', '.join(known)}; {others}" if known else others
 
 
 def _form(entry: Entry) -> str:
     return f"folders with {entry.name}" if "." in entry.name else f"*.{entry.name}"
-
-
-def _others() -> str:
-    """Say how to get the drivers that this core knows of."""
-    extras = importlib.metadata.metadata("amanda-core").get_all("Provides-Extra") or []
-    return f'drivers come by pip install "amanda-core[EXTRA]", EXTRA one of {", ".join(sorted(extras))}'

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -57,6 +58,21 @@ def absent_frameworks() -> list[str]:
 def driven_frameworks() -> list[str]:
     """Import names of the frameworks that have a driver."""
     return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
+
+
+def none_installed() -> str:
+    """Say how to get drivers where no distribution registers one; "" where one does."""
+    return "" if driven_frameworks() else f"no driver is installed, so no op is seen: {how_to_install()}"
+
+
+def how_to_install() -> str:
+    """Say how to get the drivers that this core knows of."""
+    try:
+        needed = importlib.metadata.requires("amanda-core") or []
+    except importlib.metadata.PackageNotFoundError:  # it runs from its sources
+        return "pip install amanda-driver-FRAMEWORK"
+    extras = re.findall(r"^amanda-driver-.*extra == [\"'](\w+)", "\n".join(needed), re.MULTILINE)
+    return f'pip install "amanda-core[EXTRA]", EXTRA one of {", ".join(sorted(set(extras)))}'
 
 
 @dataclass

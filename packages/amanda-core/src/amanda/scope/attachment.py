@@ -44,6 +44,9 @@ class Installed(Protocol):
     def absent_frameworks(self) -> Iterable[str]:
         """Return the names of frameworks that have a driver and have not been imported."""
 
+    def none_installed(self) -> str:
+        """Say how to get drivers where there is none; "" where there is one."""
+
 
 class Attachment:
     """Attaches drivers when the first scope of the process opens, detaches them after the last closes.
@@ -72,6 +75,8 @@ class Attachment:
                 self._threads.attach()
                 self._attach_loaded()
                 self._await_others()
+                if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
+                    self._broken["drivers"] = reason
             watch(self._scopes)
             for what, reason in self._broken.items():
                 scope.report.add(what, reason)

@@ -77,7 +77,7 @@ when_switched: list[Callable[[], None]] = []
 
 
 def tell_switched() -> None:
-    """Tell attached drivers that another state is in force on this thread."""
+    """Call what drivers have registered in `when_switched`, after the state of this thread has changed."""
     for follow in when_switched:
         follow()
 
