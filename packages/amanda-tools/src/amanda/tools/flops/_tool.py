@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import amanda
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import At, ByShape, Once, are_plain, is_settled
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size, tensors
+from amanda.tools.flops._facts import bytes_moved, bytes_of, can_tell, formula_of, is_free, shapes_of
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, Inside
 from amanda.tools.flops._result import FlopsResult, OpCost
@@ -23,8 +24,8 @@ from amanda.tools.flops._table import (
     MOVES,
     traffic,
 )
-from amanda.tools.kit import leaves, packed_inputs
-from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
+from amanda.tools.kit import packed_inputs
+from amanda.tools.mapping import MappingTool, StandardMapping, local, share
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
@@ -95,7 +96,7 @@ class FlopsTool(amanda.Tool):
     def refused(self, action: amanda.Action, reason: str) -> None:
         """Keep an op whose executions cannot be counted, for the result to say so."""
         place, names = action.kwargs.get("place"), action.kwargs.get("names")
-        if place is None or (place.flops == 0 if names is None else _formula(names) is no_cost):
+        if place is None or (place.flops == 0 if names is None else formula_of(names) is no_cost):
             return
         unseen = replace(place, calls=0, macs=None, flops=None, bytes=0)
         self._unseen.setdefault((_key(unseen), id(action.kwargs.get("shapes"))), unseen)
@@ -108,7 +109,7 @@ class FlopsTool(amanda.Tool):
 
     def _forward(self, context: amanda.OpContext) -> None:
         outputs = context.get_outputs() or []
-        shapes = _shapes(context, context.get_inputs(), outputs)
+        shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
         if context.is_eager():
             if self._is_told_by_shapes(context, names, shapes, outputs):
@@ -116,7 +117,7 @@ class FlopsTool(amanda.Tool):
                 return
             context.get_input_shapes()
         place = self._new_place(context, names[1])
-        if not _can_tell(names, shapes):
+        if not can_tell(names, shapes):
             context["cost"] = _AT_EXECUTION
             context.insert_after_op(
                 self._count_shapes, place=place, names=names, shapes=shapes, shape=context["shape"]
@@ -131,7 +132,7 @@ class FlopsTool(amanda.Tool):
             place.estimate = 0  # a function in Python, whose own ops are counted
             cost = Cost() if any(packed_inputs(context)) else cost
         self._products += bool(cost and cost[0])
-        place.bytes = _moved(context, names, outputs)
+        place.bytes = bytes_moved(context, names, outputs)
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
@@ -166,23 +167,23 @@ class FlopsTool(amanda.Tool):
         place = self._shared(self._place_of(context, names, shapes))
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
         self._products += bool(place.macs)
-        if _is_free(context, names):
+        if is_free(context, names):
             context.insert_after_op(self._count, outputs=[], place=place)
         else:
             context.insert_after_op(self._by_shape(context, op).count, outputs=[])
 
     def _place_at(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
         """Return where executions with the shapes of a context are counted."""
-        told = _shapes(context, context.get_inputs(), context.get_outputs())
+        told = shapes_of(context, context.get_inputs(), context.get_outputs())
         return self._place_of(context, (context.get_op_type(), context["type"]), told)
 
     def _place_of(self, context: At | amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> OpCost:
         """Return where executions of an op that is told by shapes are counted."""
         place = self._new_place(context, names[1])
-        cost = self._cost(names, shapes, place.source) if _can_tell(names, shapes) else None
+        cost = self._cost(names, shapes, place.source) if can_tell(names, shapes) else None
         place.macs, place.flops = cost or (None, None)
         place.estimate = 0 if cost else shapes.estimate
-        place.bytes = _moved(context, names, context.get_outputs() or [])
+        place.bytes = bytes_moved(context, names, context.get_outputs() or [])
         return place
 
     def _shared(self, place: OpCost, shapes: str = "") -> OpCost:
@@ -199,8 +200,8 @@ class FlopsTool(amanda.Tool):
 
     def _cost(self, names: tuple[str, str], shapes: Shapes, source: str) -> Cost | None:
         custom = next((self._custom[name] for name in names if name in self._custom), None)
-        formula = custom or _formula(names)
-        if formula is None or not (formula is no_cost or _can_tell(names, shapes)):
+        formula = custom or formula_of(names)
+        if formula is None or not (formula is no_cost or can_tell(names, shapes)):
             return None
         try:
             return formula(shapes)
@@ -239,7 +240,7 @@ class FlopsTool(amanda.Tool):
         if cost is None:
             within = context.get("within")
             place.estimate = (within and within.backward_macs) or 2 * int(context["estimate"])
-        place.bytes = _bytes(context, [*(context.get_grad_outputs() or []), *grads])
+        place.bytes = bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
         return place
 
     def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str) -> None:
@@ -260,14 +261,14 @@ class FlopsTool(amanda.Tool):
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
         """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
-        shapes = _shapes(context, context.get_inputs(), context.get_outputs() or [])
+        shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
         names = (context.get_op_type(), context["type"])
         return self._cost(names, shapes, context.get_source()) if shapes.are_known else None
 
     def _backward_cost(self, context: At | amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
         forward, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self._custom:
-            return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
+            return self._custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
         if forward == "scaled_dot_product_attention":
             read = [shape(one) for one in context.get_inputs()[:3]]
             return attention_backward(Shapes(forward, read, ()), 0).part(share(grads))
@@ -353,25 +354,6 @@ def _macs_of_each_gradient(context: amanda.OpContext) -> int:
     return given * (context["cost"].macs if context["cost"] else 0)
 
 
-def _formula(names: tuple[str, str]) -> Formula | None:
-    """Return the built-in formula of an op of these names: the framework's, and the vocabulary's."""
-    if names[0].startswith(_pytorch.LIBRARIES):
-        return no_cost
-    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
-        return no_cost  # what its functions compute is in no op
-    return next((FORMULAS[name] for name in names if name in FORMULAS), None)
-
-
-def _is_free(context: amanda.OpContext, names: tuple[str, str]) -> bool:
-    """Return whether an op computes nothing and moves no bytes, whatever its shapes are.
-
-    Of an op that may copy, `is_settled` has made sure that it gives a view for all shapes, or for none.
-    """
-    if context["in_place"] or names[1] not in MOVES or _formula(names) is not no_cost:
-        return False
-    return COPIES.isdisjoint(names) or bool(context["is_view"]((), ()))
-
-
 def _add(places: dict[Hashable, OpCost], op: ByShape) -> None:
     """Add what was counted of an op by shape to the places of its costs."""
     for place in op.places():
@@ -384,30 +366,3 @@ def _key(place: OpCost) -> Hashable:
         place.phase, place.type, place.module, place.source, place.macs, place.flops, place.parameters,
         place.bytes, place.estimate,
     )  # fmt: skip
-
-
-def _shapes(context: At | amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]) -> Shapes:
-    return Shapes.of(
-        context["type"], inputs, outputs, context["shape"], context.get_attrs(),
-        context["weight_index"], context["weight_layout"],
-    )  # fmt: skip
-
-
-def _can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
-    """Return True if a formula has all that it reads."""
-    return names[0] in _pytorch.OF_NESTED or shapes.are_known
-
-
-def _moved(context: At | amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
-    """Return the bytes that one execution moves."""
-    inputs, in_place = context.get_inputs(), context["in_place"]
-    if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
-        return 0
-    read, written = ([_bytes(context, [one]) for one in side] for side in (inputs, outputs))
-    return traffic(names, read, written, in_place)
-
-
-def _bytes(context: At | amanda.OpContext, values: Iterable[Any]) -> int:
-    """Return the bytes of tensors, also of those in lists."""
-    sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
-    return sum(elements * (itemsize(context["dtype"](value)) or 4) for value, elements in sizes if elements)
