@@ -156,3 +156,49 @@ def test_run_goes_from_the_forward_to_the_backward_routine_of_one_execution() ->
     with amanda.apply(tool):
         jax.jit(scanned)(W, X)
     assert len(set(seen)) == 5
+
+
+@jax.custom_jvp
+def squared(x: Any) -> Any:
+    return x * x
+
+
+squared.defjvp(lambda primals, tangents: (squared(*primals), 2 * primals[0] * tangents[0]))
+
+
+@jax.custom_vjp
+def cubed(x: Any) -> Any:
+    return x * x * x
+
+
+cubed.defvjp(lambda x: (cubed(x), x), lambda x, cotangent: (3 * x * x * cotangent,))
+
+
+def looped(x: Any) -> Any:
+    return lax.while_loop(lambda one: one[0] < 4, lambda one: (one[0] + 1, jnp.sin(one[1])), (0, x))[1].sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "op", "times"),
+    [
+        (looped, "sin", 4),
+        (lambda x: jax.jvp(lambda x: jnp.sin(x).sum(), (x,), (x,)), "sin", 1),
+        (lambda x: jax.linearize(lambda x: jnp.sin(x).sum(), x)[1](x), "sin", 1),
+        (lambda x: jax.hessian(lambda x: jnp.sin(x).sum())(x), "sin", 1),
+        (lambda x: jax.grad(lambda x: squared(x).sum())(x), "mul", 2),  # x * x, and 2 * x of the rule
+        (lambda x: jax.grad(lambda x: cubed(x).sum())(x), "custom_vjp_call", 2),  # the rule calls it, too
+        (lambda x: jax.grad(jax.jit(lambda x: jnp.sin(x).sum()))(x), "sin", 1),
+    ],
+    ids=["while", "jvp", "linearize", "hessian", "custom_jvp", "custom_vjp", "grad of jit"],
+)
+def test_transformations_compute_what_they_do_without_a_tool(
+    program: Callable[..., Any], op: str, times: int
+) -> None:
+    step = jax.jit(program)
+    plain = jax.tree_util.tree_leaves(step(X))
+    tool = Counting()
+    with amanda.apply(tool) as scope:
+        under = jax.tree_util.tree_leaves(step(X))
+    assert all(np.allclose(one, other, rtol=1e-6) for one, other in zip(under, plain, strict=True))
+    assert tool.forward[op] == times
+    assert not list(scope.report)

@@ -1,0 +1,112 @@
+"""Shipped tools on a convolutional network of Flax that optax trains under jit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import amanda
+from amanda.drivers.jax import JaxDriver
+from amanda.testing import attached
+from amanda.tools.flops import FlopsTool
+from amanda.tools.nan import NanTool
+from amanda.tools.prune import PruneTool
+from amanda.tools.stats import StatsTool
+from amanda.tools.trace import TraceTool
+
+STEPS = 3
+X, Y = np.linspace(-1, 1, 4 * 8 * 8).reshape(4, 8, 8, 1).astype(np.float32), np.array([0, 1, 2, 0])
+
+
+@pytest.fixture(autouse=True)
+def _attached() -> Iterator[None]:
+    with attached(JaxDriver):
+        yield
+
+
+class Network(nnx.Module):
+    """A convolution, ReLU and a layer of three classes."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(1, 2, (3, 3), rngs=rngs)
+        self.linear = nnx.Linear(128, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(nnx.relu(self.conv(x)).reshape(len(x), -1))
+
+
+def trained(*tools: amanda.Tool, scale: float = 1.0) -> tuple[list[float], Network]:
+    """Return the losses of some steps under tools, and the network."""
+    model = Network()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(model(x), Y).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    with amanda.apply(*tools):
+        losses = [float(step(model, optimizer, jnp.asarray(X * scale))) for _ in range(STEPS)]
+    return losses, model
+
+
+@pytest.mark.parametrize("make", [FlopsTool, TraceTool, StatsTool, NanTool], ids=lambda one: one.__name__)
+def test_training_goes_on_as_without_the_tool(make: Callable[[], amanda.Tool]) -> None:
+    plain, _ = trained(amanda.Tool())
+    assert np.allclose(trained(make())[0], plain, rtol=1e-5)
+
+
+def test_macs_are_those_of_the_layers() -> None:
+    tool = FlopsTool()
+    trained(tool)
+    places = [one for one in tool.result.places if one.type in ("conv2d", "linear")]
+    macs = {one.type: one.calls * (one.macs or 0) for one in places}
+    assert macs["conv2d"] == STEPS * 4 * 8 * 8 * 2 * 9
+    assert macs["linear"] == STEPS * 4 * 128 * 3
+
+
+def test_statistics_are_of_the_values_of_each_step() -> None:
+    tool = StatsTool()
+    trained(tool)
+    (row,) = [one for one in tool.result.rows() if "conv2d" in one and "output 0" in one]
+    assert STEPS * 4 * 8 * 8 * 2 in row
+
+
+def test_nan_is_named_where_it_begins() -> None:
+    healthy, ill = NanTool(), NanTool()
+    trained(healthy)
+    trained(ill, scale=float("nan"))
+    assert not list(healthy.result.rows())
+    assert list(ill.result.rows())
+
+
+def test_masks_are_in_the_program_of_every_step() -> None:
+    seen: list[Any] = []
+    tool, watch = PruneTool(sparsity=0.5, type="linear"), amanda.Tool()
+
+    def insert(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "dot_general":
+            context.insert_before_op(lambda weight: seen.append(np.asarray(weight).copy()), inputs=[1])
+
+    watch.add_inst_for_op(insert)
+    trained(tool, watch)
+    assert len(seen) == STEPS
+    assert all((weight == 0).mean() == pytest.approx(0.5, abs=0.01) for weight in seen)
+
+
+def test_a_graph_has_the_forward_and_the_backward_ops() -> None:
+    tool = TraceTool()
+    trained(tool)
+    types = {op.type for op in tool.result.graph.ops}
+    assert {"conv2d", "relu", "linear", "linear_backward", "conv2d_backward"} <= types
