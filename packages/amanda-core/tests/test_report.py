@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import pickle
+import sys
+from types import ModuleType
 
 import pytest
 
 import amanda
+from amanda.plugins import drivers
 from amanda.plugins.entries import registry
 from amanda.scope.report import IN_ALL, OF_A_KIND, Report
 
@@ -86,3 +90,15 @@ def test_a_scope_without_any_driver_says_how_to_get_one(monkeypatch: pytest.Monk
     (entry,) = scope.report
     assert entry.what == "drivers"
     assert "no op is seen: pip install" in entry.reason
+
+
+def test_a_framework_without_a_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ['amanda-driver-known<0.2; extra == "known"', 'amanda-driver-used<0.2; extra == "used"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
+    monkeypatch.setattr(drivers, "driven_frameworks", lambda: ["known"])
+    monkeypatch.setitem(sys.modules, "known", ModuleType("known"))
+    assert drivers.none_installed() == ""
+    monkeypatch.setitem(sys.modules, "used", ModuleType("used"))
+    assert drivers.none_installed() == (
+        'no op of used is seen, for its driver is missing: pip install "amanda-core[used]"'
+    )

@@ -22,6 +22,8 @@ from amanda.plugins.entries import DRIVERS, Entry, ImportFailure, Plugin, import
 if TYPE_CHECKING:
     from amanda.scope.driver import Driver
 
+_ANY = "amanda-driver-FRAMEWORK"
+
 
 def list_drivers(load: bool = False) -> list[Plugin]:
     """The drivers that are installed.
@@ -61,18 +63,29 @@ def driven_frameworks() -> list[str]:
 
 
 def none_installed() -> str:
-    """Say how to get drivers where no distribution registers one; "" where one does."""
-    return "" if driven_frameworks() else f"no driver is installed, so no op is seen: {how_to_install()}"
+    """Say how to get a driver where none is installed, or none of the imported frameworks; "" otherwise."""
+    driven = driven_frameworks()
+    if not driven:
+        return f"no driver is installed, so no op is seen: {how_to_install()}"
+    for name in _extras():
+        if name not in driven and is_imported(name):
+            return f'no op of {name} is seen, for its driver is missing: pip install "amanda-core[{name}]"'
+    return ""
 
 
 def how_to_install() -> str:
     """Say how to get the drivers that this core knows of."""
+    extras = ", ".join(_extras())
+    return f'pip install "amanda-core[EXTRA]", EXTRA one of {extras}' if extras else f"pip install {_ANY}"
+
+
+def _extras() -> list[str]:
+    """Return the extras with which the core installs drivers: names of frameworks, and "all"."""
     try:
         needed = importlib.metadata.requires("amanda-core") or []
     except importlib.metadata.PackageNotFoundError:  # it runs from its sources
-        return "pip install amanda-driver-FRAMEWORK"
-    extras = re.findall(r"^amanda-driver-.*extra == [\"'](\w+)", "\n".join(needed), re.MULTILINE)
-    return f'pip install "amanda-core[EXTRA]", EXTRA one of {", ".join(sorted(set(extras)))}'
+        return []
+    return sorted(set(re.findall(r"^amanda-driver-.*extra == [\"'](\w+)", "\n".join(needed), re.MULTILINE)))
 
 
 @dataclass

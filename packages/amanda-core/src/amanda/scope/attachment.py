@@ -45,7 +45,7 @@ class Installed(Protocol):
         """Return the names of frameworks that have a driver and have not been imported."""
 
     def none_installed(self) -> str:
-        """Say how to get drivers where there is none; "" where there is one."""
+        """Say how to get a driver where none can be used; "" where one can."""
 
 
 class Attachment:
