@@ -44,8 +44,8 @@ def difference(values: Values, base: Values) -> Estimate:
 
 
 def quotient(values: Values, base: Values) -> Estimate:
-    """Return the median of the values of each round over the base's."""
-    return median(np.asarray(values) / np.asarray(base))
+    """Return the median of the values of each round over the base's; of other rounds, over its median."""
+    return median(np.asarray(values) / np.asarray(base if len(values) == len(base) else np.median(base)))
 
 
 def percent(values: Values, base: Values) -> Estimate:
