@@ -12,6 +12,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,8 @@ def how_to_install() -> str:
     return f'pip install "amanda-core[EXTRA]", EXTRA one of {extras}' if extras else f"pip install {_ANY}"
 
 
-def _extras() -> list[str]:
+@cache
+def _extras() -> Sequence[str]:
     """Return the extras with which the core installs drivers: names of frameworks, and "all"."""
     try:
         needed = importlib.metadata.requires("amanda-core") or []
