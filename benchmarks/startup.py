@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,55 +56,52 @@ MOMENTS = ("import amanda", "first scope opens", "first op", "first scope closes
 
 
 def benchmark() -> dict[str, Any]:
-    """Return seconds: of processes, of moments within one that has imported torch, of runs, of builds."""
-    rounds = 1 if QUICK else 9
-    progress("  fresh processes")
-    under = dict.fromkeys(PROGRAMS, nullcontext)
-    processes = interleaved(
-        under, lambda name: seconds_of(lambda: python(PROGRAMS[name]), time.perf_counter), 0, rounds
-    )
-    moments = zip(*(json.loads(python(WITHIN)) for _ in range(rounds)), strict=True)
-    progress("  amanda run, and other commands")
-    runs, commands = processor_times(1 if QUICK else 9)
-    progress("  builds of the interceptor")
-    builds = [build() for _ in range(1 if QUICK else 3)]
-    return {
-        "processes": processes, "moments": dict(zip(MOMENTS, moments, strict=True)), "builds": builds,
-        "runs": runs, "commands": commands,
-    }  # fmt: skip
-
-
-def processor_times(rounds: int) -> tuple[dict[str, Times], Times]:
-    """Return processor seconds of scripts under tools, and of commands, all processes of each together.
+    """Return seconds: of processes, of moments within one that has imported torch, of runs, of builds.
 
     Modules are compiled before, as they are from the second run on.
     """
+    rounds = 1 if QUICK else 9
     with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        environment = {**kept, "PYTHONPYCACHEPREFIX": f"{scratch}/compiled"}
-
-        def spent(*arguments: str) -> float:
-            command = [sys.executable, *arguments]
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-        runs = {}
-        for name, text in SCRIPTS.items():
-            script = Path(scratch) / f"{len(runs)}.py"
-            script.write_text(text)
-            measure = partial(lambda path, way: spent(*UNDER[way], path), str(script))
-            runs[name] = interleaved(dict.fromkeys(UNDER, nullcontext), measure, 0, rounds)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{scratch}/compiled"
+        for name in SCRIPTS:
+            Path(scratch, name).write_text(SCRIPTS[name])
+        progress("  fresh processes")
+        under = dict.fromkeys(PROGRAMS, nullcontext)
+        processes = interleaved(
+            under, lambda name: seconds_of(lambda: python("-c", PROGRAMS[name]), time.perf_counter), 0, rounds
+        )
+        moments = zip(*(json.loads(python("-c", WITHIN)) for _ in range(rounds + 1)), strict=True)
+        progress("  amanda run, and other commands")
         commands = interleaved(
             dict.fromkeys(COMMANDS, nullcontext), lambda one: spent("-m", "amanda", *one.split()), 0, rounds
         )
-        return runs, commands
+        scripts = {name: f"{scratch}/{name}" for name in SCRIPTS}
+        runs = {name: run(path, rounds) for name, path in scripts.items()}
+        progress("  builds of the interceptor")
+        builds = [build() for _ in range(1 if QUICK else 3)]
+    later = {name: times[1:] for name, times in zip(MOMENTS, moments, strict=True)}
+    return {
+        "processes": processes, "moments": later, "builds": builds, "runs": runs, "commands": commands,
+    }  # fmt: skip
 
 
-def python(program: str) -> str:
-    """Return what a program prints in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
+def run(script: str, rounds: int) -> Times:
+    """Return the processor seconds of a script run in each way."""
+    return interleaved(dict.fromkeys(UNDER, nullcontext), lambda way: spent(*UNDER[way], script), 0, rounds)
+
+
+def spent(*arguments: str) -> float:
+    """Return the processor seconds of Python with arguments, and of what it starts."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    python(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def python(*arguments: str) -> str:
+    """Return what Python prints in a fresh process."""
+    done = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 
 

@@ -41,10 +41,8 @@ class Plugin:
 class Entry:
     """One entry point, with what came of loading it."""
 
-    def __init__(self, point: EntryPoint) -> None:
-        self.name = point.name
-        self.distribution = point.dist.name if point.dist else "unknown"
-        self.version = point.dist.version if point.dist else "unknown"
+    def __init__(self, point: EntryPoint, distribution: str, version: str) -> None:
+        self.name, self.distribution, self.version = point.name, distribution, version
         self._point = point
 
     @property
@@ -117,9 +115,13 @@ class Registry:
     def _look(self) -> None:
         installed = entry_points()
         seen: dict[tuple[str, ...], Entry] = {}
+        who: dict[int, tuple[str, str]] = {}  # a distribution reads its metadata anew for each question
         for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
             for point in installed.select(group=group):
-                entry = Entry(point)
+                if id(point.dist) not in who:
+                    about = point.dist.metadata if point.dist else {"Name": "unknown", "Version": "unknown"}
+                    who[id(point.dist)] = about["Name"], about["Version"]
+                entry = Entry(point, *who[id(point.dist)])
                 key = (group, entry.name, entry.distribution, entry.version, point.value)
                 seen[key] = self._entries.get(key, entry)
         self._entries = seen
