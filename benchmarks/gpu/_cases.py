@@ -1,0 +1,110 @@
+"""Cases of a stage: each is written when it is done, and one that fails stops no other."""
+
+import datetime
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _device import DEVICE
+from _machine import machine, versions
+from _measure import QUICK, rounded
+
+SCHEMA = 1
+BROKEN = 75
+"""Exit status after which a new process goes on with the stage: the GPU does not answer this one."""
+
+
+class Cases:
+    """Results of a stage by case, in a file with those of other stages; cases that are in there do not run.
+
+    A case has "value", "failed" (a traceback, or what is amiss) or "skipped" (a reason).
+    seconds: after which no case begins.
+    """
+
+    def __init__(self, stage: str, file: Path, seconds: float) -> None:
+        self._file, self._begun = file, time.monotonic()
+        self._end = self._begun + seconds
+        self._all = json.loads(file.read_text()) if file.exists() else {"schema": SCHEMA, "stages": {}}
+        fresh: dict[str, Any] = {"took": 0, "cases": {}}
+        self._stage: dict[str, Any] = self._all["stages"].setdefault(stage, fresh)
+        self._before = self._stage["took"]
+        self._stage |= {
+            "command": os.environ.get("AMANDA_GPU_COMMAND", ""),
+            "device": name_of_device(),
+            "quick": QUICK,
+            "machine": {**machine(), "accelerator": name_of_device()},
+            "versions": versions(),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "load": [round(os.getloadavg()[0], 2)] * 2,
+            "left": 0,
+        }
+        self.found: dict[str, Any] = self._stage["cases"]
+        if crashed := self._stage.pop("running", None):
+            self.found[crashed] = {"failed": "the process ended in this case"}
+        self.write()
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a case, unless it is known or the time is over; return its value, or None without one.
+
+        A value may have a list "amiss", of what is not as it has to be: with one that is not empty it failed.
+        """
+        if self.begins(name):
+            begun = time.monotonic()
+            try:
+                value = rounded(function(*args))
+                amiss = value.get("amiss") if isinstance(value, dict) else None
+                self.ends(name, value=value, **({"failed": "\n".join(amiss)} if amiss else {}), begun=begun)
+            except Exception:
+                self.ends(name, failed=traceback.format_exc(), begun=begun)
+        return self.found.get(name, {}).get("value")
+
+    def begins(self, name: str) -> bool:
+        """Note that a case runs from now on; return False if it is known, or if the time is over."""
+        if name in self.found:
+            return False
+        if self.over:
+            self._stage["left"] += 1
+            return False
+        self._stage["running"] = name
+        self.write()
+        return True
+
+    def ends(self, name: str, begun: float, **result: Any) -> None:
+        """Write and print the result of a case; end the process if the GPU is out of order after it."""
+        self.found[name] = {**result, "seconds": round(time.monotonic() - begun, 2)}
+        self._stage.pop("running", None)
+        self.write()
+        said = "failed" if "failed" in result else "skipped" if "skipped" in result else "ok"
+        print(f"  {name}: {said}, {self.found[name]['seconds']} s", flush=True)
+        if "failed" in result and DEVICE.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                os._exit(BROKEN)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Write why a case does not run here."""
+        if name not in self.found:
+            self.ends(name, time.monotonic(), skipped=reason)
+
+    @property
+    def over(self) -> bool:
+        """True if no case begins any more."""
+        return time.monotonic() > self._end
+
+    def write(self) -> None:
+        """Write the results of all stages, in one step."""
+        self._stage["took"] = self._before + round(time.monotonic() - self._begun)
+        part = self._file.with_suffix(".part")
+        part.write_text(json.dumps(self._all, indent=1))
+        part.replace(self._file)
+
+
+def name_of_device() -> str:
+    """Return the name of the GPU, or "cpu"."""
+    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type

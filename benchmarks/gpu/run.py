@@ -1,0 +1,104 @@
+"""Check and measure Amanda on a GPU, with the packages that the machine has and without a package index.
+
+    python benchmarks/gpu/run.py [STAGE ...] [--quick] [--device cpu] [--again] [--out FOLDER]
+    python benchmarks/gpu/run.py --wheels
+
+Results go into gpu.json of FOLDER, of $OUT where that is set, or of build/gpu, after every case; a stage that
+was stopped goes on from there.  Amanda runs from its sources.  --wheels downloads what such a machine may
+lack into build/gpu-wheels, from where the other calls take it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from _prepare import ROOT, download, environment
+
+STAGES = {
+    "facts": (30, "the machine, the versions, and what is missing"),
+    "conformance": (90, "the conformance suites of the PyTorch driver, eager and compiled"),
+    "operators": (150, "operators of torch's database, under tools that change nothing"),
+    "families": (120, "30 models of timm and transformers train under tools as without"),
+    "streams": (45, "side streams, synchronisation, CUDA graphs"),
+    "precision": (150, "mixed precision, compiled models, attention, quantised layers, memory"),
+    "profiled": (45, "kernels and memory of each op, beside what torch says"),
+    "figures": (120, "figures 10 to 13 of the paper's evaluation"),
+    "costs": (150, "cost per op; a language model of 1.2 billion parameters under tools"),
+}
+"""Seconds after which a stage begins no further case, and what it shows."""
+GRACE = 60
+"""Seconds that a stage is given to end its last case."""
+RESTARTS = 8
+
+
+def main() -> int:
+    """Run stages, each in a process of its own; 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--quick", action="store_true", help="few cases and small models: does it run?")
+    parser.add_argument("--device", default="cuda", help="cuda; cpu for a rehearsal")
+    parser.add_argument("--again", action="store_true", help="do not keep earlier results of these stages")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build/gpu"))
+    parser.add_argument("--wheels", action="store_true", help="download packages, and run nothing")
+    options = parser.parse_args()
+    if unknown := set(options.stages) - set(STAGES):
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    if options.wheels:
+        return download()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out.resolve() / "gpu.json"
+    around = environment(options.device, options.quick)
+    if options.again and file.exists():
+        results = json.loads(file.read_text())
+        results["stages"] = {
+            name: one for name, one in results["stages"].items() if name not in (options.stages or STAGES)
+        }
+        file.write_text(json.dumps(results))
+    ended = [run(name, file, around) for name in options.stages or STAGES]
+    return int(not all(ended))
+
+
+def run(name: str, file: Path, around: dict[str, str]) -> bool:
+    """Run a stage, again after each process that a case has ended; return True if all of it passed."""
+    seconds, title = STAGES[name]
+    print(f"{name}: {title}, at most {seconds + GRACE} s", flush=True)
+    end = time.monotonic() + seconds
+    command = [sys.executable, str(Path(__file__).with_name("_stage.py")), name, str(file)]
+    around = {**around, "AMANDA_GPU_COMMAND": " ".join(["python", *sys.argv])}
+    for _ in range(RESTARTS):
+        left = max(end - time.monotonic(), 1)
+        try:
+            done = subprocess.run([*command, str(left)], env=around, cwd=ROOT, timeout=left + GRACE)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: stopped after {seconds + GRACE} s", flush=True)
+            break
+        if done.returncode in (0, 2):
+            break
+        print(f"{name}: its process ended with {done.returncode}, a new one goes on", flush=True)
+    return told(name, file, done.returncode == 0)
+
+
+def told(name: str, file: Path, ended: bool) -> bool:
+    """Print what a stage came to; return True if it ended and no case failed."""
+    if not file.exists():
+        return False
+    stage = json.loads(file.read_text())["stages"].get(name, {"cases": {}})
+    cases = stage["cases"]
+    failed = [case for case, one in cases.items() if "failed" in one]
+    skipped = sum("skipped" in one for one in cases.values())
+    print(
+        f"{name}: {len(cases)} cases, {len(failed)} failed, {skipped} skipped, {stage.get('left', 0)} not "
+        f"reached, {stage.get('took', 0)} s",
+        flush=True,
+    )
+    for case in failed[:20]:
+        print(f"  {case}: {cases[case]['failed'].strip().splitlines()[-1][:300]}", flush=True)
+    return ended and not failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

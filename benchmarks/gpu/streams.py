@@ -1,0 +1,215 @@
+"""Streams and synchronisation: tools add no wait, values on side streams stay right, CUDA graphs are told."""
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from _cases import Cases
+from _device import ON_GPU, placed, synchronize
+from _measure import QUICK
+from _tools import Inserting
+from copies import copied
+from torch import Tensor, nn
+
+import amanda
+from amanda.testing import Fresh, Silent, Unchanged
+
+Make = Callable[[], amanda.Tool]
+ASYNCHRONOUS: dict[str, Make] = {
+    "empty": Inserting, "looking": Silent, "echo": Unchanged, "fresh": lambda: Fresh(copied),
+    **{name: functools.partial(amanda.load_tool, name) for name in ("flops", "trace", "profile", "coverage")},
+    "prune": functools.partial(amanda.load_tool, "prune", sparsity=0.5),
+}  # fmt: skip
+"""Tools that read no value of a tensor when an op runs again."""
+READING: dict[str, Make] = {
+    name: functools.partial(amanda.load_tool, name) for name in ("stats", "nan", "quantize")
+}
+WIDE = 64 if QUICK else 2048
+ASLEEP = 400_000_000
+"""Cycles that the GPU is kept busy, about a fifth of a second."""
+REPLAYED = "what a graph recorded runs as it is"
+
+
+def layers() -> nn.Module:
+    """Return layers that take a GPU longer than the processor takes to start them."""
+    return nn.Sequential(*(one for _ in range(6) for one in (nn.Linear(WIDE, WIDE), nn.GELU())))
+
+
+def stage(cases: Cases) -> None:
+    """Look at synchronisation, side streams and CUDA graphs under tools."""
+    model, x = placed(layers), placed(lambda: torch.randn(64, WIDE))
+    step = functools.partial(train, model, x)
+    step()
+    bare = len(waits(step))
+    for name, make in (ASYNCHRONOUS | READING).items():
+        cases(f"synchronisation, {name}", waiting, step, make(), bare, name in ASYNCHRONOUS)
+    for name, make in ASYNCHRONOUS.items():
+        cases(f"side streams, {name}", beside, model, x, make())
+    if not ON_GPU:
+        cases.skip("ahead of the GPU, and CUDA graphs", "needs a GPU")
+        return
+    for name, make in ASYNCHRONOUS.items():
+        cases(f"ahead of the GPU, {name}", ahead, step, make())
+    for name, make in (ASYNCHRONOUS | READING).items():
+        cases(f"CUDA graph captured in a scope, {name}", captured, model, x, make(), name in ASYNCHRONOUS)
+    cases("CUDA graph captured before a scope", replayed, model, x)
+    cases("callables that torch makes graphs of", graphed, x)
+
+
+def train(model: nn.Module, x: Tensor) -> None:
+    """Run a forward and backward pass."""
+    model.zero_grad()
+    model(x).sum().backward()
+
+
+def waits(step: Callable[[], None]) -> list[str]:
+    """Return what torch says of the synchronisations of a step."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            if ON_GPU:
+                torch.cuda.set_sync_debug_mode("default")
+    return [f"{one.filename}:{one.lineno}: {one.message}" for one in told if "synchroniz" in str(one.message)]
+
+
+def waiting(step: Callable[[], None], tool: amanda.Tool, bare: int, held: bool) -> dict[str, Any]:
+    """Return synchronisations of a step that is analysed, and of one that is known.
+
+    held: whether more than those of the bare step are amiss.
+    """
+    with amanda.apply(tool):
+        first, later = waits(step), waits(step)
+        later = waits(step)
+    amiss = later if held and len(later) > bare else []
+    return {
+        "bare": bare,
+        "first": len(first),
+        "later": len(later),
+        "where": (first + later)[:5],
+        "amiss": amiss,
+    }
+
+
+def ahead(step: Callable[[], None], tool: amanda.Tool) -> dict[str, Any]:
+    """Return seconds until a step has been started, while the GPU is busy with something before it."""
+    with amanda.apply(tool):
+        for _ in range(2):
+            step()
+        synchronize()
+        begun = time.perf_counter()
+        torch.cuda._sleep(ASLEEP)
+        step()
+        started = time.perf_counter() - begun
+        synchronize()
+        ended = time.perf_counter() - begun
+    late = started > 0.9 * ended
+    return {"started": started, "ended": ended, "amiss": ["it waited for the GPU"] if late else []}
+
+
+def beside(model: nn.Module, x: Tensor, tool: amanda.Tool) -> dict[str, Any]:
+    """Return how often results of work on two streams differ from those without a tool, in many rounds."""
+    wanted, rounds = on_two_streams(model, x), 3 if QUICK else 20
+    changes = type(tool).__name__ == "PruneTool"
+    with amanda.apply(tool) as scope:
+        found = [on_two_streams(model, x) for _ in range(rounds)]
+    wanted = found[0] if changes else wanted
+    wrong = sum(not all(map(torch.equal, one, wanted)) for one in found)
+    amiss = [f"{wrong} of {rounds} rounds differ"] if wrong else []
+    return {"rounds": rounds, "report": str(scope.report), "amiss": amiss}
+
+
+def on_two_streams(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return an output and gradients, of which a side stream computes a part, ordered by an event."""
+    model.zero_grad()
+    side = torch.cuda.Stream() if ON_GPU else None
+    y = model(x)
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side) if side is not None else nullcontext():
+        z = model(y).square()
+        z.record_stream(side) if side is not None else None
+        done = side.record_event() if side is not None else None
+    if done is not None:
+        torch.cuda.current_stream().wait_event(done)
+    (z.mean() + y.sum()).backward()
+    synchronize()
+    return [z.detach().clone(), *(one.grad.clone() for one in model.parameters())]
+
+
+def capture(model: nn.Module, x: Tensor) -> tuple[Any, Tensor]:
+    """Return a CUDA graph of a model's forward pass, and its output."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        for _ in range(3):
+            model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = model(x)
+    return graph, y
+
+
+def captured(model: nn.Module, x: Tensor, tool: amanda.Tool, held: bool) -> dict[str, Any]:
+    """Return what a graph that is captured in a scope gives, against the same ops run under the tool.
+
+    held: whether an exception in the capture is amiss; a tool that reads values cannot be captured.
+    """
+    x = x.clone()
+    error = ""
+    with torch.no_grad(), amanda.apply(tool) as scope:
+        try:
+            graph, y = capture(model, x)
+            x.mul_(2)
+            calls = getattr(tool, "calls", None)
+            graph.replay()
+            synchronize()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            y = calls = None
+        eager = model(x)
+    amiss = [error] if error and held else []
+    if y is not None and not torch.equal(y, eager):
+        amiss.append("a replay gives something else than the ops")
+    if y is not None and REPLAYED not in str(scope.report):
+        amiss.append("the replay is not in the report")
+    return {"calls in captures": calls, "error": error, "report": str(scope.report), "amiss": amiss}
+
+
+def replayed(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Return what a scope says of a graph that was captured before it."""
+    graph, y = capture(model, x)
+    wanted = y.clone()
+    with amanda.apply(tool := Silent()) as scope:
+        graph.replay()
+        synchronize()
+    amiss = [] if torch.equal(y, wanted) and tool.calls == 0 else ["it is not what it was"]
+    if REPLAYED not in str(scope.report):
+        amiss.append("the replay is not in the report")
+    return {"report": str(scope.report), "amiss": amiss}
+
+
+def graphed(x: Tensor) -> dict[str, Any]:
+    """Return how training differs in which the forward and backward pass are graphs, made in a scope."""
+
+    def gradients() -> list[Tensor]:
+        model = placed(layers)
+        graph = torch.cuda.make_graphed_callables(model, (x,))
+        for _ in range(2):
+            train(graph, x)
+        synchronize()
+        return [one.grad.clone() for one in model.parameters()]
+
+    wanted = gradients()
+    with amanda.apply(Unchanged()) as scope:
+        found = gradients()
+    amiss = [] if all(map(torch.equal, found, wanted)) else ["gradients differ"]
+    return {"report": str(scope.report), "amiss": amiss}
