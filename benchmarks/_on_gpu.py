@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _estimates import difference, percent, quotient
+from _estimates import difference, percent
+from _figures import worth
 from _tables import against, grid, table
 
 Results = dict[str, Any]
@@ -56,8 +57,14 @@ def failures(stages: Results) -> Iterator[str]:
     for stage, one in stages.items():
         for name, case in one["cases"].items():
             if "failed" in case:
-                said = case["failed"].strip().splitlines()[-1]
-                yield f"{stage}, {name}: {said[:200]}"
+                yield f"{stage}, {name}: {failure(case['failed'])}"
+
+
+def failure(said: str) -> str:
+    """Return the line of a traceback that has the exception, or the first line of what is amiss."""
+    lines = said.strip().splitlines()
+    plain = [one for one in lines if one and not one.startswith((" ", "[amanda]"))]
+    return (plain or lines)[-1 if said.startswith("Traceback") else 0][:300]
 
 
 def added_per_op(stages: Results) -> str:
@@ -97,12 +104,11 @@ def overheads(stages: Results) -> str:
 
 def worths(stages: Results) -> str:
     """Return training steps without the cache over those with it."""
+    found = values(stages, "figures", "12: ")
     return grid(
         {
-            title: {
-                name: f"{quotient(t['cache off'], t['cache on']):.1f}" for name, t in one["cases"].items()
-            }
-            for title, one in values(stages, "figures", "12: ").items()
+            title: {name: f"{worth(times):.1f}" for name, times in one["cases"].items()}
+            for title, one in found.items()
         }
     )
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _device import DEVICE
+from _device import DEVICE, ON_GPU
 from _machine import machine, versions
 from _measure import QUICK, rounded
 
 SCHEMA = 1
 BROKEN = 75
 """Exit status after which a new process goes on with the stage: the GPU does not answer this one."""
+AROUND = "what is around the cases"
 
 
 class Cases:
@@ -30,58 +31,57 @@ class Cases:
         self._file, self._begun = file, time.monotonic()
         self._end = self._begun + seconds
         self._all = json.loads(file.read_text()) if file.exists() else {"schema": SCHEMA, "stages": {}}
-        fresh: dict[str, Any] = {"took": 0, "cases": {}}
-        self._stage: dict[str, Any] = self._all["stages"].setdefault(stage, fresh)
+        self._stage: dict[str, Any] = self._all["stages"].setdefault(stage, {"took": 0, "cases": {}})
         self._before = self._stage["took"]
+        device = torch.cuda.get_device_name() if ON_GPU else DEVICE.type
         self._stage |= {
-            "command": os.environ.get("AMANDA_GPU_COMMAND", ""),
-            "device": name_of_device(),
-            "quick": QUICK,
-            "machine": {**machine(), "accelerator": name_of_device()},
-            "versions": versions(),
+            "command": os.environ.get("AMANDA_GPU_COMMAND", ""), "device": device, "quick": QUICK,
+            "machine": {**machine(), "accelerator": device}, "versions": versions(),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "load": [round(os.getloadavg()[0], 2)] * 2,
-            "left": 0,
-        }
+            "load": [round(os.getloadavg()[0], 2)], "left": 0,
+        }  # fmt: skip
         self.found: dict[str, Any] = self._stage["cases"]
+        self.found.pop(AROUND, None)
         if crashed := self._stage.pop("running", None):
             self.found[crashed] = {"failed": "the process ended in this case"}
-        self.write()
+        self._write()
 
-    def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a case, unless it is known or the time is over; return its value, or None without one.
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        """Run a case, unless it is known or the time is over.
 
         A value may have a list "amiss", of what is not as it has to be: with one that is not empty it failed.
         """
-        if self.begins(name):
-            begun = time.monotonic()
-            try:
-                value = rounded(function(*args))
-                amiss = value.get("amiss") if isinstance(value, dict) else None
-                self.ends(name, value=value, **({"failed": "\n".join(amiss)} if amiss else {}), begun=begun)
-            except Exception:
-                self.ends(name, failed=traceback.format_exc(), begun=begun)
-        return self.found.get(name, {}).get("value")
+        if not self.begins(name):
+            return
+        begun = time.monotonic()
+        try:
+            value = rounded(function(*args))
+        except Exception:
+            self.ends(name, begun, failed=traceback.format_exc())
+        else:
+            amiss = "\n".join(value.get("amiss", ()))
+            self.ends(name, begun, value=value, **({"failed": amiss} if amiss else {}))
 
     def begins(self, name: str) -> bool:
         """Note that a case runs from now on; return False if it is known, or if the time is over."""
         if name in self.found:
             return False
-        if self.over:
+        if time.monotonic() > self._end:
             self._stage["left"] += 1
+            self._write()
             return False
         self._stage["running"] = name
-        self.write()
+        self._write()
         return True
 
     def ends(self, name: str, begun: float, **result: Any) -> None:
         """Write and print the result of a case; end the process if the GPU is out of order after it."""
         self.found[name] = {**result, "seconds": round(time.monotonic() - begun, 2)}
         self._stage.pop("running", None)
-        self.write()
-        said = "failed" if "failed" in result else "skipped" if "skipped" in result else "ok"
+        self._write()
+        said = next((one for one in ("failed", "skipped") if one in result), "ok")
         print(f"  {name}: {said}, {self.found[name]['seconds']} s", flush=True)
-        if "failed" in result and DEVICE.type == "cuda":
+        if "failed" in result and ON_GPU:
             try:
                 torch.cuda.synchronize()
             except RuntimeError:
@@ -92,19 +92,9 @@ class Cases:
         if name not in self.found:
             self.ends(name, time.monotonic(), skipped=reason)
 
-    @property
-    def over(self) -> bool:
-        """True if no case begins any more."""
-        return time.monotonic() > self._end
-
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write the results of all stages, in one step."""
         self._stage["took"] = self._before + round(time.monotonic() - self._begun)
         part = self._file.with_suffix(".part")
-        part.write_text(json.dumps(self._all, indent=1))
+        part.write_text(json.dumps(self._all))
         part.replace(self._file)
-
-
-def name_of_device() -> str:
-    """Return the name of the GPU, or "cpu"."""
-    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type

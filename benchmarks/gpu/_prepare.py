@@ -1,6 +1,7 @@
-"""Run from the sources: the native interceptor, entry points, packages from wheels, environment variables."""
+"""Run from the sources: the native interceptor, entry points, packages from wheels; the pages of docs/."""
 
 import configparser
+import json
 import os
 import runpy
 import subprocess
@@ -35,40 +36,28 @@ def download(python: str = "3.12") -> int:
 
 def environment(device: str, quick: bool) -> dict[str, str]:
     """Return the environment of a stage, with everything that it imports made ready."""
-    unpack()
+    PLACE.mkdir(parents=True, exist_ok=True)
+    for wheel in sorted(WHEELS.glob("*.whl")):
+        if not list(metadata.distributions(name=wheel.name.partition("-")[0])):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(PLACE)
+    sys.path.insert(0, str(PLACE))
     for distribution in SOURCES:
         describe(distribution)
-    said = compiled()
-    print(f"interceptor: {said}", flush=True)
+    interceptor = compiled()
+    print(f"interceptor: {interceptor}", flush=True)
     path = [PLACE, *(one / "src" for one in SOURCES), ROOT / "packages/amanda-driver-torch/tests/support"]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "AMANDA_TEST_DEVICE": device,
         "AMANDA_BENCH_QUICK": "1" if quick else "",
-        "AMANDA_GPU_INTERCEPTOR": said,
+        "AMANDA_GPU_COMMAND": " ".join(["python", *sys.argv]),
+        "AMANDA_GPU_INTERCEPTOR": interceptor,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def unpack() -> None:
-    """Unpack the wheels of packages that are not installed."""
-    PLACE.mkdir(parents=True, exist_ok=True)
-    for wheel in sorted(WHEELS.glob("*.whl")):
-        if not installed(wheel.name.partition("-")[0]):
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(PLACE)
-    sys.path.insert(0, str(PLACE))
-
-
-def installed(name: str) -> bool:
-    """Return True if a distribution is installed."""
-    try:
-        return bool(metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def describe(distribution: Path) -> None:
@@ -77,8 +66,7 @@ def describe(distribution: Path) -> None:
     name, version = project["name"], project["version"]
     folder = PLACE / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(exist_ok=True)
-    wanted = "".join(f"Requires-Dist: {one}\n" for one in project["dependencies"])
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{wanted}")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     points = configparser.RawConfigParser(delimiters=("=",))
     points.read_dict(project.get("entry-points", {}))
     with (folder / "entry_points.txt").open("w") as file:
@@ -95,7 +83,28 @@ def compiled() -> str:
         builder = runpy.run_path(str(INTERCEPTOR / "_build.py"))["ffibuilder"]
         with tempfile.TemporaryDirectory(dir=PLACE) as scratch:
             Path(builder.compile(tmpdir=scratch)).replace(library)
-    except (Exception, SystemExit) as failure:
+    except (Exception, SystemExit) as error:
         library.unlink(missing_ok=True)
-        return f"pure Python, since the native one cannot be compiled: {type(failure).__name__}: {failure}"
+        return f"pure Python, since the native one cannot be compiled: {type(error).__name__}: {error}"
     return "native"
+
+
+def publish(folders: list[Path]) -> int:
+    """Put the stages of each folder's gpu.json into docs/gpu.json, and make both pages anew; 1 if refused."""
+    sys.path += map(str, [ROOT / "benchmarks", ROOT / "benchmarks/paper"])
+    import _evaluation
+    import _on_gpu
+    import page
+
+    stages = _on_gpu.stages()
+    for folder in folders:
+        stages |= _on_gpu.stages(folder / _on_gpu.FILE.name)
+    if _on_gpu.is_rehearsal(stages):
+        print("results of a rehearsal, on a processor or quick, do not belong into docs/", file=sys.stderr)
+        return 1
+    if stages:
+        _on_gpu.FILE.write_text(json.dumps({"schema": _on_gpu.SCHEMA, "stages": stages}, indent=1) + "\n")
+    for one in (page.PAGE, _evaluation.PAGE):
+        results = _on_gpu.FILE.with_name(f"{one.name}.json")
+        results.with_suffix(".md").write_text(one.text(one.read(results)))
+    return 0

@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -13,15 +15,20 @@ sys.path += map(str, [HERE.parent, HERE.parent / "paper", HERE.parents[1] / "exa
 def main(name: str, file: str, seconds: str) -> None:
     """Run a stage; exit with 2 where there is no such device."""
     import torch
-    from _device import DEVICE
+    from _device import ON_GPU
 
-    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+    if ON_GPU and not torch.cuda.is_available():
         print(f"no CUDA device here, with torch {torch.__version__}; --device cpu rehearses", file=sys.stderr)
         sys.exit(2)
-    from _cases import Cases
+    from _cases import AROUND, Cases
 
+    cases = Cases(name, Path(file), float(seconds))
     warnings.simplefilter("ignore")  # what models and prototypes of torch warn of
-    importlib.import_module(name).stage(Cases(name, Path(file), float(seconds)))
+    try:
+        importlib.import_module("models").let_torchvision_load()
+        importlib.import_module(name).stage(cases)
+    except Exception:
+        cases.ends(AROUND, time.monotonic(), failed=traceback.format_exc())
 
 
 if __name__ == "__main__":

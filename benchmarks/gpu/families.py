@@ -1,6 +1,7 @@
 """Models of timm and transformers: outputs, gradients and random states are the same bits under tools."""
 
 import importlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,15 +28,16 @@ def stage(cases: Cases) -> None:
 
 
 def subjects() -> Iterator[Subject]:
-    """Yield the models that are tested by default, then others evenly; those that the versions here have."""
+    """Yield models of both packages in turns: those that are tested by default, then others evenly."""
     timm = importlib.import_module("timm")
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    chosen = []
     for zoo, here in ((timm_models, timm.is_model), (transformers_models, known.__contains__)):
         every = [one for one in zoo.subjects() if here(one.name)]
         first = [one for one in every if one.name in zoo.SAMPLE]
         others = [one for one in every if one.name not in zoo.SAMPLE]
-        step = max(len(others) // (EACH - len(first) + 1), 1) if len(first) < EACH else 1
-        yield from (first + others[::step])[:EACH]
+        chosen.append((first + others[:: len(others) // EACH or 1])[:EACH])
+    yield from itertools.chain.from_iterable(zip(*chosen, strict=False))
 
 
 def trained(subject: Subject) -> dict[str, Any]:
