@@ -14,11 +14,12 @@ FILE = Path(__file__).parents[1] / "docs/gpu.json"
 SCHEMA = 1
 
 
-def stages(file: Path = FILE) -> Results:
-    """Return the stages that were run on a GPU; none where there is no file.
+def stages(file: Path | None = None) -> Results:
+    """Return the stages in a file, by default those of docs/; none where there is no file.
 
     Raises ValueError where the results have another schema.
     """
+    file = file or FILE
     if not file.exists():
         return {}
     results: Results = json.loads(file.read_text())

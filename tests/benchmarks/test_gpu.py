@@ -104,10 +104,37 @@ def stages(device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_pages_show_what_was_measured_on_a_gpu_and_no_rehearsal(
+def shown(template: str, measured: dict[str, Any]) -> str:
+    import _on_gpu  # type: ignore[import-not-found]
+    from _pages import render, settings  # type: ignore[import-not-found]
+
+    return str(render(template, gpu=measured, on_gpu=_on_gpu, settings_of=settings))
+
+
+def test_pages_show_what_was_measured_on_a_gpu() -> None:
+    text = shown("on-gpu-benchmarks", stages("a GPU"))
+    assert "| accelerator | a GPU |" in text
+    assert "| streams | 0 | 1 | 0 | 0 | 2 |" in text
+    assert "- streams, a graph: it is" in text
+    assert "| flops | 3.000 [3.000, 3.000] |" in text
+    text = shown("on-gpu-paper", stages("a GPU"))
+    assert "| conv2d | forward | 53 | 2.00 | 50.0 % | `gemm` 53 times, 2.00 ms |" in text
+    assert "| tracing | 50.0 [50.0, 50.0]; Amanda 25.0 [25.0, 25.0] |" in text
+    assert "| tracing | 4.0 [4.0, 4.0] |" in text
+    assert "| tracing | 0.0; 50.0 |" in text
+
+
+@pytest.mark.parametrize("template", ["on-gpu-benchmarks", "on-gpu-paper"])
+def test_pages_say_that_nothing_was_measured_and_tell_a_rehearsal(template: str) -> None:
+    assert "Nothing was measured on a GPU yet" in shown(template, {})
+    assert "**A rehearsal" in shown(template, stages("cpu"))
+
+
+@pytest.mark.slow
+def test_results_are_put_into_the_pages_but_no_rehearsal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import _on_gpu  # type: ignore[import-not-found]
+    import _on_gpu
     import _prepare  # type: ignore[import-not-found]
 
     for name in ("benchmarks", "paper-evaluation"):
@@ -120,16 +147,8 @@ def test_pages_show_what_was_measured_on_a_gpu_and_no_rehearsal(
         assert _prepare.publish([run]) == status
         assert (tmp_path / "benchmarks.md").exists() == (status == 0)
     assert "results of a rehearsal" in capsys.readouterr().err
-    text = (tmp_path / "benchmarks.md").read_text().partition("## On a GPU")[2]
-    assert "| accelerator | a GPU |" in text
-    assert "| streams | 0 | 1 | 0 | 0 | 2 |" in text
-    assert "- streams, a graph: it is" in text
-    assert "| flops | 3.000 [3.000, 3.000] |" in text
-    text = (tmp_path / "paper-evaluation.md").read_text().partition("## On a GPU, here")[2]
-    assert "| conv2d | forward | 53 | 2.00 | 50.0 % | `gemm` 53 times, 2.00 ms |" in text
-    assert "| tracing | 50.0 [50.0, 50.0]; Amanda 25.0 [25.0, 25.0] |" in text
-    assert "| tracing | 4.0 [4.0, 4.0] |" in text
-    assert "| tracing | 0.0; 50.0 |" in text
+    for name in ("benchmarks", "paper-evaluation"):
+        assert "| accelerator | a GPU |" in (tmp_path / f"{name}.md").read_text()
 
 
 @pytest.mark.slow
