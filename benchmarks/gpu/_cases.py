@@ -20,6 +20,21 @@ BROKEN = 75
 AROUND = "what is around the cases"
 
 
+class Skip(Exception):
+    """Why a case cannot run here."""
+
+
+def bare(program: Callable[..., Any], *args: Any) -> Any:
+    """Return what a program gives without a tool.
+
+    Raises Skip where it fails: what does not run here alone says nothing of a tool.
+    """
+    try:
+        return program(*args)
+    except Exception as error:
+        raise Skip(f"without a tool: {type(error).__name__}: {error}") from error
+
+
 class Cases:
     """Results of a stage by case, in a file with those of other stages; cases that are in there do not run.
 
@@ -56,6 +71,8 @@ class Cases:
         begun = time.monotonic()
         try:
             value = rounded(function(*args))
+        except Skip as reason:
+            self.ends(name, begun, skipped=str(reason))
         except Exception:
             self.ends(name, begun, failed=traceback.format_exc())
         else:
@@ -75,12 +92,13 @@ class Cases:
         return True
 
     def ends(self, name: str, begun: float, **result: Any) -> None:
-        """Write and print the result of a case; end the process if the GPU is out of order after it."""
+        """Write the result of a case, and print it if it took long or did not pass; end the process if the GPU is out of order after it."""
         self.found[name] = {**result, "seconds": round(time.monotonic() - begun, 2)}
         self._stage.pop("running", None)
         self._write()
         said = next((one for one in ("failed", "skipped") if one in result), "ok")
-        print(f"  {name}: {said}, {self.found[name]['seconds']} s", flush=True)
+        if said != "ok" or self.found[name]["seconds"] > 1:
+            print(f"  {name}: {said}, {self.found[name]['seconds']} s", flush=True)
         if "failed" in result and ON_GPU:
             try:
                 torch.cuda.synchronize()

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "packages" / f"amanda-{name}" for name in ("core", "driver-torch", "tools")]
 INTERCEPTOR = ROOT / "packages/amanda-core/src/amanda/interceptor"
 PLACE, WHEELS = ROOT / "build/gpu-path", ROOT / "build/gpu-wheels"
-LACKING = ("cffi", "pycparser", "autoray", "expecttest", "pluggy", "pytest-timeout", "jinja2", "torchao")
+LACKING = ("cffi", "pycparser", "autoray", "expecttest", "pluggy", "pytest-timeout", "torchao")
 """Packages that a machine with PyTorch may lack; without torchao some cases are skipped."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
@@ -56,6 +56,7 @@ def environment(device: str, quick: bool) -> dict[str, str]:
         "AMANDA_GPU_INTERCEPTOR": interceptor,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "HF_HUB_OFFLINE": "1",
+        "PYTEST_ADDOPTS": "-W default -p no:cacheprovider",
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -42,5 +42,5 @@ class Told:
 def stage(cases: Cases) -> None:
     """Run the suites; those that start processes or take long too, unless the run is quick."""
     chosen = ["-m", "not slow"] if QUICK else ["-m", "slow or not slow"]
-    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:terminalreporter", "-W", "default"]
-    pytest.main([*options, *chosen, *(SUITES[:1] if QUICK else SUITES)], plugins=[Told(cases)])
+    paths = SUITES[:1] if QUICK else SUITES
+    pytest.main(["-qq", "--no-header", "--tb=short", *chosen, *paths], plugins=[Told(cases)])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _cases import Cases
+from _cases import Cases, bare
 from _measure import QUICK
 from copies import copied
 from zoo import timm_models, transformers_models
@@ -43,13 +43,13 @@ def subjects() -> Iterator[Subject]:
 def trained(subject: Subject) -> dict[str, Any]:
     """Return where a model differs under tools; what differs without a tool too is told apart."""
     torch.manual_seed(0)
-    model, inputs = subject.make()
+    model, inputs = bare(subject.make)
     steps = subject.settles + 1
-    bare = observed(model, inputs, steps=steps)
-    again = set(differences(bare, observed(model, inputs, steps=steps)))
+    alone = bare(lambda: observed(model, inputs, steps=steps))
+    again = set(differences(alone, observed(model, inputs, steps=steps)))
     amiss, undetermined = [], [f"without a tool: {name}" for name in again]
     for tool in (Silent(), Unchanged()):
-        found = differences(bare, observed(model, inputs, lambda tool=tool: amanda.apply(tool), steps=steps))
+        found = differences(alone, observed(model, inputs, lambda tool=tool: amanda.apply(tool), steps=steps))
         amiss += [f"{type(tool).__name__}: {name}" for name in found if name not in again]
     fresh = Fresh(copied)
     under = computed(model, inputs, lambda: amanda.apply(fresh))

@@ -55,16 +55,20 @@ def test_the_cheapest_stage_is_rehearsed(tmp_path: Path) -> None:
 
 
 def test_results_are_written_after_each_case_and_kept_by_the_next_process(tmp_path: Path) -> None:
+    from _cases import bare
+
     file = tmp_path / "gpu.json"
     first = cases(file)
     first("passes", lambda: {"seconds": 1.23456789})
     first("raises", lambda: 1 / 0)
     first("amiss", lambda: {"amiss": ["one", "two"]})
+    first("alone", lambda: bare(lambda: 1 / 0))
     assert first.begins("ends the process")
     found = json.loads(file.read_text())["stages"]["facts"]["cases"]
     assert found["passes"]["value"] == {"seconds": 1.23457}
     assert "ZeroDivisionError" in found["raises"]["failed"]
     assert found["amiss"]["failed"] == "one\ntwo"
+    assert found["alone"]["skipped"].startswith("without a tool: ZeroDivisionError")
     second = cases(file)
     second("passes", lambda: pytest.fail("a case that is known runs again"))
     second("ends the process", lambda: pytest.fail("a case that ended a process runs again"))
