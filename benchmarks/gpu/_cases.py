@@ -58,7 +58,7 @@ class Cases:
         self.found: dict[str, Any] = self._stage["cases"]
         self.found.pop(AROUND, None)
         if crashed := self._stage.pop("running", None):
-            self.found[crashed] = {"failed": "the process ended in this case"}
+            self.found[crashed] = {"failed": "the process ended, or was stopped, in this case"}
         self._write()
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> None:
@@ -92,7 +92,7 @@ class Cases:
         return True
 
     def ends(self, name: str, begun: float, **result: Any) -> None:
-        """Write the result of a case, and print it if it took long or did not pass; end the process if the GPU is out of order after it."""
+        """Write a result, and print it unless it is quick and ok; end the process if the GPU is broken."""
         self.found[name] = {**result, "seconds": round(time.monotonic() - begun, 2)}
         self._stage.pop("running", None)
         self._write()

@@ -53,9 +53,11 @@ def placed(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def timed(step: Callable[[], object], under: Mapping[str, Variant], seconds: float = 2.0) -> dict[str, Any]:
+def timed(
+    step: Callable[[], object], under: Mapping[str, Variant], seconds: float = 2.0, least: int = 7
+) -> dict[str, Any]:
     """Return seconds of a step in each variant, once a round, with medians, and those over the bare one."""
-    times = steps_in_turns(step, under, seconds, least=7, most=60, clock=wall)
+    times = steps_in_turns(step, under, seconds, least, most=60, clock=wall)
     middles = {name: statistics.median(values) for name, values in times.items()}
     over = {name: middle / middles[BARE] for name, middle in middles.items()}
     print("    " + ", ".join(f"{name} {over[name]:.3f}" for name in over), flush=True)

@@ -23,7 +23,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "v
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256,
          "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
 """The sizes of Llama 3.2 1B."""
-TOKENS, NEW = (16, 4) if QUICK else (1024, 32)
+TOKENS, NEW = (16, 4) if QUICK else (1024, 16)
 TOOLS: dict[str, Callable[[], amanda.Tool]] = {
     **chosen("empty tool", "empty tool, backward too", "before + after"),
     "equal new values": lambda: Fresh(copied),
@@ -48,7 +48,7 @@ def trained() -> dict[str, Any]:
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-    return under_tools(step, 30)
+    return under_tools(step, 15)
 
 
 def generated() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def generated() -> dict[str, Any]:
     model = placed(llama).eval()
     ids = placed(lambda: torch.randint(10, model.config.vocab_size, (1, 16)))
     told = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "use_cache": True}
-    return under_tools(lambda: model.generate(ids, **told), 40)
+    return under_tools(lambda: model.generate(ids, **told), 15)
 
 
 def per_op(name: str) -> dict[str, Any]:
@@ -89,4 +89,4 @@ def under_tools(step: Callable[[], object], seconds: float) -> dict[str, Any]:
     calls: list[None] = []
     with amanda.apply(Inserting("before", routine=lambda *_: calls.append(None), select=[])):
         step()
-    return {"ops": len(calls), **timed(step, controls() | scopes(TOOLS), seconds)}
+    return {"ops": len(calls), **timed(step, controls() | scopes(TOOLS), seconds, 3)}

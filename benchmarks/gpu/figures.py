@@ -14,19 +14,19 @@ from _zoo import BERT, RESNET, in_pytorch, use_cases
 from footprint import CASES, held
 from memory import step as held_in_step
 
-BATCHES = (1,) if QUICK else (1, 32)
-
 
 def stage(cases: Cases) -> None:
     """Measure each figure, model by model."""
-    for name, pair in in_pytorch().items():
-        for batch in BATCHES:
-            cases(f"10, 11: {name}, batch of {batch}", overhead, pair, batch)
-    for name, pair in in_pytorch().items():
-        cases(f"12: {name}, batch of 1", cache, pair)
+    pairs = in_pytorch()
+    for name, pair in pairs.items():
+        cases(f"10, 11: {name}, batch of 1", overhead, pair, 1)
     for name in (RESNET,) if QUICK else (RESNET, BERT):
         for batch in (1, 2) if QUICK else (1, 2, 4, 8):
-            cases(f"13: {name}, batch of {batch}", memory, in_pytorch()[name], batch)
+            cases(f"13: {name}, batch of {batch}", memory, pairs[name], batch)
+    for name, pair in pairs.items():
+        cases(f"12: {name}, batch of 1", cache, pair)
+    for name, pair in pairs.items() if not QUICK else ():
+        cases(f"10, 11: {name}, batch of 32", overhead, pair, 32)
 
 
 def batched(pair: Pair, batch: int) -> Any:

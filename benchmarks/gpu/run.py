@@ -20,18 +20,18 @@ from pathlib import Path
 from _prepare import ROOT, download, environment, publish
 
 STAGES = {
-    "facts": (30, "the machine, the versions, and what is missing"),
+    "facts": (15, "the machine, the versions, and what is missing"),
     "conformance": (90, "the conformance suites of the PyTorch driver, eager and compiled"),
-    "operators": (150, "operators of torch's database, under tools that change nothing"),
-    "families": (120, "30 models of timm and transformers train under tools as without"),
+    "operators": (100, "operators of torch's database, under tools that change nothing"),
+    "families": (90, "30 models of timm and transformers train under tools as without"),
     "streams": (45, "side streams, synchronisation, CUDA graphs"),
-    "precision": (150, "mixed precision, compiled models, attention, quantised layers, memory"),
+    "precision": (120, "mixed precision, compiled models, attention, quantised layers, memory"),
     "profiled": (45, "kernels and memory of each op, beside what torch says: figure 8 of the paper"),
     "figures": (120, "figures 10 to 13 of the paper"),
-    "costs": (150, "cost per op; a language model of 1.2 billion parameters under tools"),
+    "costs": (120, "cost per op; a language model of 1.2 billion parameters under tools"),
 }
 """Seconds after which a stage begins no further case, and what it shows."""
-GRACE = 60
+GRACE = 45
 """Seconds that a stage is given to end its last case."""
 RESTARTS = 8
 
