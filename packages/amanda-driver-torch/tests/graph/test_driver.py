@@ -79,7 +79,7 @@ class TestGraphDriver(DriverTests):
         "values": "a graph is analysed before it runs, on tensors without data",
         "traceable_calls": "a traceable routine is called when it is traced",
     }
-    gaps: ClassVar = eager.ON_DEVICE | {
+    gaps: ClassVar = {
         "test_an_exception_of_an_analysis_reaches_the_user_as_itself": LINES,
         "test_an_exception_of_a_routine_reaches_the_user_as_itself": LINES,
         "test_an_op_is_in_the_namespace_of_its_driver": never("ops outside of compiled functions are eager"),
