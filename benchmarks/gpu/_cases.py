@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _device import DEVICE, ON_GPU
+from _device import DEVICE, ON_GPU, synchronize
 from _machine import machine, versions
 from _measure import QUICK, rounded
 
@@ -38,6 +38,7 @@ def bare(program: Callable[..., Any], *args: Any) -> Any:
 class Cases:
     """Results of a stage by case, in a file with those of other stages; cases that are in there do not run.
 
+    Results of another device, or of a quick run where this is none, are dropped.
     A case has "value", "failed" (a traceback, or what is amiss) or "skipped" (a reason).
     seconds: after which no case begins.
     """
@@ -46,9 +47,13 @@ class Cases:
         self._file, self._begun = file, time.monotonic()
         self._end = self._begun + seconds
         self._all = json.loads(file.read_text()) if file.exists() else {"schema": SCHEMA, "stages": {}}
-        self._stage: dict[str, Any] = self._all["stages"].setdefault(stage, {"took": 0, "cases": {}})
-        self._before = self._stage["took"]
         device = torch.cuda.get_device_name() if ON_GPU else DEVICE.type
+        before = self._all["stages"].get(stage, {})
+        if (before.get("device"), before.get("quick")) != (device, QUICK):
+            before = {"took": 0, "cases": {}}
+        self._stage: dict[str, Any] = before
+        self._all["stages"][stage] = before
+        self._before = before["took"]
         self._stage |= {
             "command": os.environ.get("AMANDA_GPU_COMMAND", ""), "device": device, "quick": QUICK,
             "machine": {**machine(), "accelerator": device}, "versions": versions(),
@@ -93,17 +98,16 @@ class Cases:
 
     def ends(self, name: str, begun: float, **result: Any) -> None:
         """Write a result, and print it unless it is quick and ok; end the process if the GPU is broken."""
+        broken = gpu_failure()
+        result |= {"failed": result.get("failed", broken)} if broken else {}
         self.found[name] = {**result, "seconds": round(time.monotonic() - begun, 2)}
         self._stage.pop("running", None)
         self._write()
         said = next((one for one in ("failed", "skipped") if one in result), "ok")
         if said != "ok" or self.found[name]["seconds"] > 1:
             print(f"  {name}: {said}, {self.found[name]['seconds']} s", flush=True)
-        if "failed" in result and ON_GPU:
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                os._exit(BROKEN)
+        if broken:
+            os._exit(BROKEN)
 
     def skip(self, name: str, reason: str) -> None:
         """Write why a case does not run here."""
@@ -116,3 +120,12 @@ class Cases:
         part = self._file.with_suffix(".part")
         part.write_text(json.dumps(self._all))
         part.replace(self._file)
+
+
+def gpu_failure() -> str:
+    """Return what CUDA says if it is out of order, as after a failed assertion of a kernel."""
+    try:
+        synchronize()
+    except RuntimeError as error:
+        return f"the GPU is out of order: {error}"
+    return ""

@@ -29,6 +29,7 @@ HEADS = (2, 4, 64, 32) if QUICK else (4, 16, 2048, 64)
 
 def stage(cases: Cases) -> None:
     """Run each kind of program bare and under tools."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     for name, program in {
         "autocast, bfloat16": functools.partial(autocast, torch.bfloat16),
         "autocast, float16, scaled": functools.partial(autocast, torch.float16, scaled=True),
@@ -46,6 +47,7 @@ def stage(cases: Cases) -> None:
             cases.skip(library, "not installed")
         else:
             cases(library, same, quantised)
+    torch.use_deterministic_algorithms(False)
     step = functools.partial(train, placed(layers), placed(lambda: torch.randn(64, WIDE)))
     cases("peak of memory", peaks, step)
     for name, make in COMPILED.items():

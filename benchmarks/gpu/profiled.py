@@ -86,7 +86,7 @@ def memory(step: Callable[[], None]) -> dict[str, Any]:
     for place in result.places:
         sizes[f"{place.phase}: {place.type}"] += place.allocated or 0
     if ON_GPU:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
         step()
         synchronize()
         history = torch.cuda.memory._snapshot()["device_traces"][0]

@@ -20,7 +20,7 @@ from pathlib import Path
 from _prepare import ROOT, download, environment, publish
 
 STAGES = {
-    "facts": (15, "the machine, the versions, and what is missing"),
+    "facts": (30, "the machine, the versions, and what is missing"),
     "conformance": (90, "the conformance suites of the PyTorch driver, eager and compiled"),
     "operators": (100, "operators of torch's database, under tools that change nothing"),
     "families": (90, "30 models of timm and transformers train under tools as without"),

@@ -31,6 +31,7 @@ READING: dict[str, Make] = {
 WIDE = 64 if QUICK else 2048
 ASLEEP = 400_000_000
 """Cycles that the GPU is kept busy, about a fifth of a second."""
+SAID = "called a synchronizing"
 REPLAYED = "what a graph recorded runs as it is"
 
 
@@ -77,7 +78,7 @@ def waits(step: Callable[[], None]) -> list[str]:
         finally:
             if ON_GPU:
                 torch.cuda.set_sync_debug_mode("default")
-    return [f"{one.filename}:{one.lineno}: {one.message}" for one in told if "synchroniz" in str(one.message)]
+    return [f"{one.filename}:{one.lineno}: {one.message}" for one in told if SAID in str(one.message)]
 
 
 def waiting(step: Callable[[], None], tool: amanda.Tool, bare: int, held: bool) -> dict[str, Any]:
@@ -86,16 +87,9 @@ def waiting(step: Callable[[], None], tool: amanda.Tool, bare: int, held: bool) 
     held: whether more than those of the bare step are amiss.
     """
     with amanda.apply(tool):
-        first, later = waits(step), waits(step)
-        later = waits(step)
-    amiss = later if held and len(later) > bare else []
-    return {
-        "bare": bare,
-        "first": len(first),
-        "later": len(later),
-        "where": (first + later)[:5],
-        "amiss": amiss,
-    }
+        first, _, later = (waits(step) for _ in range(3))
+    found = {"bare": bare, "first": len(first), "later": len(later), "where": (first + later)[:5]}
+    return {**found, "amiss": later if held and len(later) > bare else []}
 
 
 def ahead(step: Callable[[], None], tool: amanda.Tool) -> dict[str, Any]:

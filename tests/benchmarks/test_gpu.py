@@ -83,6 +83,17 @@ def test_no_case_begins_once_the_time_is_over(tmp_path: Path) -> None:
     assert (stage["cases"], stage["left"]) == ({}, 1)
 
 
+def test_results_of_a_rehearsal_are_not_mixed_with_others(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    cases(file)("one", lambda: {})
+    results = json.loads(file.read_text())
+    results["stages"]["facts"]["device"] = "a GPU"
+    results["stages"]["costs"] = {"device": "a GPU"}
+    file.write_text(json.dumps(results))
+    assert cases(file).found == {}
+    assert json.loads(file.read_text())["stages"]["costs"] == {"device": "a GPU"}
+
+
 def stages(device: str) -> dict[str, Any]:
     """Return results of every kind that the pages show."""
 
