@@ -1,6 +1,7 @@
 """Run one stage: python _stage.py STAGE FILE SECONDS, in the environment that run.py makes."""
 
 import importlib
+import logging
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ def main(name: str, file: str, seconds: str) -> None:
 
     cases = Cases(name, Path(file), float(seconds))
     warnings.simplefilter("ignore")  # what models and prototypes of torch warn of
+    logging.getLogger("amanda").setLevel(logging.ERROR)  # reports are in the results
     try:
         importlib.import_module("models").let_torchvision_load()
         importlib.import_module(name).stage(cases)

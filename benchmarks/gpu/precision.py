@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -147,7 +147,8 @@ def flexible(by_inductor: bool) -> dict[str, Any]:
     wanted = bare(program)
     with amanda.apply(tool := amanda.load_tool("flops"), compiled="instrument") as scope:
         found = program()
-    amiss = [] if equal(found[0], wanted[0]) else ["it differs"]
+    close = torch.allclose(found[0], wanted[0], rtol=2e-2, atol=2e-2)
+    amiss = [] if close else ["it differs"]
     flops, missing = tool.result.total("flops"), dict(tool.result.unsupported)
     return {"flops": flops, "unsupported": missing, "report": str(scope.report), "amiss": amiss}
 
@@ -184,30 +185,20 @@ def peaks(step: Callable[[], None]) -> dict[str, Any]:
     return {"bytes": found, "amiss": [f"{name}: a higher peak" for name in higher]}
 
 
+@torch.no_grad()
 def compiled(mode: str, make: Callable[[], amanda.Tool]) -> dict[str, Any]:
     """Return seconds of a compiled model with a tool in its graph, and whether it gives what it has to."""
     torch._dynamo.reset()
-    if QUICK:
-        model, x = placed(layers), placed(lambda: torch.randn(64, WIDE))
-    else:
-        model, x = placed(models()["ResNet-50"].wide)
+    model, x = placed(lambda: (layers(), torch.randn(64, WIDE)) if QUICK else models()["ResNet-50"].wide())
     model.eval()
-    options: dict[str, Any] = {"backend": "aot_eager"} if QUICK else {"mode": mode}
-    tool = make()
-    with torch.no_grad():
-        with amanda.apply(make()) if "prune" in type(tool).__module__ else nullcontext():
-            wanted = model(x)
-        function = torch.compile(model, **options)
-
-        def step() -> Tensor:
-            with torch.no_grad():
-                return function(x)
-
-        step()
-        with amanda.apply(tool, compiled="instrument") as scope:
-            found = [step().clone() for _ in range(3)][-1]
-        taken = timed(
-            step, controls() | {"in a scope": functools.partial(amanda.apply, tool, compiled="instrument")}
-        )
+    with amanda.apply(make()):
+        wanted = model(x)
+    function = torch.compile(model, **({"backend": "aot_eager"} if QUICK else {"mode": mode}))
+    step = functools.partial(function, x)
+    bare(step)
+    scope = functools.partial(amanda.apply, make(), compiled="instrument")
+    with scope() as opened:
+        found = [step().clone() for _ in range(3)][-1]
     close = torch.allclose(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()))
-    return {**taken, "report": str(scope.report), "amiss": [] if close else ["it gives something else"]}
+    amiss = [] if close else ["it gives something else"]
+    return {**timed(step, controls() | {"in a scope": scope}), "report": str(opened.report), "amiss": amiss}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _cases import Cases
+from _cases import Cases, bare
 from _device import ON_GPU, placed, synchronize
 from _measure import QUICK
 from _tools import Inserting
@@ -25,14 +25,13 @@ ASYNCHRONOUS: dict[str, Make] = {
 }  # fmt: skip
 """Tools that read no value of a tensor when an op runs again."""
 READING: dict[str, Make] = {
-    **{name: functools.partial(amanda.load_tool, name) for name in ("stats", "nan")},
+    "stats": functools.partial(amanda.load_tool, "stats"), "nan": functools.partial(amanda.load_tool, "nan"),
     "quantize": functools.partial(amanda.load_tool, "quantize", method="dynamic"),
-}
+}  # fmt: skip
 WIDE = 64 if QUICK else 2048
 ASLEEP = 400_000_000
 """Cycles that the GPU is kept busy, about a fifth of a second."""
-SAID = "called a synchronizing"
-REPLAYED = "what a graph recorded runs as it is"
+SAID, REPLAYED = "called a synchronizing", "what a graph recorded runs as it is"
 
 
 def layers() -> nn.Module:
@@ -43,18 +42,16 @@ def layers() -> nn.Module:
 def stage(cases: Cases) -> None:
     """Look at synchronisation, side streams and CUDA graphs under tools."""
     model, x = placed(layers), placed(lambda: torch.randn(64, WIDE))
-    step = functools.partial(train, model, x)
-    step()
-    bare = len(waits(step))
+    train(model, x)
     for name, make in (ASYNCHRONOUS | READING).items():
-        cases(f"synchronisation, {name}", waiting, step, make(), bare, name in ASYNCHRONOUS)
+        cases(f"synchronisation, {name}", waiting, model, x, make(), name in ASYNCHRONOUS)
     for name, make in ASYNCHRONOUS.items():
         cases(f"side streams, {name}", beside, model, x, make())
     if not ON_GPU:
         cases.skip("ahead of the GPU, and CUDA graphs", "needs a GPU")
         return
     for name, make in ASYNCHRONOUS.items():
-        cases(f"ahead of the GPU, {name}", ahead, step, make())
+        cases(f"ahead of the GPU, {name}", ahead, model, x, make())
     for name, make in (ASYNCHRONOUS | READING).items():
         cases(f"CUDA graph captured in a scope, {name}", captured, model, x, make(), name in ASYNCHRONOUS)
     cases("CUDA graph captured before a scope", replayed, model, x)
@@ -67,40 +64,41 @@ def train(model: nn.Module, x: Tensor) -> None:
     model(x).sum().backward()
 
 
-def waits(step: Callable[[], None]) -> list[str]:
+def waits(model: nn.Module, x: Tensor) -> list[str]:
     """Return what torch says of the synchronisations of a step."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if ON_GPU:
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            step()
+            train(model, x)
         finally:
             if ON_GPU:
                 torch.cuda.set_sync_debug_mode("default")
     return [f"{one.filename}:{one.lineno}: {one.message}" for one in told if SAID in str(one.message)]
 
 
-def waiting(step: Callable[[], None], tool: amanda.Tool, bare: int, held: bool) -> dict[str, Any]:
-    """Return synchronisations of a step that is analysed, and of one that is known.
+def waiting(model: nn.Module, x: Tensor, tool: amanda.Tool, held: bool) -> dict[str, Any]:
+    """Return synchronisations of a bare step, of one that is analysed, and of one that is known.
 
     held: whether more than those of the bare step are amiss.
     """
+    alone = waits(model, x)
     with amanda.apply(tool):
-        first, _, later = (waits(step) for _ in range(3))
-    found = {"bare": bare, "first": len(first), "later": len(later), "where": (first + later)[:5]}
-    return {**found, "amiss": later if held and len(later) > bare else []}
+        first, _, later = (waits(model, x) for _ in range(3))
+    found = {"bare": len(alone), "first": len(first), "later": len(later), "where": (first + later)[:5]}
+    return {**found, "amiss": later if held and len(later) > len(alone) else []}
 
 
-def ahead(step: Callable[[], None], tool: amanda.Tool) -> dict[str, Any]:
+def ahead(model: nn.Module, x: Tensor, tool: amanda.Tool) -> dict[str, Any]:
     """Return seconds until a step has been started, while the GPU is busy with something before it."""
     with amanda.apply(tool):
         for _ in range(2):
-            step()
+            train(model, x)
         synchronize()
         begun = time.perf_counter()
         torch.cuda._sleep(ASLEEP)
-        step()
+        train(model, x)
         started = time.perf_counter() - begun
         synchronize()
         ended = time.perf_counter() - begun
@@ -109,12 +107,11 @@ def ahead(step: Callable[[], None], tool: amanda.Tool) -> dict[str, Any]:
 
 
 def beside(model: nn.Module, x: Tensor, tool: amanda.Tool) -> dict[str, Any]:
-    """Return how often results of work on two streams differ from those without a tool, in many rounds."""
+    """Return how often results on two streams differ in many rounds, those of pruning from its first."""
     wanted, rounds = on_two_streams(model, x), 3 if QUICK else 20
-    changes = type(tool).__name__ == "PruneTool"
     with amanda.apply(tool) as scope:
         found = [on_two_streams(model, x) for _ in range(rounds)]
-    wanted = found[0] if changes else wanted
+    wanted = found[0] if "prune" in type(tool).__module__ else wanted
     wrong = sum(not all(map(torch.equal, one, wanted)) for one in found)
     amiss = [f"{wrong} of {rounds} rounds differ"] if wrong else []
     return {"rounds": rounds, "report": str(scope.report), "amiss": amiss}
@@ -136,21 +133,25 @@ def on_two_streams(model: nn.Module, x: Tensor) -> list[Tensor]:
         z = model(y).square()
     (z.mean() + y.sum()).backward()
     synchronize()
-    return [z.detach().clone(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    return [z.detach().clone(), *gradients(model)]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Return copies of a model's gradients."""
+    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
 
 def capture(model: nn.Module, x: Tensor) -> tuple[Any, Tensor]:
     """Return a CUDA graph of a model's forward pass, and its output."""
-    side = torch.cuda.Stream()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(side):
-        for _ in range(3):
-            model(x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        y = model(x)
-    return graph, y
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            return graph, model(x)
 
 
 def captured(model: nn.Module, x: Tensor, tool: amanda.Tool, held: bool) -> dict[str, Any]:
@@ -158,55 +159,49 @@ def captured(model: nn.Module, x: Tensor, tool: amanda.Tool, held: bool) -> dict
 
     held: whether an exception in the capture is amiss; a tool that reads values cannot be captured.
     """
-    x, y, error = x.clone(), None, ""
+    x, error = x.clone(), ""
     with torch.no_grad(), amanda.apply(tool) as scope:
         try:
             graph, y = capture(model, x)
-            x.mul_(2)
-            graph.replay()
-            synchronize()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-        eager = model(x)
-    amiss = [error] if error and held else []
-    if y is not None and not torch.allclose(y, eager, rtol=1e-4, atol=1e-5):
-        amiss.append("a replay gives something else than the ops")
-    return {
-        "error": error,
-        "report": str(scope.report),
-        "amiss": amiss + (unsaid(scope) if not error else []),
-    }
+            return {"error": error, "report": str(scope.report), "amiss": [error] if held else []}
+        x.mul_(2)
+        graph.replay()
+        synchronize()
+        right = torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
+    return told(scope, "" if right else "a replay gives something else than the ops")
 
 
 def replayed(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """Return what a scope says of a graph that was captured before it."""
-    graph, y = capture(model, x)
+    graph, y = bare(capture, model, x)
     wanted = y.clone()
     with amanda.apply(tool := Silent()) as scope:
         graph.replay()
         synchronize()
-    amiss = [] if torch.equal(y, wanted) and tool.calls == 0 else ["it is not what it was"]
-    return {"report": str(scope.report), "amiss": amiss + unsaid(scope)}
+    right = torch.equal(y, wanted) and tool.calls == 0
+    return told(scope, "" if right else "the replay is not what it was")
 
 
-def unsaid(scope: Any) -> list[str]:
-    """Return what is amiss in a report that has no replay."""
-    return [] if REPLAYED in str(scope.report) else ["the replay is not in the report"]
+def told(scope: Any, wrong: str) -> dict[str, Any]:
+    """Return the report of a scope in which a graph was replayed, and what is amiss."""
+    unsaid = "" if REPLAYED in str(scope.report) else "the replay is not in the report"
+    return {"report": str(scope.report), "amiss": [one for one in (wrong, unsaid) if one]}
 
 
 def graphed(x: Tensor) -> dict[str, Any]:
     """Return how training differs in which the forward and backward pass are graphs, made in a scope."""
 
-    def gradients() -> list[Tensor]:
+    def program() -> list[Tensor]:
         model = placed(layers)
         graph = torch.cuda.make_graphed_callables(model, (x,))
         for _ in range(2):
             train(graph, x)
         synchronize()
-        return [one.grad.clone() for one in model.parameters()]
+        return gradients(model)
 
-    wanted = gradients()
+    wanted = bare(program)
     with amanda.apply(Unchanged()) as scope:
-        found = gradients()
-    amiss = [] if all(map(torch.equal, found, wanted)) else ["gradients differ"]
-    return {"report": str(scope.report), "amiss": amiss}
+        found = program()
+    return told(scope, "" if all(map(torch.equal, found, wanted)) else "gradients differ")

@@ -85,7 +85,7 @@ def test_no_case_begins_once_the_time_is_over(tmp_path: Path) -> None:
 
 def test_results_of_a_rehearsal_are_not_mixed_with_others(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    cases(file)("one", lambda: {})
+    cases(file)("one", dict)
     results = json.loads(file.read_text())
     results["stages"]["facts"]["device"] = "a GPU"
     results["stages"]["costs"] = {"device": "a GPU"}
