@@ -77,7 +77,9 @@ def added_per_op(stages: Results) -> str:
 def steps(stages: Results, stage: str, prefix: str) -> str:
     """Return bare steps, and those of each variant over them."""
     found = values(stages, stage, prefix)
-    return against({name: one["seconds"] for name, one in found.items()}, bare="{:.2f} ms")
+    return against(
+        {name: one["seconds"] for name, one in found.items() if "seconds" in one}, bare="{:.2f} ms"
+    )
 
 
 def kernels_of(op: Results) -> str:
