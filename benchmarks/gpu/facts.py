@@ -50,7 +50,7 @@ def software() -> dict[str, Any]:
         "packages": {name: installed(name) for name in BESIDE if installed(name)},
         "missing": [name for name in LACKING if not installed(name)],
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version() if ON_GPU else None,
         "interceptor": os.environ["AMANDA_GPU_INTERCEPTOR"],
         "drivers": {one.name: one.state for one in amanda.list_drivers()},
         "tools": len(list(amanda.list_tools())),
