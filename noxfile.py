@@ -3,7 +3,7 @@
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
 tests_slow, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
-dist, wheels, release, templates, third_party, docs, bench, paper.
+dist, wheels, release, templates, third_party, docs, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -398,6 +398,12 @@ def bench(session: nox.Session) -> None:
 def paper(session: nox.Session) -> None:
     """Measure the paper's figures into docs/paper-evaluation.md; after -- the numbers of some, or --quick."""
     python(session, "benchmarks/paper/run.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Check and measure on a GPU, with the packages that this Python has; after -- stages, or --quick."""
+    session.run(sys.executable, "benchmarks/gpu/run.py", *session.posargs, external=True)
 
 
 def share(session: nox.Session) -> None:

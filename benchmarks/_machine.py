@@ -45,11 +45,19 @@ def versions() -> dict[str, str]:
     """Return versions of everything that takes part."""
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        **{name: metadata.version(name) for name in DISTRIBUTIONS},
+        **{name: version for name in DISTRIBUTIONS if (version := installed(name))},
         "torch": torch.__version__,
         "interceptor": "native" if amanda.interceptor.NATIVE else "pure Python",
         "compiler": compiler(),
     }
+
+
+def installed(distribution: str) -> str:
+    """Return the version of a distribution; "" where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def compiler() -> str:

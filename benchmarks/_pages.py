@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _on_gpu
 from _estimates import difference, median, quotient
 from _plots import Plot, draw
 from _tables import against, head, row, table
@@ -61,7 +62,7 @@ class Page(NamedTuple):
         return render(
             self.name, **self.values(found), quick=results["quick"], settings=settings(found),
             busy=max(load for one in found.values() for load in one["load"]) > 1.5,
-            took=duration(list(found.values())),
+            took=duration(list(found.values())), gpu=_on_gpu.stages(), on_gpu=_on_gpu, settings_of=settings,
             each=", ".join(f"`{name}` {one['took']} s" for name, one in found.items()),
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Memory that Amanda holds during a training step, and over thousands of them, by glibc's account."""
 
 import platform
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,13 @@ def share(name: str, tool: str) -> dict[str, int]:
     return {**found, "bare": bare, "during": during, "after": after}
 
 
-def step(model: Any, example: Any) -> int:
+def step(model: Any, example: Any, account: Callable[[], int] = in_use) -> int:
     """Run a training step; return the bytes in use between its forward and its backward pass."""
     from _models import total
 
     model.zero_grad()
     loss = total(model(example))
-    held = in_use()
+    held = account()
     loss.backward()
     model.zero_grad()
     return held

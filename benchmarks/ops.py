@@ -91,7 +91,7 @@ def settle(call: Callable[[], Tensor]) -> None:
     for _ in range(2):
         results = [call() for _ in range(SETTLING)]
         if results[0].requires_grad:
-            torch.autograd.backward(results, [torch.ones(4, 4)] * SETTLING)
+            torch.autograd.backward(results, [torch.ones_like(results[0])] * SETTLING)
 
 
 def nanoseconds(call: Callable[[], object], calls: int) -> float:
@@ -99,7 +99,7 @@ def nanoseconds(call: Callable[[], object], calls: int) -> float:
     return timeit(call, number=calls, timer=time.thread_time_ns) / calls
 
 
-def per_op(program: Callable[[], Tensor], ops: int, under: dict[str, Variant]) -> Times:
+def per_op(program: Callable[[], Tensor], ops: int, under: dict[str, Variant], seconds: float = 8) -> Times:
     """Return the nanoseconds per op of a program under each variant, once a round."""
     calls: dict[str, int] = {}
 
@@ -110,7 +110,7 @@ def per_op(program: Callable[[], Tensor], ops: int, under: dict[str, Variant]) -
         nanoseconds(program, SETTLING)
         return nanoseconds(program, calls[name]) / ops
 
-    return interleaved(under, measure, 8, most=60)
+    return interleaved(under, measure, seconds, most=60)
 
 
 def benchmark() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from suite_device import DEVICE
 
 from amanda import interceptor
 from amanda.drivers.torch import TorchDriver
@@ -66,13 +67,14 @@ class TorchSample(Sample):
     many = property(lambda self: F.linear)
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        return torch.tensor(values, dtype=dtype or torch.float64, requires_grad=requires_grad)
+        dtype = dtype or torch.float64
+        return torch.tensor(values, dtype=dtype, device=DEVICE, requires_grad=requires_grad)
 
     def parameter(self, values: Sequence[Any]) -> Any:
-        return torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+        return torch.nn.Parameter(self.tensor(values))
 
     def bits(self, tensor: Any) -> bytes:
-        return bytes(tensor.detach().numpy().tobytes())
+        return bytes(tensor.detach().cpu().numpy().tobytes())
 
     def numbers(self, tensor: Any) -> list[Any]:
         return list(tensor.detach().flatten().tolist())
@@ -90,7 +92,7 @@ class TorchSample(Sample):
         tensor.sum().backward()
 
     def model(self) -> Any:
-        return Network()
+        return Network().to(DEVICE)
 
     def module(self, forward: Any) -> Any:
         return Calling(forward)

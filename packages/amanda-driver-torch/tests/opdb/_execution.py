@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from suite_device import random_state, seed_device
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -39,7 +40,7 @@ def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -
         if backward == "accumulated":
             for one in trained:
                 one.retain_grad()
-        torch.default_generator.manual_seed(1)  # for the CPU alone: `torch.manual_seed` takes a millisecond
+        seed_device(1)
     left: Facts = {}
     result = None
     try:
@@ -49,7 +50,7 @@ def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -
     if backward == "written":
         left["writes"] = [_written(one) for one in tree_leaves(result) if isinstance(one, Tensor)]
     with amanda.disabled():
-        left["random state"] = torch.get_rng_state().numpy().tobytes()
+        left["random state"] = random_state()
         left["outputs"] = results_facts(result, inputs)
         left["inputs"] = [tensor_facts(one) for one in inputs]
     made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.requires_grad]
@@ -100,7 +101,7 @@ def cotangent(output: Tensor) -> Tensor:
     if output.layout != torch.strided or output.is_nested:
         return output.detach().clone()
     generator = torch.Generator().manual_seed(output.numel())
-    return torch.rand(output.shape, dtype=output.dtype, generator=generator)
+    return torch.rand(output.shape, dtype=output.dtype, generator=generator).to(output.device)
 
 
 def _gradient_facts(gradient: Tensor | None) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy
 import torch
 from opinfo import op_db
+from suite_device import DEVICE, seed_device
 from torch.utils._pytree import tree_leaves, tree_map
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,15 +28,15 @@ class Sample(NamedTuple):
 
 @cache
 def database() -> dict[str, Any]:
-    """Every OpInfo of torch that runs on a CPU, by its name and that of its test variant."""
+    """Every OpInfo of torch that runs on the device, by its name and that of its test variant."""
     found = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db() if dtypes(op)}
     assert len(found) == sum(bool(dtypes(op)) for op in op_db())
     return found
 
 
 def dtypes(op: Any) -> list[torch.dtype]:
-    """A floating and a complex type that the op supports on the CPU; else one that it supports."""
-    supported = op.supported_dtypes("cpu")
+    """A floating and a complex type that the op supports on the device; else one that it supports."""
+    supported = op.supported_dtypes(DEVICE)
     found = [next((one for one in kind if one in supported), None) for kind in (FLOATS, COMPLEX)]
     wanted = [one for one in found if one is not None]
     return wanted or sorted(supported, key=str)[:1]
@@ -60,7 +61,7 @@ class Samples:
         return iter(self._fresh() if self._kept is None else copy.deepcopy(self._kept))
 
     def _fresh(self) -> list[Sample]:
-        torch.default_generator.manual_seed(0)
+        seed_device(0)
         random.seed(0)
         numpy.random.seed(0)
         with filled():
@@ -70,12 +71,12 @@ class Samples:
         ]
 
     def _samples(self, dtype: torch.dtype) -> Iterator[Any]:
-        trains = self._op.supports_autograd and dtype in self._op.supported_backward_dtypes("cpu")
-        yield from self._op.sample_inputs("cpu", dtype, requires_grad=trains)
+        trains = self._op.supports_autograd and dtype in self._op.supported_backward_dtypes(DEVICE)
+        yield from self._op.sample_inputs(DEVICE, dtype, requires_grad=trains)
 
     def _errors(self) -> Iterator[Any]:
         if self._op.error_inputs_func is not None:
-            yield from (one.sample_input for one in self._op.error_inputs("cpu"))
+            yield from (one.sample_input for one in self._op.error_inputs(DEVICE))
 
 
 def variants(op: Any) -> Iterator["Variant"]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from suite_device import DEVICE, random_state
 from torch import nn
+from torch.utils._pytree import tree_map
 
 Facts = dict[str, Any]
 
@@ -26,12 +28,12 @@ def observed(
 
     Everything but the step itself runs outside the scope, so that nothing is added to what is seen.
     """
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(DEVICE)
     parts = _parts(model)
     facts: Facts = {}
     for number in range(steps):
         model.zero_grad()
-        given = copy.deepcopy(dict(inputs))
+        given = placed(inputs)
         seed()
         with scope():
             outputs = list(tensors_in(model(**given)))
@@ -50,11 +52,11 @@ def computed(
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, torch.Tensor]:
     """Train a copy of the model for two steps, all in one scope; the tensors that these came to, by name."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(DEVICE)
     with scope():
         for _ in range(2):
             model.zero_grad()
-            given = copy.deepcopy(dict(inputs))
+            given = placed(inputs)
             seed()
             outputs = list(tensors_in(model(**given)))
             weighted_sum(outputs).backward()
@@ -89,6 +91,13 @@ def differences(one: Facts, other: Facts) -> list[str]:
     return [name for name in {**one, **other} if name not in one or one[name] != other.get(name)]
 
 
+def placed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of a model's inputs on the device."""
+    return tree_map(
+        lambda one: one.to(DEVICE) if isinstance(one, torch.Tensor) else one, copy.deepcopy(dict(inputs))
+    )
+
+
 def seed() -> None:
     """Set every random state that a model may use."""
     torch.manual_seed(0)
@@ -102,7 +111,11 @@ def weighted_sum(outputs: list[torch.Tensor]) -> torch.Tensor:
     for output in outputs:
         if output.requires_grad:
             value = torch.view_as_real(output) if output.is_complex() else output
-            terms.append((value.float() * torch.linspace(-1, 1, value.numel()).view_as(value)).sum())
+            terms.append(
+                (
+                    value.float() * torch.linspace(-1, 1, value.numel(), device=value.device).view_as(value)
+                ).sum()
+            )
     return torch.stack(terms).sum()
 
 
@@ -129,7 +142,7 @@ def step_facts(model: nn.Module, given: Mapping[str, Any], outputs: list[torch.T
         **{f"gradient of {name}": described(p.grad) for name, p in model.named_parameters()},
         "state_dict": [(name, described(value)) for name, value in state.items()],
         "state_dict metadata": [(name, dict(value)) for name, value in state._metadata.items()],  # type: ignore[attr-defined]
-        "torch's random state": tensor_bytes(torch.get_rng_state()),
+        "torch's random state": random_state(),
         "numpy's random state": repr(np.random.get_state()),
         "Python's random state": random.getstate(),
     }
@@ -160,7 +173,7 @@ def tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 def tensor_bytes(tensor: torch.Tensor) -> str:
     """A digest of a tensor's elements, which tells every NaN and zero from the others."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return hashlib.sha1(flat.view(torch.uint8).numpy().data, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(flat.view(torch.uint8).cpu().numpy().data, usedforsecurity=False).hexdigest()
 
 
 def described(value: Any) -> Any:
