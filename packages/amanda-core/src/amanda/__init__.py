@@ -5,6 +5,7 @@ __path__ = __import__("pkgutil").extend_path(__path__, __name__)
 import importlib
 
 from amanda._api import *  # noqa: F403
+from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
 
 
@@ -24,6 +25,17 @@ def _resolve_lazily(package: str) -> None:
             raise AttributeError(f"no distribution that is installed has {package}.{name}") from None
 
     namespace.__getattr__ = member  # type: ignore[method-assign]
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Add the magic `%%amanda` of amanda-tools to IPython: what `%load_ext amanda` calls."""
+    try:
+        notebook = importlib.import_module("amanda.tools.notebook")
+    except ModuleNotFoundError as error:
+        if error.name not in ("amanda.tools", "amanda.tools.notebook"):
+            raise
+        raise AmandaError("%load_ext amanda needs amanda-tools: pip install amanda-tools") from None
+    notebook.load_ipython_extension(shell)
 
 
 _resolve_lazily("amanda.tools")

@@ -135,6 +135,10 @@ class Result(ABC):
             table.add_row(f"… {len(rows) - ROWS_SHOWN} more")
         return table, [head for i, head in enumerate(heads) if i not in kept]
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table at IPython's prompt."""
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         rows = self.rows()
         cells = [list(zip(self._shown(row), row, strict=True)) for row in rows]
