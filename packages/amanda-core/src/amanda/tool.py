@@ -13,7 +13,7 @@ from amanda.errors import ToolError
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
-from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, Registry, Wrapper
+from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, InNamespace, Registry, Wrapper
 from amanda.scope.caller import caller
 from amanda.scope.scope import Scope, apply
 
@@ -38,6 +38,14 @@ class Tool:
         self = super().__new__(cls)
         self._amanda = Registry()
         return self
+
+    def __init__(self, namespace: str | None = None) -> None:
+        """Make a tool without routines; a subclass need not call this.
+
+        namespace: leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
+        """
+        if namespace is not None:
+            self.restrict(InNamespace(namespace))
 
     def add_inst_for_op(
         self,

@@ -30,6 +30,7 @@ from amanda.tools.command._spec import SpecError, made, split_tools
     help="Apply tools to what makes models too: constructors and initializers.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
+@click.option("--full", is_flag=True, help="Print every row and column of results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
     tools: Sequence[str],
@@ -39,6 +40,7 @@ def _command(
     compiled: str,
     construction: bool,
     quiet: bool,
+    full: bool,
     program: Sequence[str],
 ) -> int:
     """Run an unmodified program, or a model by its name, under tools.
@@ -68,7 +70,7 @@ def _command(
     toolings = made(settings.tools)  # so that errors come before the program starts
     return launch(
         program, settings.tools, [one.name for one in toolings], output,
-        quiet=quiet, every=every, compiled=compiled, construction=construction,
+        quiet=quiet, full=full, every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class TraceResult(Result):
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=36)),
         Column("source", show=partial(shortened, width=36)), Column("inputs"), Column("outputs"),
-        Column("calls", show="{:,}".format, number=True),
+        Column("calls", show="{:,}".format, number=True, folded="sum"),
     )  # fmt: skip
 
     def __init__(self, graph: Graph) -> None:
@@ -55,6 +55,11 @@ class TraceResult(Result):
     def facts(self) -> Mapping[str, Any]:
         """Return the graph."""
         return self.graph.to_dict()
+
+    @property
+    def leading(self) -> int:
+        """The numbers of ops and tensors come first."""
+        return 1
 
     def notes(self) -> Sequence[str]:
         """Return how much there is, and what is not in the graph."""
