@@ -3,10 +3,12 @@
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)
 
 import importlib
+import pkgutil
 
 from amanda._api import *  # noqa: F403
 from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
+from amanda.errors import did_you_mean
 
 
 def _resolve_lazily(package: str) -> None:
@@ -22,7 +24,11 @@ def _resolve_lazily(package: str) -> None:
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":
                 raise
-            raise AttributeError(f"no distribution that is installed has {package}.{name}") from None
+            known = [
+                module.name for module in pkgutil.iter_modules(namespace.__path__) if module.name[0] != "_"
+            ]
+            hint = did_you_mean(name, known)
+            raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 
     namespace.__getattr__ = member  # type: ignore[method-assign]
 

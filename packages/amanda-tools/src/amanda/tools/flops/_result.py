@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, PlacesResult, amount
+from amanda.tools.results import NOTHING, Column, PlacesResult, amount
 
 logger = logging.getLogger("amanda")
 
@@ -114,6 +114,8 @@ class FlopsResult(PlacesResult[OpCost]):
 
     def notes(self) -> Sequence[str]:
         """Return the totals, the convention, and the share of what no formula knows."""
+        if not self.places:
+            return [NOTHING]
         phases = dict.fromkeys(place.phase for place in self.places)
         parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
         totals = ", ".join([f"{amount(self._sum('macs'))} MACs", f"{self._sum('calls'):,} calls"])

@@ -14,7 +14,7 @@ from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._op import KEYS, OpProfile, together
 from amanda.tools.profile._recorder import Recorder, floor
-from amanda.tools.results import Column, KeyedResult, check_schema
+from amanda.tools.results import NOTHING, Column, KeyedResult, check_schema
 
 _columns = (
     Column("calls", show="{:,}".format, total=True),
@@ -160,12 +160,12 @@ class ProfileResult(KeyedResult):
     @property
     def leading(self) -> int:
         """The times and the peaks come first."""
-        return bool(self.places) + len(self.peaks)
+        return 1 + len(self.peaks)
 
     def notes(self) -> Sequence[str]:
         """Return sentences on the times, the peaks, and executions that the table or the timeline lacks."""
         ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
-        notes = []
+        notes = [] if self.places else [NOTHING]
         if self.places:
             share = f", {ops / self.wall:.0%}" if self.wall else ""
             notes.append(

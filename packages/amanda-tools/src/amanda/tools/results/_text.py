@@ -35,6 +35,10 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:kept]}…{text[len(text) - width + 1 + kept :]}"
 
 
+NOTHING = "No op was executed under this tool; `with amanda.apply(tool):` runs what is in it under the tool."
+"""The note of a result that has nothing to tell."""
+
+
 def not_met(what: str, names: Sequence[str]) -> list[str]:
     """The note on state that was loaded and that no op has asked for, if there is any.
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from amanda.tools.results import Column, Result, check_schema, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, check_schema, read_json, shortened
 from amanda.tools.stats._sketch import Sketch
 from amanda.tools.stats._statistics import Statistics
 
@@ -92,6 +92,8 @@ class StatsResult(Result):
 
     def _extremes(self) -> str:
         """Return the number of tensors, of NaN and Inf, and the largest magnitude with its place."""
+        if not self.measured:
+            return NOTHING
         told = [one.statistics for one in self.measured]
         odd = sum(one.nan for one in told), sum(one.inf + one.negative_inf for one in told)
         begin = f"{len(told):,} tensors: {odd[0]:,} NaN, {odd[1]:,} Inf"

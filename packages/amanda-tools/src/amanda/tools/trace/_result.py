@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.results import Column, Result, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, read_json, shortened
 from amanda.tools.trace._graph import VERSION, Graph, Position
 from amanda.tools.trace._model_explorer import collection
 from amanda.tools.trace._text import dot, listing
@@ -63,6 +63,8 @@ class TraceResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return how much there is, and what is not in the graph."""
+        if not self.graph.ops:
+            return [NOTHING]
         counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in self.graph.ops)}
         *others, last = (f"{count:,} {phase}" for phase, count in counts.items())
         notes = [f"{', '.join(others)} and {last} ops, {len(self.graph.tensors):,} tensors."]
