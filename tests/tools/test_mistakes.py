@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import threading
 from collections.abc import Callable
@@ -71,7 +72,7 @@ def applied(kind: Any) -> amanda.Tool:
 
 class Called(amanda.Tool):
     def __init__(self) -> None:
-        self.add_inst_for_op(self.analyse())  # type: ignore[func-returns-value]
+        self.add_inst_for_op(self.analyse())  # type: ignore[func-returns-value, arg-type]
 
     def analyse(self) -> None: ...
 
@@ -194,14 +195,16 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "an option out of range": (lambda: PruneTool(sparsity=50), "the share that is dropped, from 0 to 1"),
     "an unknown phase": (
-        lambda: select(FlopsTool(), phase="forwards"),  # type: ignore[type-var]
+        lambda: select(FlopsTool(), phase="forwards"),  # type: ignore[arg-type]
         "it is one of forward, backward, optimizer, construction",
     ),
     "a namespace as a string": (
         lambda: run(analysing(lambda context: context.namespace == "pytorch")),
         'matches("pytorch") says whether',
     ),
-    "an unknown package": (lambda: getattr(amanda.tools, "flosp"), "did you mean flops?"),  # noqa: B009
+    "an unknown package": (
+        lambda: importlib.import_module("amanda.tools").flosp, "did you mean flops?",
+    ),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from amanda.errors import AmandaError
 from amanda.tools.models._inputs import Input, ModelError
 
 KINDS = ("hf", "timm", "torch", "keras", "onnx")
+"""Words before the colon of a model's name."""
 _FILES = {".onnx": "onnx", ".keras": "keras"}
 
 
