@@ -95,7 +95,7 @@ def test_it_goes_to_pandas(calls: Calls) -> None:
     assert pandas.isna(frame["FLOPs"][1])
 
 
-def test_files_hold_the_values(calls: Calls, tmp_path) -> None:
+def test_files_hold_the_values(calls: Calls, tmp_path: Path) -> None:
     found = json.loads(calls.save(tmp_path / "calls.json").read_text())
     assert (found["schema"], found["version"]) == ("amanda.calls", 1)
     assert found["rows"][0] == {"op": "conv2d [x]", "calls": 53, "FLOPs": 8_000_000_000}
@@ -107,7 +107,7 @@ def test_files_hold_the_values(calls: Calls, tmp_path) -> None:
     assert calls.save(tmp_path / "calls.txt").read_text() == f"{calls}\n"
 
 
-def test_a_suffix_of_no_form_is_refused_and_nothing_written(calls: Calls, tmp_path) -> None:
+def test_a_suffix_of_no_form_is_refused_and_nothing_written(calls: Calls, tmp_path: Path) -> None:
     with pytest.raises(AmandaError, match=r"calls\.xlsx has no suffix .*: \.csv, \.html, \.json, \.txt"):
         calls.save(tmp_path / "calls.xlsx")
     assert not list(tmp_path.iterdir())
@@ -213,6 +213,32 @@ def test_repeated_layers_are_one_row_where_a_table_is_long() -> None:
     assert told[7] == ["total", "65", "1092"]
     assert " ".join(told[8]).startswith("Repeated layers are one row. All of it: --full, or whole()")
     assert told[-1] == ["A", "convention."]
+
+
+def test_equal_rows_of_one_module_are_not_repeated_layers() -> None:
+    class Twice(Layers):
+        def rows(self) -> Sequence[Sequence[Any]]:
+            return [row for row in super().rows() for _ in range(2)]
+
+    told = words(str(Twice(32)))
+    assert [row[1] for row in told[4:10]] == [
+        "model.layers.0-31.up", "model.layers.0-31.up", "model.layers.0-31.down", "model.layers.0-31.down",
+        "lm_head", "lm_head",
+    ]  # fmt: skip
+
+
+def test_no_cell_is_wrapped_however_long_a_number_is() -> None:
+    class Long(Result):
+        name = "long"
+        columns = (Column("type"), Column("module"), Column("digits", number=True))
+
+        def rows(self) -> Sequence[Sequence[Any]]:
+            return [("scaled_dot_product_attention", "encoder.layer.11.attention.self", 10**24)] * 3
+
+    text = StringIO()
+    Console(file=text, width=64, color_system=None).print(Long())
+    assert [len(row) for row in words(text.getvalue())[2:5]] == [3, 3, 3]
+    assert max(map(len, text.getvalue().splitlines())) <= 64
 
 
 def test_a_short_table_keeps_its_rows_and_so_do_files(tmp_path: Path) -> None:

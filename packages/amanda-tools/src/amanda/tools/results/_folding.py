@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ Rows = Sequence[Sequence[Any]]
 def groups_of(columns: Sequence[Column], rows: Rows, order: str) -> list[Rows]:
     """Return rows in groups that differ in numbers, and in the first index in the module's path, alone.
 
+    A group has one row of each module: the first of several equal ones, the second, and so on.
     order: the column whose sum puts the groups in order, the largest first; "" for the order of the rows.
     """
     names = [column.name for column in columns]
@@ -24,13 +26,17 @@ def groups_of(columns: Sequence[Column], rows: Rows, order: str) -> list[Rows]:
     module = names.index("module")
     texts = [i for i, column in enumerate(columns) if not (column.total or column.number) and i != module]
     found: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
+    seen = Counter[tuple[Any, ...]]()
     for row in rows:
-        key = (_INDEX.sub("*", row[module], count=1), *(row[i] for i in texts))
+        told = tuple(row[i] for i in texts)
+        place = (row[module], *told)
+        key = (_INDEX.sub("*", row[module], count=1), seen[place], *told)
+        seen[place] += 1
         found.setdefault(key, []).append(row)
     groups: list[Rows] = list(found.values())
     if order in names:
-        place = names.index(order)
-        groups.sort(key=lambda group: -sum(row[place] or 0 for row in group))
+        column = names.index(order)
+        groups.sort(key=lambda group: -sum(row[column] or 0 for row in group))
     return groups
 
 

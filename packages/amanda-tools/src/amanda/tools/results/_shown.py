@@ -90,7 +90,7 @@ def _table(result: Result, width: int | None, whole: bool) -> tuple[Table, list[
         justify: Literal["right", "left"] = "right" if numbers[i] else "left"
         table.add_column(heads[i], ends[i], justify=justify, overflow="fold", no_wrap=numbers[i])
     for row in cells:
-        table.add_row(*(Text(shortened(row[i], most)) for i in kept))
+        table.add_row(*(Text(row[i] if numbers[i] else shortened(row[i], most)) for i in kept))
     lacks = []
     if len(groups) > len(shown):
         lacks.append(f"… {sum(map(len, groups[len(shown) :])):,} more rows.")

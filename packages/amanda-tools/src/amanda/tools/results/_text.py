@@ -57,8 +57,8 @@ def fitting(
 ) -> tuple[list[int], int]:
     """Return the columns of a table that fit a width (None: any), and the longest text of a cell.
 
-    Texts give way first, down to 24 characters, then the column "source", then shorter texts, then columns
-    from the right; three stay.
+    Texts give way first, down to 24 characters, numbers never; then the column "source", then shorter texts,
+    then columns from the right; three stay.
     """
     natural = [max([len(head), *(len(row[i]) for row in rows)]) for i, head in enumerate(heads)]
     kept = list(range(len(heads)))
@@ -69,7 +69,7 @@ def fitting(
         for most in _TEXTS[: None if source is None else _BEFORE_SOURCE]:
             taken = [natural[i] if numbers[i] else max(min(natural[i], most), len(heads[i])) for i in kept]
             if sum(taken) + _BETWEEN * len(kept) + 1 <= width or (len(kept) <= 3 and most == _TEXTS[-1]):
-                return kept, max([most, *(natural[i] for i in kept if numbers[i])])
+                return kept, most
         kept.remove(kept[-1] if source is None else source)
 
 
