@@ -268,6 +268,11 @@ def test_text_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "/home/somebody/program/train.py:120" in Broad().whole()
 
 
+def test_text_is_returned_in_notebooks_too(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert words(str(calls))[0] == ["Calls"]
+
+
 @pytest.mark.parametrize(
     ("paths", "path"),
     [

@@ -52,11 +52,6 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     return [found, *program[1:]], is_python(Path(found))
 
 
-def is_program(word: str) -> bool:
-    """Return True for a word that can only be a program: a model, or the path of a file."""
-    return is_model(word) or Path(word).is_file() or word.endswith(".py") or os.sep in word.partition(":")[0]
-
-
 def launch(
     program: Sequence[str],
     tools: Sequence[ToolSpec],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from amanda.tools.command._config import configured
-from amanda.tools.command._launch import is_program, launch
+from amanda.tools.command._launch import launch
 from amanda.tools.command._line import PATH, compiled_option, exit_status, tool_option
 from amanda.tools.command._spec import SpecError, made, split_tools
+from amanda.tools.models import is_model
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -89,7 +91,7 @@ def _separated(arguments: Sequence[str]) -> list[str]:
         if waiting[0] in ("-m", "-c"):
             return [*ours, "--", *waiting]
         if not waiting[0].startswith("-"):
-            if any(one.startswith(("-t", "--tool", "--config")) for one in ours) or is_program(waiting[0]):
+            if any(one.startswith(("-t", "--tool", "--config")) for one in ours) or _is_program(waiting[0]):
                 return [*ours, "--", *waiting]
             ours += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
             continue
@@ -97,3 +99,8 @@ def _separated(arguments: Sequence[str]) -> list[str]:
         if ours[-1] in valued and waiting:
             ours.append(waiting.pop(0))
     return [*ours, *waiting]
+
+
+def _is_program(word: str) -> bool:
+    """Return True for a word that can only be a program: a model, or the path of a file."""
+    return is_model(word) or Path(word).is_file() or word.endswith(".py") or os.sep in word.partition(":")[0]

@@ -32,7 +32,7 @@ def as_text(result: Result, whole: bool = False) -> str:
     from rich.measure import Measurement
 
     out = StringIO()
-    console = Console(file=out, width=LINE, color_system=None, legacy_windows=False)
+    console = Console(file=out, width=LINE, color_system=None, legacy_windows=False, force_jupyter=False)
     is_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal and not whole else None
     for part in parts(result, width, whole):
