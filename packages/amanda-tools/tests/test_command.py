@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,8 @@ from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._config import read_config
 from amanda.tools.command._launch import command_of
 from amanda.tools.command._options import Unreadable, read
-from amanda.tools.command._spec import combined, made
+from amanda.tools.command._run import _separated
+from amanda.tools.command._spec import combined, made, split_tools
 from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
@@ -179,7 +181,12 @@ def test_what_is_wrong_with_a_configuration_is_said(
     ("arguments", "part"),
     [
         (["script.py"], "no tool is given"),
+        (["hf:llama"], "no tool is given: amanda run flops PROGRAM, -t flops"),
         (["-t", "flops"], "no program is given"),
+        (["flops,profile"], "no program is given"),
+        (["flop", "script.py"], "did you mean flops?"),
+        (["flops:module=a,nan:stap", "script.py"], "tool nan has no option 'stap'"),
+        (["flops", "no_such_script.py"], "a command on PATH, or a model such as hf:llama"),
         (["-t", "flop", "script.py"], "did you mean flops?"),
         (["-t", "flops", "no_such_script.py"], "there is no 'no_such_script.py'; give a script, -m module"),
         (
@@ -203,6 +210,43 @@ def test_the_name_of_a_script_that_was_meant_is_said(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match="did you mean train"):
         command_of(["trian.py"])
+
+
+@pytest.mark.parametrize(
+    ("word", "tools"),
+    [
+        ("flops", ["flops"]),
+        ("flops,profile", ["flops", "profile"]),
+        ("flops:module=a,type=conv2d,nan:stop,inf", ["flops:module=a,type=conv2d", "nan:stop,inf"]),
+        ("flops:out=a.json,nan", ["flops:out=a.json", "nan"]),
+        ("dump:folder='a,b',nan", ["dump:folder='a,b'", "nan"]),
+    ],
+)
+def test_a_word_may_name_several_tools(word: str, tools: list[str]) -> None:
+    assert split_tools(word) == tools
+
+
+@pytest.mark.parametrize(
+    ("line", "long"),
+    [
+        ("flops train.py --epochs 1", "-t flops -- train.py --epochs 1"),
+        ("flops,nan -o results -q train.py", "-t flops -t nan -o results -q -- train.py"),
+        ("-q flops -m package", "-q -t flops -- -m package"),
+        ("flops -- train.py", "-t flops -- train.py"),
+        ("flops hf:llama --steps 2", "-t flops -- hf:llama --steps 2"),
+        ("-t flops nan", "-t flops -- nan"),
+        ("--config a.toml torchrun train.py", "--config a.toml -- torchrun train.py"),
+        ("train.py", "-- train.py"),
+    ],
+)
+def test_tools_may_be_the_first_word(line: str, long: str) -> None:
+    assert _separated(line.split()) == long.split()
+
+
+def test_a_model_is_a_program(tmp_path: Path) -> None:
+    assert command_of(["hf:llama", "--steps", "2"]) == (
+        [sys.executable, "-m", "amanda.tools.models", "hf:llama", "--steps", "2"], True,
+    )  # fmt: skip
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,25 @@ model = Net()
 """
 
 
+@pytest.mark.slow
+def test_a_model_runs_under_tools_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif 'AMANDA_TOOLS' in os.environ:\n  exec({PATCH!r})"
+    )
+    tiny = "hf:bert:hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64"
+    done = amanda_run(
+        tmp_path, "flops,nan", "-o", "results", tiny, "--input-shape", "2,8", "--backward", "--steps", "3",
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert "BertModel, 1,002,816 parameters, input_ids (2, 8)" in done.stderr
+    assert calls(tmp_path / "results" / "flops.json", "scaled_dot_product_attention") == 3
+    assert calls(tmp_path / "results" / "flops.json", "linear_backward", "backward") == 3 * 7
+    assert (tmp_path / "results" / "nan.json").is_file()
+    wrong = amanda_run(tmp_path, "flops", "torch:torch.nn:ReLU", status=2)
+    assert "does not say what its inputs are: give --input-shape" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"

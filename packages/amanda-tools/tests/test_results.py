@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Sequence
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result, amount, check_schema, shortened
+from amanda.tools.results._folding import _module
 from amanda.tools.results._text import fitting
 
 
@@ -93,7 +95,7 @@ def test_it_goes_to_pandas(calls: Calls) -> None:
     assert pandas.isna(frame["FLOPs"][1])
 
 
-def test_files_hold_the_values(calls: Calls, tmp_path) -> None:
+def test_files_hold_the_values(calls: Calls, tmp_path: Path) -> None:
     found = json.loads(calls.save(tmp_path / "calls.json").read_text())
     assert (found["schema"], found["version"]) == ("amanda.calls", 1)
     assert found["rows"][0] == {"op": "conv2d [x]", "calls": 53, "FLOPs": 8_000_000_000}
@@ -105,7 +107,7 @@ def test_files_hold_the_values(calls: Calls, tmp_path) -> None:
     assert calls.save(tmp_path / "calls.txt").read_text() == f"{calls}\n"
 
 
-def test_a_suffix_of_no_form_is_refused_and_nothing_written(calls: Calls, tmp_path) -> None:
+def test_a_suffix_of_no_form_is_refused_and_nothing_written(calls: Calls, tmp_path: Path) -> None:
     with pytest.raises(AmandaError, match=r"calls\.xlsx has no suffix .*: \.csv, \.html, \.json, \.txt"):
         calls.save(tmp_path / "calls.xlsx")
     assert not list(tmp_path.iterdir())
@@ -120,8 +122,10 @@ def test_amounts_have_four_digits_and_a_prefix(value: float, text: str) -> None:
     assert amount(value) == text
 
 
-def test_long_paths_keep_their_end() -> None:
+def test_long_paths_keep_their_end_and_names_both_ends() -> None:
     assert shortened("/a/long/path/model.py:12", 12) == "…model.py:12"
+    assert shortened("model.layers.31.mlp.down_proj", 17) == "model.la…own_proj"
+    assert len(shortened("x" * 50, 16)) == len(shortened("x" * 50, 17)) - 1 == 16
     assert shortened("model.py:12", 12) == "model.py:12"
 
 
@@ -143,7 +147,7 @@ class Broad(Result):
         (120, ["layer4.2.conv3", "/home/somebody/program/train.py:120", "123456789"]),
         (80, ["layer4.2.conv3", "…dy/program/train.py:120", "123456789"]),
         (50, ["layer4.2.conv3", "123456789", "no room for source here"]),
-        (34, ["…er4.2.conv3", "no room for source, bytes here"]),
+        (34, ["layer….conv3", "no room for source, bytes here"]),
     ],
 )
 def test_a_terminal_gets_what_it_has_room_for(width: int, texts: list[str]) -> None:
@@ -165,6 +169,123 @@ def test_text_keeps_each_row_in_a_line_however_wide() -> None:
 
 def test_the_last_three_columns_stay() -> None:
     assert fitting(["a", "b", "source", "d"], [["x" * 50] * 4], 10, [False] * 4) == ([0, 1, 3], 12)
+
+
+class Layers(Result):
+    """Two ops of each of so many layers, and one of the head; times differ."""
+
+    name, title, order = "layers", "Layers", "ms"
+    leading = 1
+    columns = (
+        Column("type"), Column("module"), Column("calls", total=True), Column("ms", total=True),
+        Column("mean", number=True, folded="mean"), Column("share", number=True, folded="sum"),
+        Column("sparsity", number=True),
+    )  # fmt: skip
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        found = [
+            (kind, f"model.layers.{i}.{kind}", 1, i, i, 1, i % 3)
+            for kind in ("up", "down")
+            for i in range(self._layers)
+        ]
+        return [("linear", "lm_head", 1, 100, 100, 10, None), *found]
+
+    def notes(self) -> Sequence[str]:
+        return ["The answer.", "A convention."]
+
+
+def words(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line.strip()]
+
+
+def test_repeated_layers_are_one_row_where_a_table_is_long() -> None:
+    told = words(str(Layers(32)))
+    assert told[0] == ["Layers"]
+    assert told[1] == ["The", "answer."]
+    assert told[4:7] == [  # in the order of the sums
+        ["up", "model.layers.0-31.up", "32", "496", "15.5", "32", "0", "to", "2"],
+        ["down", "model.layers.0-31.down", "32", "496", "15.5", "32", "0", "to", "2"],
+        ["linear", "lm_head", "1", "100", "100", "10"],
+    ]
+    assert told[7] == ["total", "65", "1092"]
+    assert " ".join(told[8]).startswith("Repeated layers are one row. All of it: --full, or whole()")
+    assert told[-1] == ["A", "convention."]
+
+
+def test_equal_rows_of_one_module_are_not_repeated_layers() -> None:
+    class Twice(Layers):
+        def rows(self) -> Sequence[Sequence[Any]]:
+            return [row for row in super().rows() for _ in range(2)]
+
+    told = words(str(Twice(32)))
+    assert [row[1] for row in told[4:10]] == [
+        "model.layers.0-31.up", "model.layers.0-31.up", "model.layers.0-31.down", "model.layers.0-31.down",
+        "lm_head", "lm_head",
+    ]  # fmt: skip
+
+
+def test_no_cell_is_wrapped_however_long_a_number_is() -> None:
+    class Long(Result):
+        name = "long"
+        columns = (Column("type"), Column("module"), Column("digits", number=True))
+
+        def rows(self) -> Sequence[Sequence[Any]]:
+            return [("scaled_dot_product_attention", "encoder.layer.11.attention.self", 10**24)] * 3
+
+    text = StringIO()
+    Console(file=text, width=64, color_system=None).print(Long())
+    assert [len(row) for row in words(text.getvalue())[2:5]] == [3, 3, 3]
+    assert max(map(len, text.getvalue().splitlines())) <= 64
+
+
+def test_a_short_table_keeps_its_rows_and_so_do_files(tmp_path: Path) -> None:
+    assert "Repeated" not in str(Layers(10))
+    assert ["up", "model.layers.3.up", "1", "3", "3", "1", "0"] in words(str(Layers(10)))
+    whole = Layers(32).whole()
+    assert len(words(whole)) == len(words(str(Layers(10)))) + 2 * 22
+    assert Layers(32).save(tmp_path / "all.txt").read_text() == f"{whole}\n"
+    assert len(Layers(32).to_pandas()) == 65
+
+
+def test_a_page_has_the_answer_first() -> None:
+    html = Layers(1).to_html()
+    assert html.index("The answer.") < html.index("<table>") < html.index("A convention.")
+
+
+def test_text_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "50")
+    text = str(Broad())
+    assert max(map(len, text.splitlines())) <= 50
+    assert "no room for source here" in " ".join(text.split())
+    assert "/home/somebody/program/train.py:120" in Broad().whole()
+
+
+def test_text_is_returned_in_notebooks_too(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert words(str(calls))[0] == ["Calls"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "path"),
+    [
+        (["a.0.b", "a.1.b", "a.2.b"], "a.0-2.b"),
+        (["a.7.b", "a.0.b", "a.1.b", "a.0.b"], "a.0-1,7.b"),
+        (["0", "1"], "0-1"),
+        (["layer1.0.conv1", "layer1.2.conv1"], "layer1.0,2.conv1"),
+        (["", ""], ""),
+        (["a.0.b.1", "a.1.b.1"], "a.0-1.b.1"),
+    ],
+)
+def test_indices_of_a_path_are_ranges(paths: list[str], path: str) -> None:
+    assert _module(paths) == path
 
 
 def test_older_versions_are_read_and_newer_ones_name_the_distribution() -> None:

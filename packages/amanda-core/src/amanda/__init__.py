@@ -3,9 +3,12 @@
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)
 
 import importlib
+import pkgutil
 
 from amanda._api import *  # noqa: F403
+from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
+from amanda.errors import did_you_mean
 
 
 def _resolve_lazily(package: str) -> None:
@@ -21,9 +24,24 @@ def _resolve_lazily(package: str) -> None:
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":
                 raise
-            raise AttributeError(f"no distribution that is installed has {package}.{name}") from None
+            known = [
+                module.name for module in pkgutil.iter_modules(namespace.__path__) if module.name[0] != "_"
+            ]
+            hint = did_you_mean(name, known)
+            raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 
     namespace.__getattr__ = member  # type: ignore[method-assign]
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Add the magic `%%amanda` of amanda-tools to IPython: what `%load_ext amanda` calls."""
+    try:
+        notebook = importlib.import_module("amanda.tools.notebook")
+    except ModuleNotFoundError as error:
+        if error.name not in ("amanda.tools", "amanda.tools.notebook"):
+            raise
+        raise AmandaError("%load_ext amanda needs amanda-tools: pip install amanda-tools") from None
+    notebook.load_ipython_extension(shell)
 
 
 _resolve_lazily("amanda.tools")

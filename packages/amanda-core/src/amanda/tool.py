@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from amanda.errors import ToolError
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
-from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, Registry, Wrapper
+from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, InNamespace, Registry, Wrapper
 from amanda.scope.caller import caller
 from amanda.scope.scope import Scope, apply
 
@@ -38,6 +39,14 @@ class Tool:
         self = super().__new__(cls)
         self._amanda = Registry()
         return self
+
+    def __init__(self, namespace: str | None = None) -> None:
+        """Make a tool without routines; a subclass need not call this.
+
+        namespace: leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
+        """
+        if namespace is not None:
+            self.restrict(InNamespace(namespace))
 
     def add_inst_for_op(
         self,
@@ -71,7 +80,14 @@ class Tool:
         closing: bool,
     ) -> None:
         if not callable(callback):
-            raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}")
+            hint = "; give the routine without calling it: add_inst_for_op(self.analyse)"
+            raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}{hint}")
+        if not _takes_context(callback):
+            name = getattr(callback, "__qualname__", repr(callback))
+            raise ToolError(
+                f"add_inst_for_op wants a routine of one argument, the context, and {name} cannot be called "
+                f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
+            )
         if guard not in (None, "shape", "read") and not callable(guard):
             raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
@@ -291,6 +307,17 @@ class Tool:
     def preparing(self) -> AbstractContextManager[Any]:
         """Return a context for the run of `prepare`, for a tool that treats this run differently."""
         return nullcontext()
+
+
+def _takes_context(callback: AnalysisRoutine) -> bool:
+    """Return False for a function that cannot be called with one argument."""
+    try:
+        signature(callback).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
 
 
 def _trained(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,13 +90,23 @@ def refused(
                           enumerate(_named(inputs, names)))  # fmt: skip
         word = "outputs" if action.type.is_after else "inputs"
         word = f"grad_{word}" if action.type.is_backward else word
+        what = f"{action} cannot be called with {_values(len(given))}: {error}. "
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is not None:
+            return RoutineError(
+                f"{what}Give the routine a parameter {unknown[1]}, or leave {unknown[1]}= away"
+            )
         return RoutineError(
-            f"{action} cannot be called with {len(given)} values: {error}. There are {there}; select some, "
-            f"as by {word}=[0], or give the routine a parameter for each"
+            f"{what}There are {there}; select some, as by {word}=[0], give the routine a parameter for each, "
+            f"or pass others as keywords, {action.type.value}(routine, name=value)"
         )
     except ValueError:  # written in C
         return None
     return None
+
+
+def _values(count: int) -> str:
+    return f"{count} value{'s' * (count != 1)}"
 
 
 def _named(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:

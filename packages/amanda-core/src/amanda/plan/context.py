@@ -26,6 +26,12 @@ STANDARD_KEYS = frozenset(
 """Keys that `amanda.tools.mapping.StandardMapping` writes."""
 
 
+FACTS = frozenset(
+    {"op", "op_id", "inputs", "outputs", "backward_op", "backward_op_id", "grad_outputs", "grad_inputs"}
+)
+"""Keys under which a context gives what its methods give, unless a tool has written them: `context["op"]`."""
+
+
 class OpContext(dict[str, Any]):
     """One op as its tools see it: a dict that they share, and what the driver knows of the op.
 
@@ -53,6 +59,8 @@ class OpContext(dict[str, Any]):
         return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
 
     def __missing__(self, key: str) -> Any:
+        if key in FACTS:
+            return getattr(self, f"get_{key}")()
         tool = "a tool" if self._tool is None else type(self._tool).__name__
         tools = [] if self._tool is None else [type(one).__name__ for one in in_order([self._tool])]
         if key in STANDARD_KEYS and "StandardMapping" in tools:

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
 
 from amanda import interceptor
+from amanda.namespace import Namespace
 from amanda.plan.action import Action, ActionType, InstrumentationPoint, Routine
 from amanda.plan.context import OpContext
 
@@ -42,6 +43,29 @@ class AnyTool(Protocol):
 def is_tool(value: object) -> bool:
     """Return True for an instance of `amanda.Tool`."""
     return isinstance(getattr(value, "_amanda", None), Registry) and not isinstance(value, type)
+
+
+class InNamespace:
+    """Restriction of a tool to the ops of a namespace."""
+
+    def __init__(self, tags: str) -> None:
+        self._tags = Namespace(tags.removeprefix("amanda/"))
+        self._others: dict[str, None] = {}
+        self._matched = False
+
+    def __call__(self, context: OpContext) -> bool:
+        """Return True for an op of the namespace."""
+        if context.namespace.matches(self._tags):
+            self._matched = True
+            return True
+        self._others[str(context.namespace)] = None
+        return False
+
+    def unmatched(self) -> list[str]:
+        """Return a sentence if there were ops, and none of the namespace."""
+        if self._matched or not self._others:
+            return []
+        return [f"no op is of the namespace {self._tags}; there were ops of {', '.join(self._others)}"]
 
 
 class Analysis(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -69,7 +70,10 @@ def load_tool(name: str, /, **options: Any) -> Tool:
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise OptionError(f"tool {name}: {error}; {_options(signature)}") from None
+        unknown = sorted(options.keys() - signature.parameters)
+        near = get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise OptionError(f"tool {name}: {error}; {hint}{_options(signature)}") from None
     tool = kind(**options)
     if not isinstance(tool, Tool):
         raise PluginError(f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade(entry.distribution)}")

@@ -45,8 +45,7 @@ class Scope:
             )
         for tool in tools:
             if not is_tool(tool):
-                hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
-                raise ToolError(f"apply wants tools, not {tool!r}{hint}")
+                raise ToolError(f"apply wants tools, not {tool!r}{_hint(tool)}")
         self._tools = tools
         self.compiled = compiled
         self._open = False
@@ -203,6 +202,17 @@ class Scope:
     def __repr__(self) -> str:
         names = ", ".join(type(tool).__name__ for tool in self._tools)
         return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
+
+
+def _hint(given: object) -> str:
+    """Return what to write for something that is no tool."""
+    if isinstance(given, type):
+        return f"; give an instance: {given.__name__}()"
+    if isinstance(given, (list, tuple, set)):
+        return "; give them one by one: apply(*tools)"
+    if callable(given):
+        return "; register a function in a tool: tool = amanda.Tool(); tool.add_inst_for_op(function)"
+    return "; give instances of amanda.Tool, such as amanda.load_tool('flops')"
 
 
 def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:

@@ -16,7 +16,7 @@ from amanda.tools.command._line import (
     save_option,
 )
 from amanda.tools.command._options import Option, options_of
-from amanda.tools.command._spec import SpecError, Tooling, ToolSpec
+from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, made, split_tools
 
 if TYPE_CHECKING:
     from amanda.tools.command._instrument import instrument
@@ -33,11 +33,13 @@ __all__ = [
     "function_of",
     "instrument",
     "limit_option",
+    "made",
     "merge",
     "options_of",
     "path_to_write",
     "run",
     "save_option",
+    "split_tools",
 ]  # fmt: skip
 
 

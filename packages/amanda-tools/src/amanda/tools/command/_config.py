@@ -44,7 +44,7 @@ def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
     found = Config() if path is None else read_config(path)
     found.tools = combined(found.tools, [ToolSpec.parse(text) for text in tools])
     if not found.tools:
-        raise SpecError(f"no tool is given: -t {such_as}, or --config FILE; `amanda tools` lists them")
+        raise SpecError(f"no tool is given: {such_as}, or --config FILE; `amanda tools` lists them")
     return found
 
 

@@ -83,7 +83,8 @@ class Gathering:
             saved = self._save(tooling, result, label)
             if isinstance(result, Result) and can_merge(result):
                 return {"saved": saved, "result": result.to_dict(), "text": None}
-            return {"saved": saved, "result": None, "text": None if result is None else str(result)}
+            text = None if result is None else as_text(result, self._handed.full)
+            return {"saved": saved, "result": None, "text": text}
 
     def tell(self, saw_op: bool) -> None:
         """Merge the results of all processes, save and print them.
@@ -97,7 +98,7 @@ class Gathering:
         if not self._handed.quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-        teller = Teller(self._handed.quiet)
+        teller = Teller(self._handed.quiet, self._handed.full)
         expected = max((one["ranks"] for one in others.values()), default=0)
         missing = missing_ranks(others, expected) if expected else []  # ranks of other hosts are not known
         for index, tooling in enumerate(self._tools):
@@ -174,11 +175,14 @@ class Gathering:
 
 
 class Teller:
-    """Writer to standard error: tables on a terminal, plain text elsewhere, nothing if `quiet`."""
+    """Writer to standard error: tables on a terminal, plain text elsewhere, nothing if `quiet`.
 
-    def __init__(self, quiet: bool = False) -> None:
+    full: whether results are written with every row and column.
+    """
+
+    def __init__(self, quiet: bool = False, full: bool = False) -> None:
         self._is_there = sys.stderr is not None and not sys.stderr.closed
-        self._quiet = quiet
+        self._quiet, self._full = quiet, full
         self._console = rich.console.Console(file=sys.stderr, highlight=False)
 
     def say(self, *texts: str, anyway: bool = False) -> None:
@@ -193,8 +197,8 @@ class Teller:
 
     def show(self, result: Any) -> None:
         """Write a result, or the text of one."""
-        is_table = self._console.is_terminal and not isinstance(result, str)
-        self._print(result if is_table else rich.text.Text(str(result)))
+        is_table = self._console.is_terminal and not self._full and not isinstance(result, str)
+        self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
 
     def _print(self, told: Any, anyway: bool = False) -> None:
         if not self._is_there or (self._quiet and not anyway):
@@ -203,6 +207,11 @@ class Teller:
             self._console.print(told, soft_wrap=isinstance(told, rich.text.Text))
         except (OSError, ValueError):  # the reader has gone
             self._is_there = False
+
+
+def as_text(result: Any, full: bool) -> str:
+    """Return a result as text; full: with every row and column."""
+    return result.whole() if full and isinstance(result, Result) else str(result)
 
 
 def tell_of_others(handed: Handed) -> None:

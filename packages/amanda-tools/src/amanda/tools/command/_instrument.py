@@ -67,7 +67,7 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    specs = configured(config, tools, such_as="prune").tools
+    specs = configured(config, tools, such_as="-t prune").tools
     for spec in specs:
         if steps := _STEPS & spec.given.keys():
             chosen = ", ".join(sorted(steps))

@@ -18,8 +18,10 @@ from typing import Any
 from amanda.plugins import driven_frameworks
 from amanda.tools.command._processes import VARIABLE, Handed, folder_of_ranks, is_in_rank, nothing
 from amanda.tools.command._spec import SpecError, ToolSpec
+from amanda.tools.models import is_model
 
 _WITH_VALUE = "WXQ"
+_GIVE = "give a script, -m module, a command on PATH, or a model such as hf:llama, timm:resnet50 or FILE.onnx"
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
@@ -28,13 +30,16 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     """Return the command line of a program, and True if Python runs it.
 
     `script.py ...`, `-m module ...`, `-c code ...` and further options are for this Python; another
-    executable file, and the name of one on PATH, is run as it is.
+    executable file, and the name of one on PATH, is run as it is.  A word of `amanda.tools.models`, such as
+    `hf:llama`, is a program that runs the model.
     Raises SpecError for a program that does not exist.
     """
     first = program[0]
     if first.startswith("-"):
         _check_flags(program)
         return [sys.executable, *program], True
+    if is_model(first):
+        return [sys.executable, "-m", "amanda.tools.models", *program], True
     path = Path(first)
     if path.is_dir() or (path.is_file() and _is_script(path)):
         return [sys.executable, *program], True
@@ -43,7 +48,7 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
         scripts = {one.stem: one for one in path.parent.glob("*.py")}
         near = get_close_matches(path.stem, scripts, n=1)
         hint = f"did you mean {scripts[near[0]]}?" if near else ""
-        raise SpecError(f"there is no {first!r}; {hint or 'give a script, -m module, or a command on PATH'}")
+        raise SpecError(f"there is no {first!r}; {hint or _GIVE}")
     return [found, *program[1:]], is_python(Path(found))
 
 

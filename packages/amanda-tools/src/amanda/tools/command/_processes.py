@@ -39,7 +39,8 @@ class Handed:
 
     tools: name and given options of each.  folder: where processes write their results for the root.
     root: id of the process that merges and prints results.  output: folder for results.
-    quiet: print nothing.  frameworks: import names at which the scope of a child opens.
+    quiet: print nothing.  full: print every row and column of results.
+    frameworks: import names at which the scope of a child opens.
     every: seconds between two saves of the present results; None to save at the end alone.
     together: whether the program is one of several ranks, of which the last to end merges and prints.
     compiled: as in `amanda.apply`.  construction: whether tools see the ops that construct models.
@@ -52,6 +53,7 @@ class Handed:
     output: str | None
     frameworks: list[str]
     quiet: bool = False
+    full: bool = False
     every: float | None = None
     together: bool = False
     compiled: str = "eager"

@@ -131,6 +131,22 @@ class ToolSpec:
             raise SpecError(f"tool {self.name}, option {name}: {error}, was given {shown!r}") from None
 
 
+def split_tools(word: str) -> list[str]:
+    """Return the specs of `flops,profile`, or of `flops:type=conv2d,profile:kernels`.
+
+    A comma begins a tool where the name of a registered tool, alone or with a colon, follows; elsewhere the
+    comma stands between options.
+    """
+    known = {plugin.name for plugin in amanda.list_tools()}
+    specs: list[str] = []
+    for part in word.split(","):
+        if specs and ":" in specs[-1] and part.partition(":")[0] not in known:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    return specs
+
+
 def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
     specs = [ToolSpec(one.name, dict(one.given)) for one in first]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, PlacesResult, amount
+from amanda.tools.results import NOTHING, Column, PlacesResult, amount
 
 logger = logging.getLogger("amanda")
 
@@ -43,7 +43,7 @@ _columns = (
     Column("calls", show="{:,}".format, total=True),
     Column("MACs", show=amount, total=True),
     Column("FLOPs", show=amount, total=True),
-    Column("parameters", show=amount, number=True),
+    Column("parameters", show=amount, number=True, folded="sum"),
     Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
     Column("FLOPs/byte", show="{:.2f}".format, number=True),
 )
@@ -59,6 +59,7 @@ class FlopsResult(PlacesResult[OpCost]):
     keys: ClassVar[Sequence[str]] = KEYS
     place = OpCost
     summed = ("calls",)
+    order: ClassVar[str] = "FLOPs"
     counted: ClassVar[Sequence[Column]] = _columns
 
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS) -> None:
@@ -98,6 +99,11 @@ class FlopsResult(PlacesResult[OpCost]):
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
 
+    @property
+    def leading(self) -> int:
+        """The totals come first."""
+        return 1
+
     def facts(self) -> Mapping[str, Any]:
         """Totals, what was not counted, and each op."""
         phases = dict.fromkeys(place.phase for place in self.places)
@@ -107,8 +113,15 @@ class FlopsResult(PlacesResult[OpCost]):
         return {"totals": totals, "unsupported": dict(self.unsupported), **super().facts()}
 
     def notes(self) -> Sequence[str]:
-        """Return the convention, and the share of what no formula knows."""
-        notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
+        """Return the totals, the convention, and the share of what no formula knows."""
+        if not self.places:
+            return [NOTHING]
+        phases = dict.fromkeys(place.phase for place in self.places)
+        parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
+        totals = ", ".join([f"{amount(self._sum('macs'))} MACs", f"{self._sum('calls'):,} calls"])
+        within = f" ({parts})" if len(phases) > 1 else ""
+        notes = [f"{amount(self._sum('flops'))} FLOPs{within}, {totals}."]
+        notes += ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
         return [*notes, *self._missing()]
 
     def _missing(self) -> Sequence[str]:

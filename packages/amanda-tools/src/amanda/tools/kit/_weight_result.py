@@ -68,6 +68,11 @@ class WeightResult(Result):
         count = len(self._rows)
         return f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements"
 
+    @property
+    def leading(self) -> int:
+        """The totals come first, and how much is left."""
+        return 1 + bool(self.elements_left)
+
     def notes(self) -> Sequence[str]:
         """Return totals, and what was left."""
         notes = [f"{self.counted}."]

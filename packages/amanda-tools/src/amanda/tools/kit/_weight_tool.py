@@ -75,6 +75,16 @@ class WeightTool(amanda.Tool, Generic[W]):
         if self.transforms_gradients or self.wants_gradients:
             self.add_inst_for_op(self._backward, backward=True)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Describe the tool for pickle and copy; raise ToolError once it has met weights of a model."""
+        if next(iter(self.weights), None) is not None:
+            name = self.__class__.__name__
+            raise ToolError(
+                f"a {name} that has met the weights of a model cannot be pickled or copied: make another "
+                f"{name}, and other.load_state_dict(tool.state_dict())"
+            )
+        return super().__reduce_ex__(protocol)
+
     def on_weight(self, weight: W) -> str | None:
         """Called once for each weight, to make its state: `weight.keep(name, start)`.
 

@@ -14,15 +14,15 @@ from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._op import KEYS, OpProfile, together
 from amanda.tools.profile._recorder import Recorder, floor
-from amanda.tools.results import Column, KeyedResult, check_schema
+from amanda.tools.results import NOTHING, Column, KeyedResult, check_schema
 
 _columns = (
     Column("calls", show="{:,}".format, total=True),
-    Column("total ms", show=milliseconds, number=True, unit="ms"),
+    Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum"),
     Column("self ms", show=milliseconds, total=True, unit="ms"),
-    Column("mean us", show="{:,.1f}".format, number=True, unit="us"),
-    Column("share", show="{:.1%}".format, number=True, unit="share"),
-    Column("device ms", show=milliseconds, number=True, unit="ms"),
+    Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
+    Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum"),
+    Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
     Column("allocated", show=size, total=True, unit="B"),
     Column("at peak", show=size, total=True, unit="B"),
 )
@@ -49,6 +49,7 @@ class ProfileResult(KeyedResult):
     keys: ClassVar[Sequence[str]] = KEYS
     counted: ClassVar[Sequence[Column]] = _columns
     width: ClassVar[int] = 36
+    order: ClassVar[str] = "self ms"
 
     places: Sequence[OpProfile]
     peaks: Sequence[Peak] = ()
@@ -156,10 +157,15 @@ class ProfileResult(KeyedResult):
             wall_ns=found["wall_ns"], schedule=found["schedule"], told_by=found["by"],
         )  # fmt: skip
 
+    @property
+    def leading(self) -> int:
+        """The times and the peaks come first."""
+        return 1 + len(self.peaks)
+
     def notes(self) -> Sequence[str]:
         """Return sentences on the times, the peaks, and executions that the table or the timeline lacks."""
         ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
-        notes = []
+        notes = [] if self.places else [NOTHING]
         if self.places:
             share = f", {ops / self.wall:.0%}" if self.wall else ""
             notes.append(

@@ -115,12 +115,29 @@ class QuantizeResult(Result):
         measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
         return sorted(measured, key=lambda one: one[2])[:count]
 
+    @property
+    def leading(self) -> int:
+        """The numbers come first."""
+        return bool(self.tensors)
+
+    def _counted(self) -> str:
+        """Return the number of tensors, their bits, and the op with the most noise."""
+        bits = " and ".join(sorted({f"{one.bits} bits" for one in self.tensors}))
+        ops = len({(one.phase, one.type, one.module, one.source) for one in self.tensors})
+        told = f"{len(self.tensors)} tensors of {ops} ops in {bits}, {self.method}"
+        for module, kind, ratio in self.worst(1):
+            told += f"; the least output SQNR is {ratio:.1f} dB, {kind}" + f" in {module}" * bool(module)
+        return f"{told}."
+
     def notes(self) -> Sequence[str]:
         """Return sentences on the columns, and on weights that are not quantised."""
         left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
         if not self.tensors:
             return left or ["No op of the types that are to be quantised was met."]
-        notes = ["Of a tensor with a scale for each channel, the largest; least and most can be represented."]
+        notes = [self._counted()]
+        notes += [
+            "Of a tensor with a scale for each channel, the largest; least and most can be represented."
+        ]
         if any(one.output_sqnr is not None for one in self.tensors):
             notes.append(
                 "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "

@@ -16,10 +16,10 @@ from amanda.tools.results._merging import Mergeable, by_rank, can_merge, merge
 from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._table import Table, load, restored
-from amanda.tools.results._text import amount, not_met, shortened
+from amanda.tools.results._text import NOTHING, amount, not_met, shortened
 
 __all__ = [
-    "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table", "TooLargeError",
-    "amount", "by_rank", "can_merge", "check_file", "check_schema", "gather", "in_words", "load", "merge",
-    "not_met", "read_json", "read_npz", "read_text", "reading", "restored", "shortened",
+    "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",
+    "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "gather", "in_words",
+    "load", "merge", "not_met", "read_json", "read_npz", "read_text", "reading", "restored", "shortened",
 ]  # fmt: skip

@@ -29,11 +29,12 @@ def table(
     rows: Sequence[Sequence[tuple[str, Any]]],
     totals: Sequence[str],
     notes: Sequence[str],
+    first: Sequence[str] = (),
 ) -> str:
     """An HTML table.
 
     numbers: whether a column is aligned to the right.  rows: for each cell what is shown, and the value,
-    which the pointer shows where it is longer.
+    which the pointer shows where it is longer.  first: sentences above the table.
     """
     marks = [' class="number"' if number else "" for number in numbers]
     head = "".join(
@@ -43,9 +44,9 @@ def table(
     foot = "".join(f"<th{mark}>{escape(total)}</th>" for total, mark in zip(totals, marks, strict=True))
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     summed = f"<tfoot><tr>{foot}</tr></tfoot>" if any(totals) else ""
-    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    above, said = ("".join(f"<p>{escape(one)}</p>" for one in each) for each in (first, notes))
     return (
-        f'{_STYLE}<div class="amanda-result"><table>{caption}<thead><tr>{head}</tr></thead>'
+        f'{_STYLE}<div class="amanda-result">{above}<table>{caption}<thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody>{summed}</table>{said}</div>"
     )
 

@@ -11,19 +11,15 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from amanda.errors import AmandaError, printable
+from amanda.errors import AmandaError
 from amanda.tools.results import _html
-from amanda.tools.results._text import fitting, shortened
+from amanda.tools.results._shown import as_text, for_console
 
 if TYPE_CHECKING:
     import pandas
     from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
-
-ROWS_SHOWN = 40
-LINE = 160
-_ANY = 100_000
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,8 @@ class Column:
     name: as in files and data frames.  show: how a value is written in a table.
     total: whether the values of all rows are added up below them.  number: aligned to the right.
     unit: of the values, for what shows files: "s", "ms", "us", "B"; "share" where 1 is all.
+    folded: what a row that stands for repeated layers has: "sum", as every total, "mean", or by default the
+        least and the most.
     merge: how the values of several processes become one, where the result has no `merged` of its own; rows
         are one row if they agree in all columns without it.
     """
@@ -43,6 +41,7 @@ class Column:
     number: bool = False
     shown: bool = True
     unit: str = ""
+    folded: Literal["sum", "mean", ""] = ""
     merge: Literal["sum", "min", "max", "mean", ""] = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,6 +60,8 @@ class Result(ABC):
     version: ClassVar[int] = 1
     columns: ClassVar[Sequence[Column]]
     title: str = ""
+    order: ClassVar[str] = ""
+    """Name of the column by which rows are in order, the largest first; "" for another order."""
     remarks: Sequence[str] = ()
     """Sentences of whoever made or merged it, below those of `notes`."""
 
@@ -77,70 +78,37 @@ class Result(ABC):
         return {}
 
     @property
+    def leading(self) -> int:
+        """The number of notes that come above the table: what most want to know."""
+        return 0
+
+    @property
     def _sentences(self) -> list[str]:
         return [*self.notes(), *self.remarks]
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.measure import Measurement
+        return as_text(self)
 
-        text = StringIO()
-        console = Console(file=text, width=LINE, color_system=None, legacy_windows=False)
-        table, _ = self._table(None)
-        console.width = max(LINE, Measurement.get(console, console.options.update(width=_ANY), table).maximum)
-        console.print(table)
-        console.width = LINE
-        for note in self._sentences:
-            console.print(printable(note), highlight=False, markup=False)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    def whole(self) -> str:
+        """Return the result as text with every row and every column."""
+        return as_text(self, whole=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         """The table as wide as the terminal lets it be, with the notes."""
-        from rich.text import Text
+        yield from for_console(self, options.max_width)
 
-        table, left_out = self._table(options.max_width)
-        yield table
-        if left_out:
-            yield Text(f"There is no room for {', '.join(left_out)} here.")
-        yield from map(Text, map(printable, self._sentences))
-
-    def _table(self, width: int | None) -> tuple[Table, Sequence[str]]:
-        """The table, and the names of the columns that it lacks for want of width."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        rows = self.rows()
-        places = [i for i, column in enumerate(self.columns) if column.shown]
-        columns = [self.columns[i] for i in places]
-        totals = self._totals(rows)
-        shown = map(self._shown, rows[:ROWS_SHOWN])
-        cells = [[printable(row[i], line=True) for i in places] for row in shown]
-        ends = [totals[i] for i in places]
-        heads = [printable(column.name, line=True) for column in columns]
-        numbers = [column.total or column.number for column in columns]
-        kept, most = fitting(heads, [*cells, ends], width, numbers)
-        table = Table(
-            title=printable(self.title) or None,
-            box=box.SIMPLE_HEAD,
-            title_justify="left",
-            show_footer=any(totals),
-        )
-        for i in kept:
-            justify: Literal["right", "left"] = "right" if numbers[i] else "left"
-            table.add_column(heads[i], ends[i], justify=justify, overflow="fold", no_wrap=numbers[i])
-        for row in cells:
-            table.add_row(*(Text(shortened(row[i], most)) for i in kept))
-        if len(rows) > ROWS_SHOWN:
-            table.add_row(f"… {len(rows) - ROWS_SHOWN} more")
-        return table, [head for i, head in enumerate(heads) if i not in kept]
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table at IPython's prompt."""
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         rows = self.rows()
         cells = [list(zip(self._shown(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
-        return _html.table(self.title, names, numbers, cells, self._totals(rows), self._sentences)
+        notes = self._sentences
+        first, rest = notes[: self.leading], notes[self.leading :]
+        return _html.table(self.title, names, numbers, cells, self._totals(rows), rest, first)
 
     def _shown(self, row: Sequence[Any]) -> list[str]:
         return [
@@ -215,4 +183,4 @@ class Result(ABC):
         return path
 
     def _forms(self) -> dict[str, Callable[[], str]]:
-        return {".json": self.to_json, ".csv": self.to_csv, ".html": self.to_html, ".txt": self.__str__}
+        return {".json": self.to_json, ".csv": self.to_csv, ".html": self.to_html, ".txt": self.whole}

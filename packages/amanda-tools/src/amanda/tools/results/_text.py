@@ -24,8 +24,19 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Text of at most so many characters, its end kept: what tells paths apart is there."""
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    """Return text of at most so many characters: paths of files keep their end, names both ends.
+
+    >>> shortened("model.layers.31.mlp.down_proj", 17)
+    'model.la…own_proj'
+    """
+    if len(text) <= width:
+        return text
+    kept = 0 if "/" in text else (width - 1) // 2
+    return f"{text[:kept]}…{text[len(text) - width + 1 + kept :]}"
+
+
+NOTHING = "No op was executed under this tool; `with amanda.apply(tool):` runs what is in it under the tool."
+"""The note of a result that has nothing to tell."""
 
 
 def not_met(what: str, names: Sequence[str]) -> list[str]:
@@ -46,20 +57,22 @@ def fitting(
 ) -> tuple[list[int], int]:
     """Return the columns of a table that fit a width (None: any), and the longest text of a cell.
 
-    Texts give way first, then the column "source", then columns from the right; three stay.
+    Texts give way first, down to 24 characters, numbers never; then the column "source", then shorter texts,
+    then columns from the right; three stay.
     """
     natural = [max([len(head), *(len(row[i]) for row in rows)]) for i, head in enumerate(heads)]
     kept = list(range(len(heads)))
     if width is None:
         return kept, max(natural, default=1)
     while True:
-        for most in _TEXTS:
+        source = next((i for i in kept if heads[i] == "source" and len(kept) > 3), None)
+        for most in _TEXTS[: None if source is None else _BEFORE_SOURCE]:
             taken = [natural[i] if numbers[i] else max(min(natural[i], most), len(heads[i])) for i in kept]
             if sum(taken) + _BETWEEN * len(kept) + 1 <= width or (len(kept) <= 3 and most == _TEXTS[-1]):
-                return kept, max([most, *(natural[i] for i in kept if numbers[i])])
-        source = next((i for i in kept if heads[i] == "source"), kept[-1])
-        kept.remove(source)
+                return kept, most
+        kept.remove(kept[-1] if source is None else source)
 
 
 _TEXTS = (200, 44, 32, 24, 16, 12)
+_BEFORE_SOURCE = 4
 _BETWEEN = 3

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 _SEEN = 10_000
+_SHOWN = 8
 
 
 class Patterns:
@@ -69,4 +70,7 @@ def _hint(patterns: Patterns) -> str:
     names = patterns.met - {""}
     wanted = patterns.patterns or ()
     near = [name for one in wanted for name in get_close_matches(one, names, n=2, cutoff=0.5)]
-    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    if near:
+        return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    some = sorted(names)[:_SHOWN]
+    return f"; there were {', '.join(some)}{' and others' * (len(names) > len(some))}" if some else ""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from amanda.tools.results import Column, Result, check_schema, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, check_schema, read_json, shortened
 from amanda.tools.stats._sketch import Sketch
 from amanda.tools.stats._statistics import Statistics
 
@@ -85,9 +85,35 @@ class StatsResult(Result):
             for one in self.measured
         ]  # fmt: skip
 
+    @property
+    def leading(self) -> int:
+        """The extremes come first."""
+        return 1
+
+    def _extremes(self) -> str:
+        """Return the number of tensors, of NaN and Inf, and the largest magnitude with its place."""
+        if not self.measured:
+            return NOTHING
+        told = [one.statistics for one in self.measured]
+        odd = sum(one.nan for one in told), sum(one.inf + one.negative_inf for one in told)
+        begin = f"{len(told):,} tensors: {odd[0]:,} NaN, {odd[1]:,} Inf"
+        known = [
+            (max(abs(one.statistics.least), abs(one.statistics.most)), one)
+            for one in self.measured
+            if one.statistics.count
+        ]
+        if not known:
+            return f"{begin}."
+        largest, one = max(known, key=lambda pair: pair[0])
+        place = f"{one.tensor} of {one.type}" + f" in {one.module}" * bool(one.module)
+        return f"{begin}; the largest magnitude is {largest:.3g}, {place} ({one.phase})."
+
     def notes(self) -> Sequence[str]:
-        """Return what the numbers count, and the largest error of quantiles."""
-        notes = ["Of finite numbers; of complex ones their magnitudes. NaN and Inf are counted apart."]
+        """Return the extremes, what the numbers count, and the largest error of quantiles."""
+        notes = [
+            self._extremes(),
+            "Of finite numbers; of complex ones their magnitudes. NaN and Inf are counted apart.",
+        ]
         errors = [one.sketch.bins.error for one in self.measured if one.sketch is not None]
         if errors and self.quantiles:
             notes.append(f"Quantiles are within {max(errors):.1%} of the numbers that they lie between.")

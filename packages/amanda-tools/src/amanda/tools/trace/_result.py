@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.results import Column, Result, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, read_json, shortened
 from amanda.tools.trace._graph import VERSION, Graph, Position
 from amanda.tools.trace._model_explorer import collection
 from amanda.tools.trace._text import dot, listing
@@ -31,7 +31,7 @@ class TraceResult(Result):
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=36)),
         Column("source", show=partial(shortened, width=36)), Column("inputs"), Column("outputs"),
-        Column("calls", show="{:,}".format, number=True),
+        Column("calls", show="{:,}".format, number=True, folded="sum"),
     )  # fmt: skip
 
     def __init__(self, graph: Graph) -> None:
@@ -56,8 +56,15 @@ class TraceResult(Result):
         """Return the graph."""
         return self.graph.to_dict()
 
+    @property
+    def leading(self) -> int:
+        """The numbers of ops and tensors come first."""
+        return 1
+
     def notes(self) -> Sequence[str]:
         """Return how much there is, and what is not in the graph."""
+        if not self.graph.ops:
+            return [NOTHING]
         counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in self.graph.ops)}
         *others, last = (f"{count:,} {phase}" for phase, count in counts.items())
         notes = [f"{', '.join(others)} and {last} ops, {len(self.graph.tensors):,} tensors."]

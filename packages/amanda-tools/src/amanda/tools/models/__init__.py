@@ -1,0 +1,18 @@
+"""Models by name, with inputs of their own, for `amanda run flops hf:llama`.
+
+| word | model |
+|---|---|
+| `hf:llama`, `hf:llama:num_hidden_layers=2` | a type of transformers, its configuration changed or not |
+| `hf:FOLDER/config.json` | the model of a configuration's file |
+| `timm:resnet50` | of timm |
+| `torch:package.module:factory`, `torch:FILE.py:factory` | what it returns: a module, or (module, inputs) |
+| `keras:MobileNetV2`, `keras:FILE.keras` | of keras.applications, or of a file |
+| `onnx:FILE`, `FILE.onnx` | an ONNX model in ONNX Runtime |
+
+Weights are random, except those of files: nothing is downloaded.
+"""
+
+from amanda.tools.models._inputs import Input, ModelError
+from amanda.tools.models._subject import KINDS, Subject, is_model, made
+
+__all__ = ["KINDS", "Input", "ModelError", "Subject", "is_model", "made"]

@@ -1,0 +1,32 @@
+"""The program that `amanda run` starts for a model: it makes the model and runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from amanda.tools.command import exit_status
+from amanda.tools.models import made
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--input-shape", "shapes", multiple=True, metavar="[NAME=]N,N,...", help="The shape of an input."
+)
+@click.option("--backward", is_flag=True, help="Run the backward pass, too, from ones at each output.")
+@click.option("--device", default="cpu", help="cpu, cuda, or meta: shapes without values, for large models.")
+@click.option("--steps", default=1, type=click.IntRange(min=1), help="How often it runs.")
+def _command(model: str, shapes: Sequence[str], backward: bool, device: str, steps: int) -> int:
+    """Run a model with random weights on random inputs."""
+    subject = made(model, shapes, backward, device)
+    sys.stderr.write(f"amanda: {subject}\n")
+    for _ in range(steps):
+        subject.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(_command, "amanda run", sys.argv[1:], failure=2))

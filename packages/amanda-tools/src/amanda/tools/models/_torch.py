@@ -1,0 +1,134 @@
+"""Modules of PyTorch, from any function, with the inputs that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import amanda
+from amanda.tools._libraries import numpy as np
+from amanda.tools.command import function_of
+from amanda.tools.models._inputs import Input, ModelError, reshaped
+from amanda.tools.models._subject import Subject, library
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def made(
+    word: str, name: str, options: Mapping[str, Any], shapes: Sequence[str], backward: bool, device: str
+) -> Subject:
+    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns."""
+    torch = library("torch", word)
+    factory = function_of(name)
+    with torch.device(device):
+        found = factory(**options)
+    module, *given = found if isinstance(found, (tuple, list)) else (found,)
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"{name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
+        )
+    if given and not shapes:
+        inputs = [Input(f"input {i}", tuple(getattr(one, "shape", ()))) for i, one in enumerate(given)]
+        return subject(word, module, inputs, lambda: module(*given), backward, device)
+    if not shapes:
+        raise ModelError(
+            f"{word} does not say what its inputs are: give --input-shape {_guess(torch, module)}, "
+            f"or have {name} return (module, inputs)"
+        )
+    inputs = [Input("input", ())]
+    return with_values(word, module, reshaped(inputs, shapes), backward, device, by_name=False)
+
+
+def with_values(
+    word: str, module: Any, inputs: Sequence[Input], backward: bool, device: str, by_name: bool = True
+) -> Subject:
+    """Return a module with random values for its inputs.  by_name: how they are passed."""
+    import torch
+
+    random = np.random.default_rng(0)
+    with amanda.disabled():
+        values = {one.name: torch.from_numpy(one.value(random)).to(device) for one in inputs}
+    call = (lambda: module(**values)) if by_name else (lambda: module(*values.values()))
+    return subject(word, module, inputs, call, backward, device)
+
+
+def subject(
+    word: str, module: Any, inputs: Sequence[Input], call: Callable[[], Any], backward: bool, device: str
+) -> Subject:
+    """Return a module that runs forward, or forward and backward from ones at each output."""
+    import torch
+
+    module.train(backward)
+
+    def run() -> None:
+        with _kernels_apart() if device == "meta" else nullcontext(), torch.set_grad_enabled(backward):
+            found = [one for one in _tensors(call()) if one.requires_grad]
+            with amanda.disabled():
+                given = [torch.ones_like(one) for one in found]
+            if backward:
+                torch.autograd.backward(found, given)
+
+    count = sum(one.numel() for one in module.parameters())
+    return Subject(word, type(module).__name__, module, inputs, run, count)
+
+
+def _kernels_apart() -> AbstractContextManager[Any]:
+    """Return a mode that hides what kernels of the device meta call, most of which are Python."""
+    mode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with amanda.disabled():
+            return func(*args, **(kwargs or {}))
+
+    kind: Any = type("KernelsApart", (mode,), {"__torch_dispatch__": dispatch})
+    apart: AbstractContextManager[Any] = kind()
+    return apart
+
+
+def on_device(word: str, device: str, build: Callable[[], Any]) -> Any:
+    """Build a module on a device; raise ModelError where its parameters do not fit into the free memory."""
+    import torch
+
+    with torch.device("meta"), amanda.disabled():
+        count = sum(one.numel() * one.element_size() for one in build().parameters())
+    if device == "cpu" and count > (free := _free()):
+        raise ModelError(
+            f"the parameters of {word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; give "
+            "--device meta, for shapes alone, or options that make it smaller"
+        )
+    with torch.device(device):
+        return build()
+
+
+def _free() -> float:
+    """Return the bytes of free memory, infinite where they are not known."""
+    if not _MEMORY.is_file():
+        return float("inf")
+    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _guess(torch: Any, module: Any) -> str:
+    """Return a shape that the first layer may take."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            return f"1,{layer.in_features}"
+        if isinstance(layer, torch.nn.modules.conv._ConvNd):
+            sizes = [224] * len(layer.kernel_size)
+            return ",".join(map(str, (1, layer.in_channels, *sizes)))
+    return "SIZE,SIZE,..."

@@ -1,0 +1,234 @@
+"""Models by name: what is made, the inputs that they get, and what the errors say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import amanda
+from amanda.tools.flops import FlopsTool
+from amanda.tools.models import Input, ModelError, Subject, is_model, made
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+def given():
+    return net(), torch.rand(3, 4)
+
+def image():
+    return nn.Conv2d(3, 8, 3)
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file of factories and an ONNX model, where the test is."""
+    monkeypatch.chdir(tmp_path)
+    Path("made_nets.py").write_text(FACTORIES)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])
+    weight = numpy_helper.from_array(np.ones((8, 4), np.float32), "weight")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "weight"], ["y"])], "g", [x], [y], [weight])
+    imports = [helper.make_opsetid("", 18)]
+    onnx.save_model(helper.make_model(graph, opset_imports=imports, ir_version=9), "model.onnx")
+    return tmp_path
+
+
+def macs(subject: Subject) -> int:
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        subject.run()
+    return flops.result.total("macs")
+
+
+SMALL = "hidden_size=64,num_hidden_layers=2,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("word", "inputs"),
+    [
+        (f"hf:llama:{SMALL}", "input_ids (1, 128)"),
+        ("hf:bert:hidden_size=64,num_hidden_layers=1,num_attention_heads=4", "input_ids (1, 128)"),
+        ("hf:vit:hidden_size=48,num_hidden_layers=1,num_attention_heads=4", "pixel_values (1, 3, 224, 224)"),
+        ("hf:t5:d_model=64,num_layers=1,d_ff=64", "input_ids (1, 128), decoder_input_ids (1, 128)"),
+        (
+            "hf:whisper:d_model=64,encoder_layers=1,decoder_layers=1,encoder_attention_heads=4,decoder_attention_heads=4",
+            "input_features (1, 80, 3000), decoder_input_ids (1, 128)",
+        ),
+        ("hf:wav2vec2:hidden_size=64,num_hidden_layers=1,num_attention_heads=4", "input_values (1, 16000)"),
+        ("hf:clip", "input_ids (1, 77), pixel_values (1, 3, 224, 224)"),
+    ],
+)  # fmt: skip
+def test_models_of_transformers_run_on_inputs_of_their_configuration(
+    transformers: Any, word: str, inputs: str
+) -> None:
+    subject = made(word)
+    assert ", ".join(map(str, subject.inputs)) == inputs
+    assert macs(subject) > 0
+
+
+def test_options_are_of_the_configuration(transformers: Any) -> None:
+    subject = made(f"hf:llama:{SMALL}", ["2,16"])
+    assert subject.kind == "LlamaModel"
+    assert subject.model.config.num_hidden_layers == 2
+    assert subject.inputs == [Input("input_ids", (2, 16), 32000, "int64")]
+    assert str(subject).startswith(f"hf:llama:{SMALL}: LlamaModel, 2,122,048 parameters, input_ids (2, 16)")
+
+
+def test_a_file_of_a_configuration_names_the_class(transformers: Any, folder: Path) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(folder)
+    for word in ("hf:config.json", f"hf:{folder}"):
+        assert made(word).kind == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize(
+    ("word", "backward"),
+    [  # the backward pass of Llama's attention is of other kernels there
+        (f"hf:llama:{SMALL}", False),
+        ("hf:bert:hidden_size=64,num_hidden_layers=1,num_attention_heads=4", True),
+    ],
+)
+def test_a_model_on_meta_counts_as_one_with_values(transformers: Any, word: str, backward: bool) -> None:
+    """The kernels of the device are Python, and call ops that are none of the model's."""
+    found = []
+    for device in ("cpu", "meta"):
+        flops = FlopsTool()
+        subject = made(word, ["2,16"], backward=backward, device=device)
+        with amanda.apply(flops):
+            subject.run()
+        found.append({row[:3]: row[4:7] for row in flops.result.rows() if row[5]})
+    assert found[0] == found[1]
+    assert len(found[0]) > 10
+
+
+@pytest.mark.slow
+def test_counts_are_those_of_the_literature(transformers: Any) -> None:
+    assert macs(made("timm:resnet50")) == 4_089_184_256
+    assert macs(made("hf:bert", device="meta")) / 1e9 == pytest.approx(11.174, abs=5e-4)
+
+
+def test_a_model_too_large_for_the_memory_is_told_before_it_is_made(
+    transformers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("amanda.tools.models._torch._MEMORY", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal: 20 kB\nMemAvailable:   8 kB\n")
+    with pytest.raises(ModelError, match=r"take 0\.0 GB.*--device meta.*options that make it smaller"):
+        made(f"hf:llama:{SMALL}")
+
+
+def test_a_function_may_bring_inputs(folder: Path) -> None:
+    assert [str(one) for one in made("torch:made_nets.py:given").inputs] == ["input 0 (3, 4)"]
+    assert macs(made("torch:made_nets.py:given")) == 3 * (4 * 8 + 8 * 2)
+    assert macs(made("torch:made_nets.py:net:width=16", ["2,4"])) == 2 * (4 * 16 + 16 * 2)
+
+
+def test_the_backward_pass_runs_if_it_is_asked_for(folder: Path) -> None:
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        made("torch:made_nets.py:given", backward=True).run()
+    assert flops.result.total("macs", "backward") == 3 * (4 * 8 + 2 * 8 * 2)  # no gradient of the input
+
+
+def test_inputs_are_not_ops_of_the_model(folder: Path) -> None:
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        made("torch:made_nets.py:net", ["2,4"]).run()
+    assert {row[1] for row in flops.result.rows() if row[0] != "construction"} == {"linear", "relu"}
+
+
+def test_onnx_models_run_on_inputs_of_their_graph(folder: Path) -> None:
+    assert str(made("model.onnx")) == "model.onnx: g, x (1, 8)"
+    assert macs(made("onnx:model.onnx", ["x=5,8"])) == 5 * 8 * 4
+
+
+@pytest.mark.slow
+def test_models_of_keras_run_on_inputs_of_their_own() -> None:
+    pytest.importorskip("keras")
+    subject = made("keras:MobileNetV2:alpha=0.35", ["2,224,224,3"])
+    assert str(subject).endswith("(2, 224, 224, 3)")
+    assert macs(subject) > 0
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        made("keras:MobileNetV2:alpha=0.35", backward=True).run()
+    assert flops.result.total("macs", "backward") > 0
+
+
+@pytest.mark.parametrize(
+    ("word", "shapes", "part"),
+    [
+        ("hf:lama", [], "has no type of model 'lama', and there is no such file; did you mean llama?"),
+        ("hf:meta-llama/Llama-3.1-8B", [], "give a type such as llama, or the path of a config.json"),
+        ("hf:llama:hiden_size=8", [], "of llama has no 'hiden_size'; did you mean hidden_size?"),
+        (f"hf:llama:{SMALL}", ["ids=2"], "has no input 'ids'; there are input_ids"),
+        (f"hf:llama:{SMALL}", ["2x"], "2x is no shape; give sizes, as in 2,3,224,224 or NAME=2,64"),
+        ("timm:resnet5O", [], "timm has no model 'resnet5O'; did you mean resnet50"),
+        ("torch:made_nets.py:net", [], "--input-shape 1,4, or have made_nets.py:net return (module, inputs)"),
+        ("torch:made_nets.py:image", [], "give --input-shape 1,3,224,224"),
+        ("torch:made_nets.py:nothing", [], "returns int; it is to return a module, or (module, inputs)"),
+        ("torch:made_nets.py:nett", [], "has no function 'nett'; did you mean net?"),
+        ("torch:net", [], "'net' names no function; give FILE:FUNCTION"),
+        ("onnx:none.onnx", [], "there is no file none.onnx"),
+        ("keras:none.keras", [], "there is no file none.keras"),
+        ("onnx:made_nets.py", [], "ONNX Runtime cannot load made_nets.py"),
+        ("tf:resnet", [], "'tf:resnet' names no model; give hf:NAME, timm:NAME"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_says_what_to_do(
+    transformers: Any, folder: Path, word: str, shapes: list[str], part: str
+) -> None:
+    with pytest.raises(amanda.AmandaError) as raised:
+        made(word, shapes)
+    assert part in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_shapes_that_do_not_fit_are_told_with_the_reason(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"does not run on input \(2, 5\): .*2x5 and 4x8.*--input-shape"):
+        made("torch:made_nets.py:net", ["2,5"]).run()
+    with pytest.raises(ModelError, match=r"does not run on x \(2, 5\): .*Expected: 8.*--input-shape"):
+        made("model.onnx", ["2,5"]).run()
+
+
+def test_errors_of_tools_stay_as_they_are(folder: Path) -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_before_op(lambda *inputs: 1 / 0))
+    with pytest.raises(ZeroDivisionError), amanda.apply(tool):
+        made("torch:made_nets.py:given").run()
+
+
+@pytest.mark.parametrize("word", ["hf:llama", "timm:resnet50", "keras:MobileNetV2"])
+def test_a_package_that_is_absent_is_named(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = {"hf": "transformers"}.get(word.partition(":")[0], word.partition(":")[0])
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ModelError, match=f"{word} needs {package}, which is not installed: pip install {package}"
+    ):
+        made(word)
+
+
+def test_some_models_cannot_do_all(folder: Path) -> None:
+    with pytest.raises(ModelError, match="has no backward pass: leave --backward"):
+        made("model.onnx", backward=True)
+    with pytest.raises(ModelError, match="--device meta is for models of PyTorch"):
+        made("model.onnx", device="meta")
+    with pytest.raises(ModelError, match="an ONNX model has no options, was given a"):
+        made("onnx:model.onnx:a=1")
+
+
+def test_words_of_models_are_told_from_programs(folder: Path) -> None:
+    words = ("hf:llama", "model.onnx", "none.onnx", "hf", "train.py", "C:x")
+    assert [one for one in words if is_model(one)] == ["hf:llama", "model.onnx"]

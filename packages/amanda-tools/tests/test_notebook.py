@@ -1,0 +1,87 @@
+"""The magic of IPython: tools over a line or a cell, and what is shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda.tools.flops import FlopsResult
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A shell with the extension, and a model."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    shell.run_cell("%load_ext amanda")
+    shell.run_cell("import torch; from torch import nn; model, x = nn.Linear(4, 2), torch.rand(3, 4)")
+    yield shell
+    shell.run_line_magic("reset", "-f")
+    type(shell).clear_instance()
+
+
+def test_a_cell_runs_under_tools(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run_cell("%%amanda flops,stats:type=linear\ny = model(x)\ny.shape")
+    shown = capsys.readouterr().out
+    assert shown.index("torch.Size([3, 2])") < shown.index("FLOPs") < shown.index("Statistics of tensors")
+    results = shell.user_ns["amanda_results"]
+    assert list(results) == ["flops", "stats"]
+    assert isinstance(results["flops"], FlopsResult)
+    assert results["flops"].total("macs") == 3 * 4 * 2
+    assert shell.user_ns["y"].shape == (3, 2)  # the cell's own variable
+    shell.run_cell("model(x)")
+    assert results["flops"].total("calls") == 1
+
+
+def test_a_line_runs_under_tools(shell: Any) -> None:
+    shell.run_cell("%amanda flops:out=flops.json y = model(x)")
+    assert shell.user_ns["amanda_results"]["flops"].total("macs") == 24
+    assert Path("flops.json").is_file()
+
+
+def test_constructors_are_left(shell: Any) -> None:
+    shell.run_cell("%amanda flops model = nn.Linear(4, 2)")
+    assert shell.user_ns["amanda_results"]["flops"].total("calls") == 0
+
+
+def test_an_error_closes_the_scope(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run_cell("%%amanda flops\nmodel(x)\n1 / 0")
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    shell.run_cell("model(x)")
+    assert shell.user_ns["amanda_results"]["flops"].total("calls") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("%%amanda flop\n1", "did you mean flops?"),
+        ("%%amanda nan:stap\n1", "did you mean stop?"),
+        ("%%amanda\n1", "no tool is given: %%amanda flops"),
+        ("%%amanda flops nan\n1", "'nan' follows the tools: give tools with commas, flops,nan"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    shell: Any, line: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell(line)
+    told = capsys.readouterr()
+    assert part in told.err
+    assert "Traceback" not in told.out + told.err
+
+
+def test_without_the_tools_the_extension_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "amanda.tools.notebook", None)
+    with pytest.raises(amanda.AmandaError, match="needs amanda-tools: pip install amanda-tools"):
+        amanda.load_ipython_extension(None)
+
+
+def test_importing_amanda_does_not_import_ipython() -> None:
+    code = "import sys, amanda; assert not {'IPython', 'amanda.tools.notebook'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
