@@ -13,7 +13,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from copy import copy
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
@@ -146,11 +145,11 @@ def _passed(value: Any, kind: Any, point: Callable[[Any, int], Any], count: list
         for one in value:  # no comprehension: a compiler would take the comprehension for a function
             values.append(_passed(one, kind, point, count))
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-    if isinstance(value, dict):  # or an output of transformers, which is one
-        made = copy(value)
-        for key in value:
-            made[key] = _passed(value[key], kind, point, count)
-        return made
+    if isinstance(value, dict):
+        made = {}
+        for key, one in value.items():
+            made[key] = _passed(one, kind, point, count)
+        return made if type(value) is dict else type(value)(**made)  # an output of transformers
     return value
 
 
@@ -178,8 +177,10 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
 
     if "torch._dynamo" in sys.modules:  # it takes seconds to import
         check("patch", "torch")
+        dynamo = sys.modules["torch._dynamo"]
+        wants = dynamo.disable(wants)
         for function in (given, returned, point, _passed):  # compiled as parts of graphs, never alone
-            sys.modules["torch._dynamo"].eval_frame.skip_code(function.__code__)
+            dynamo.eval_frame.skip_code(function.__code__)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
     register = modules.register_module_forward_hook if number else modules.register_module_forward_pre_hook

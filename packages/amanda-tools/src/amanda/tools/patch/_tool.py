@@ -140,7 +140,7 @@ class PatchTool(amanda.Tool):
         side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
         traced = "; a function that was traced before the scope has no points: call it first in the scope"
         hint = traced if self._is_point and self._in_graph else ""
-        return f"PatchTool selected nothing: no op was met at {wanted}{side}{hint}; there are the modules {shown}"
+        return f"PatchTool selected nothing: no op is at {wanted}{side}{hint}; there are the modules {shown}"
 
     def _analyse(self, context: amanda.OpContext) -> None:
         self._in_graph |= not context.is_eager()
