@@ -225,6 +225,7 @@ def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) ->
     assert sweep.to_dict()["baseline"] == sweep.baseline
     for suffix in ("svg", "png", "json"):
         assert sweep.save(tmp_path / f"sweep.{suffix}").stat().st_size > 100
+    assert patch_sweep(lambda: model(x).sum(), "*", scale=0).rows()[0][0] == "last"  # not the model itself
     assert [row[0] for row in patch_sweep(lambda: model(x).sum(), "layers.*", scale=0).rows()] == [
         "layers.0", "layers.1",
     ]  # fmt: skip

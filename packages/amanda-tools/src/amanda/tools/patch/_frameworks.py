@@ -184,7 +184,7 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
     register = modules.register_module_forward_hook if number else modules.register_module_forward_pre_hook
-    stack.callback(register(returned if number else given).remove)  # type: ignore[operator]
+    stack.callback(register(returned if number else given).remove)
 
 
 @cache
@@ -192,7 +192,8 @@ def _pytorch_ops() -> tuple[Any, Any]:
     """Return the op that gives a view, and the one that gives a copy."""
     import torch
 
-    library = torch.library.Library("amanda_tools", "FRAGMENT")
+    make: Any = torch.library.Library
+    library = make("amanda_tools", "FRAGMENT")
     library.define("point(Tensor(a) x, int index, int side) -> Tensor(a)")
     library.impl("point", lambda x, index, side: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
     library.define("copied_point(Tensor x, int index, int side) -> Tensor")
@@ -206,7 +207,8 @@ _libraries: list[Any] = []
 
 
 def _heirs(kind: type) -> list[type]:
-    below = [one for heir in kind.__subclasses__() for one in (heir, *_heirs(heir))]
+    heirs: list[type] = type.__subclasses__(kind)
+    below = [one for heir in heirs for one in (heir, *_heirs(heir))]
     return [one for one in below if one.__name__ in _WRAPPERS]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import amanda
@@ -14,10 +14,10 @@ from amanda.tools.patch._tool import PatchTool
 
 def patch_sweep(
     metric: Callable[[], Any],
-    module: Sequence[str] | str,
+    module: list[str] | str,
     *,
-    positions: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
     num_heads: int | None = None,
     axis: int = 1,
     **options: Any,
@@ -29,10 +29,8 @@ def patch_sweep(
     """
     if positions is not None and heads is not None:
         raise PatchError("a sweep goes over positions or over heads besides modules, not over both")
-    along = "positions" if positions is not None else "heads" if heads is not None else None
-    others: list[int | None] = [
-        *(positions if positions is not None else heads if heads is not None else [None])
-    ]
+    along = "positions" if positions else "heads" if heads else None
+    others: Sequence[int | None] = positions or heads or [None]
     tool = PatchTool(module, **options)
     tool.only = frozenset()
     rows = []

@@ -24,6 +24,8 @@ class ModulePaths(Paths):
     """Patterns of the paths of modules: a path selects the module itself, and `*` stands within a part."""
 
     def _fits(self, name: str, pattern: str) -> bool:
+        if not name or not pattern:  # the model itself
+            return name == pattern
         return name.count(".") == pattern.count(".") and Patterns._fits(self, name, pattern)
 
 
@@ -73,7 +75,8 @@ class PatchTool(amanda.Tool):
             raise PatchError(
                 f"{' and '.join(given)} are given; an intervention has one of set, add and scale"
             )
-        self._edit, self._value = next(iter(given.items()), ("save", None))
+        self._edit: str = next(iter(given), "save")
+        self._value: Any = given.get(self._edit)
         self.region = Region.of(positions, heads, num_heads, axis)
         if self._edit == "save" and not self.region.is_all:
             raise PatchError("positions and heads are for set, add and scale; values are saved whole")
