@@ -79,5 +79,5 @@ def test_gradients_reach_a_variable_in_eager_mode(model: Any, x: Any) -> None:
 def test_a_function_that_was_traced_before_is_an_error(model: Any, x: Any) -> None:
     function = tf.function(lambda value: model(value))
     function(x)
-    with pytest.raises(PatchError, match="traced before the scope"):
+    with pytest.raises(PatchError, match="traced in the scope"):
         under(PatchTool("first", scale=0.0), lambda: function(x))

@@ -25,6 +25,10 @@ from amanda.tools.mapping import MappingTool
 
 Side = Literal["input", "output"]
 SIDES: tuple[Side, Side] = ("input", "output")
+NOT_A_POINT = (
+    "; modules of PyTorch and Keras 3 are points, in functions that are traced in the scope: for others give the "
+    "type of ops"
+)
 _NAME = re.compile(r"amanda_(input|output)_(\d+)(_\d+)?$")
 _WRAPPERS = frozenset(
     {"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",

@@ -11,7 +11,7 @@ import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import check_one_of, leaves, tensors_of
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.patch._frameworks import POINTS, Side, copied, points, requires_gradient
+from amanda.tools.patch._frameworks import NOT_A_POINT, POINTS, Side, copied, points, requires_gradient
 from amanda.tools.patch._region import PatchError, Region
 from amanda.tools.patch._result import Patched, PatchResult
 from amanda.tools.select import Paths, Patterns
@@ -91,7 +91,6 @@ class PatchTool(amanda.Tool):
         self._differentiable = differentiable
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
-        self._in_graph = False
         self.saved: dict[str, list[Any]] = {}
         self._is_trained = any(map(requires_gradient, _values(self._value)))
         if self._is_trained and not differentiable:
@@ -141,12 +140,10 @@ class PatchTool(amanda.Tool):
         paths = sorted({path[:end] for path in self._modules.met for end in _ends(path)} - {""})
         shown = ", ".join(paths[:_SHOWN]) + f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
-        traced = "; a function that was traced before the scope has no points: call it first in the scope"
-        hint = traced if self._is_point and self._in_graph else ""
+        hint = NOT_A_POINT if self._is_point and self._modules.matched else ""
         return f"PatchTool selected nothing: no op is at {wanted}{side}{hint}; there are the modules {shown}"
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        self._in_graph |= not context.is_eager()
         placed = self._modules(*context.get_scopes())
         self._modules.met.update(context.get_scopes())
         if self._is_point:
