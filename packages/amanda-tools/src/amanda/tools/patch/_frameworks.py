@@ -26,8 +26,8 @@ from amanda.tools.mapping import MappingTool
 Side = Literal["input", "output"]
 SIDES: tuple[Side, Side] = ("input", "output")
 NOT_A_POINT = (
-    "; modules of PyTorch and Keras 3 are points, in functions that are traced in the scope: for others give the "
-    "type of ops"
+    "; modules of PyTorch and Keras 3 are points, in functions that are traced in the scope: for others give "
+    "the type of ops"
 )
 _NAME = re.compile(r"amanda_(input|output)_(\d+)(_\d+)?$")
 _WRAPPERS = frozenset(
