@@ -355,3 +355,25 @@ def test_a_tool_hears_that_its_scope_was_left(fails: bool) -> None:
         if fails:
             raise ZeroDivisionError
     assert left == ["inner", "dependency", "tool"]
+
+
+def test_each_tool_hears_that_its_scope_opened_and_closed_also_if_one_fails() -> None:
+    heard: list[str] = []
+
+    class Hearing(Tool):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def scope_entered(self) -> None:
+            heard.append(f"{self.name} entered")
+
+        def scope_left(self) -> None:
+            heard.append(f"{self.name} left")
+            if self.name == "first":
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), amanda.apply(Hearing("first"), Hearing("second")):
+        assert heard == ["first entered", "second entered"]
+    assert heard[2:] == ["first left", "second left"]
+    with amanda.apply(Tool()):
+        pass

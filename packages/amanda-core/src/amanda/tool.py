@@ -148,6 +148,12 @@ class Tool:
         else:
             forget_ops(self, op_ids)
 
+    def scope_entered(self) -> None:
+        """Prepare for a scope with this tool, which has opened: the counterpart of `scope_left`.
+
+        Does nothing unless a tool overrides it.
+        """
+
     def scope_left(self) -> None:
         """Release what may not outlive a scope: called when a scope with this tool has closed.
 

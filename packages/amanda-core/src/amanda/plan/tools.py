@@ -30,6 +30,9 @@ class AnyTool(Protocol):
     def unmatched(self) -> list[str]:
         """Say what was selected and no op fitted."""
 
+    def scope_entered(self) -> None:
+        """Called when a scope has opened."""
+
     def scope_left(self) -> None:
         """Called when a scope has closed."""
 

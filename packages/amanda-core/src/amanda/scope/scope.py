@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
@@ -73,6 +74,7 @@ class Scope:
             for tool in self._joined:
                 for text in changed_options(tool):
                     self.report.add(f"options of {type(tool).__name__}", text)
+                tool.scope_entered()
             hooks.tell("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
@@ -111,11 +113,16 @@ class Scope:
             uninterrupted(self._leave)
             raise
         finally:
-            for tool in joined:
-                tool.scope_left()
-                for text in tool.unmatched():
-                    self.report.add(f"what was selected for {type(tool).__name__}", text)
+            with ExitStack() as stack:  # each tool is told, also after an exception of another
+                for tool in reversed(joined):
+                    stack.callback(self._left, tool)
         hooks.tell("amanda_scope_left", scope=self)
+
+    def _left(self, tool: AnyTool) -> None:
+        """Tell a tool that the scope has closed; report what the tool selected in vain."""
+        for text in tool.unmatched():
+            self.report.add(f"what was selected for {type(tool).__name__}", text)
+        tool.scope_left()
 
     def _leave(self) -> None:
         """Undo what opening has done so far."""

@@ -55,6 +55,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:ops.aten.add.Tensor._schema",
         "torch.distributed.pipelining._IR:aten_pipe_split_alias",
     ),
+    ("patch", "torch"): ("torch._dynamo.eval_frame:skip_code",),
     ("profile", "torch"): (
         *_MEMORY,
         "torch:_C.DisableTorchFunction",

@@ -1,0 +1,15 @@
+"""Interventions at the inputs and outputs of modules and ops: save, set, add, scale, and sweeps over layers.
+
+clean = PatchTool("model.layers.1")
+with amanda.apply(clean):
+    model(prompt)
+with amanda.apply(PatchTool("model.layers.1", set=clean, positions=-1)):
+    model(other)
+"""
+
+from amanda.tools.patch._region import PatchError, Region
+from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
+from amanda.tools.patch._sweep import patch_sweep
+from amanda.tools.patch._tool import PatchTool
+
+__all__ = ["PatchError", "PatchResult", "PatchSweep", "PatchTool", "Patched", "Region", "patch_sweep"]

@@ -1,0 +1,87 @@
+"""The part of a tensor that an intervention changes: token positions and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from amanda.errors import AmandaError
+from amanda.tools._libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class PatchError(AmandaError, ValueError):
+    """An option of the tool is not valid, or nothing was selected."""
+
+
+class Region(NamedTuple):
+    """Token positions along one axis, and heads: equal parts of the last axis.
+
+    positions, heads: None for all; negative numbers count from the end.  num_heads: of the last axis.
+    """
+
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    num_heads: int | None = None
+    axis: int = 1
+
+    @classmethod
+    def of(
+        cls, positions: Sequence[int] | int | None, heads: Sequence[int] | int | None, num_heads: int | None,
+        axis: int,
+    ) -> Region:  # fmt: skip
+        """Return the region that options describe; raise PatchError for options that do not go together."""
+        region = cls(_listed(positions), _listed(heads), num_heads, axis)
+        if region.heads is not None:
+            if num_heads is None or num_heads < 1:
+                raise PatchError(f"heads is {heads}, num_heads {num_heads}; give the number of all heads")
+            wrong = [one for one in region.heads if not -num_heads <= one < num_heads]
+            if wrong:
+                raise PatchError(f"heads has {wrong[0]}; there are {num_heads}, counted from 0")
+        return region
+
+    @property
+    def is_all(self) -> bool:
+        """True for a region that is the whole tensor."""
+        return self.positions is None and self.heads is None
+
+    def mask(self, shape: Sequence[int], name: str) -> NDArray[np.bool_] | None:
+        """Return True for elements in the region, to be broadcast; None if no position exists.
+
+        name: of the tensor, for errors.  Raises PatchError for a shape without such an axis or heads.
+        """
+        mask = np.ones([1] * len(shape), bool)
+        if self.positions is not None:
+            if not -len(shape) <= self.axis < len(shape):
+                raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
+            size = shape[self.axis]
+            chosen = [one for one in self.positions if -size <= one < size]
+            if not chosen:
+                return None
+            mask = mask & _along(self.axis, size, chosen, len(shape))
+        if self.heads is not None:
+            assert self.num_heads is not None
+            width, rest = divmod(shape[-1] if shape else 0, self.num_heads)
+            if rest or not width:
+                raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
+            columns = [
+                (one % self.num_heads) * width + column for one in self.heads for column in range(width)
+            ]
+            mask = mask & _along(-1, shape[-1], columns, len(shape))
+        return mask
+
+
+def _along(axis: int, size: int, chosen: Sequence[int], rank: int) -> NDArray[np.bool_]:
+    row = np.zeros(size, bool)
+    row[list(chosen)] = True
+    extents = [1] * rank
+    extents[axis] = size
+    return row.reshape(extents)
+
+
+def _listed(given: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    return (given,) if isinstance(given, int) else tuple(given)

@@ -1,0 +1,97 @@
+"""Results: the points that a tool met, and the metrics of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from amanda.tools.results import Column, PlottedResult, Result, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass
+class Patched:
+    """One point: an input or output of a module or an op.
+
+    executions: of the point.  changed: executions at which its value was changed.
+    skipped: executions that were chosen, and at which no chosen position existed.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    point: str
+    executions: int = field(default=0, init=False)
+    changed: int = field(default=0, init=False)
+    skipped: int = field(default=0, init=False)
+
+
+class PatchResult(Result):
+    """A row for each point, in the order of the first executions."""
+
+    name: ClassVar[str] = "patch"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
+        Column("source", show=partial(shortened, width=32)), Column("point"),
+        Column("executions", total=True, merge="sum"), Column("changed", total=True, merge="sum"),
+        Column("skipped", total=True, merge="sum"),
+    )  # fmt: skip
+
+    def __init__(self, patched: Sequence[Patched], title: str) -> None:
+        self.patched, self.title = tuple(patched), title
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each point."""
+        return [astuple(one) for one in self.patched]
+
+    def notes(self) -> Sequence[str]:
+        """Return a sentence on executions at which no chosen position existed."""
+        skipped = sum(one.skipped for one in self.patched)
+        return [f"At {skipped:,} executions no chosen position existed."] if skipped else []
+
+
+class PatchSweep(PlottedResult):
+    """The metric with an intervention at each place; baseline: without.
+
+    along: the option that varies besides the module, "positions" or "heads"; None for modules alone.
+    """
+
+    name: ClassVar[str] = "patch_sweep"
+
+    def __init__(
+        self, rows: Sequence[tuple[str, int | None, float]], along: str | None, baseline: float
+    ) -> None:
+        self._rows, self._along, self.baseline = tuple(rows), along, baseline
+        second = (Column(along.removesuffix("s"), number=True),) if along else ()
+        metric = (Column("metric", number=True, show="{:.6g}".format),)
+        self.columns = (Column("module"), *second, *metric)  # type: ignore[misc]
+        self.title = f"Metric with an intervention; without: {baseline:.6g}"
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each place, in the order of the sweep."""
+        return [row if self._along else (row[0], row[2]) for row in self._rows]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the metric without an intervention."""
+        return {"baseline": self.baseline, "along": self._along}
+
+    def draw(self, axes: Axes) -> None:
+        """Draw a heat map: a row for each module, a column for each position or head."""
+        modules = list(dict.fromkeys(row[0] for row in self._rows))
+        columns = list(dict.fromkeys(row[1] for row in self._rows))
+        found = {row[:2]: row[2] for row in self._rows}
+        table = [[found[module, column] for column in columns] for module in modules]
+        reach = max((abs(row[2] - self.baseline) for row in self._rows), default=0.0) or 1.0
+        image = axes.imshow(
+            table, cmap="RdBu", aspect="auto", vmin=self.baseline - reach, vmax=self.baseline + reach
+        )
+        axes.set_yticks(range(len(modules)), modules)
+        axes.set_xticks(range(len(columns)), [str(one) if self._along else "" for one in columns])
+        axes.set_xlabel(self._along.removesuffix("s") if self._along else "")
+        assert axes.figure is not None
+        axes.figure.colorbar(image, ax=axes, label=f"metric; white: {self.baseline:.6g}")

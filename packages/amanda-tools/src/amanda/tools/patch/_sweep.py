@@ -1,0 +1,46 @@
+"""Sweeps: one intervention at each of many places, and what it does to a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import amanda
+from amanda.tools.kit import check_number
+from amanda.tools.patch._region import PatchError, Region
+from amanda.tools.patch._result import PatchSweep
+from amanda.tools.patch._tool import PatchTool
+
+
+def patch_sweep(
+    metric: Callable[[], Any],
+    module: list[str] | str,
+    *,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    num_heads: int | None = None,
+    axis: int = 1,
+    **options: Any,
+) -> PatchSweep:
+    """Return the metric with an intervention at each module in turn, at each position or head alone.
+
+    metric: runs the model and returns a number.  options: of `PatchTool`, such as `set=clean`.
+    Raises PatchError for positions and heads together, and where nothing is selected.
+    """
+    if positions is not None and heads is not None:
+        raise PatchError("a sweep goes over positions or over heads besides modules, not over both")
+    along = "positions" if positions else "heads" if heads else None
+    others: Sequence[int | None] = positions or heads or [None]
+    tool = PatchTool(module, **options)
+    tool.only = frozenset()
+    rows = []
+    with amanda.apply(tool):
+        baseline = check_number(metric(), metric, PatchError)
+        names = [*dict.fromkeys(one.point for one in tool.result.patched)]
+        for name in names:
+            for other in others:
+                positioned, headed = (other, None) if along == "positions" else (None, other)
+                tool.only, tool.region = frozenset([name]), Region.of(positioned, headed, num_heads, axis)
+                tool.clear()
+                rows.append((name, other, check_number(metric(), metric, PatchError)))
+    return PatchSweep(rows, along, baseline)

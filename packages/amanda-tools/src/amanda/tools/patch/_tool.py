@@ -1,0 +1,261 @@
+"""The tool: saves and changes the tensors at selected points."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import amanda
+from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import check_one_of, leaves, tensors_of
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.patch._frameworks import NOT_A_POINT, POINTS, Side, copied, points, requires_gradient
+from amanda.tools.patch._region import PatchError, Region
+from amanda.tools.patch._result import Patched, PatchResult
+from amanda.tools.select import Paths, Patterns
+
+logger = logging.getLogger("amanda")
+_SHOWN = 40
+
+
+class ModulePaths(Paths):
+    """Patterns of the paths of modules: a path selects the module itself, and `*` stands within a part."""
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        if not name or not pattern:  # the model itself
+            return name == pattern
+        return name.count(".") == pattern.count(".") and Patterns._fits(self, name, pattern)
+
+
+class PatchTool(amanda.Tool):
+    """Saves what passes points of a model, or changes it; `saved` has what was saved, `result` a table.
+
+    module: paths of modules: "model.layers.1", "model.layers.*".  side: the "output" of their calls, or the
+        "input", their positional arguments.  index: which of several tensors, in the order of nested tuples
+        and dicts; None for all.
+    type: StandardMapping's words or the framework's names: the points are those of ops of these types in the
+        modules, and of what lies in them.
+    set: the new value; add: is added; scale: the factor.  One of them, or none: then values are saved.  A
+        value is a number, a tensor that broadcasts, a list with a value for each execution, a dict of these
+        by the point's name, or a tool whose `saved` is taken.
+    positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: of the `num_heads`
+        equal parts of the last axis.  None for all.
+    steps: numbers of the executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
+    differentiable: whether changes and saved values take part in autodiff.  By default they do not, and a
+        gradient passes a changed value as it is.
+
+    Raises PatchError for options that do not go together, and as a scope closes if nothing was selected.
+    """
+
+    def __init__(
+        self,
+        module: list[str] | str | None = None,
+        side: Side = "output",
+        index: int | None = 0,
+        type: list[str] | str | None = None,
+        set: Any = None,
+        add: Any = None,
+        scale: Any = None,
+        positions: list[int] | int | None = None,
+        heads: list[int] | int | None = None,
+        num_heads: int | None = None,
+        axis: int = 1,
+        steps: list[int] | int | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        super().__init__()
+        check_one_of("side", side, get_args(Side), PatchError)
+        if module is None and type is None:
+            raise PatchError("give a module, such as 'model.layers.1', or the type of ops, or both")
+        edits = {"set": set, "add": add, "scale": scale}
+        given = {name: value for name, value in edits.items() if value is not None}
+        if len(given) > 1:
+            raise PatchError(
+                f"{' and '.join(given)} are given; an intervention has one of set, add and scale"
+            )
+        self._edit: str = next(iter(given), "save")
+        self._value: Any = given.get(self._edit)
+        self.region = Region.of(positions, heads, num_heads, axis)
+        if self._edit == "save" and not self.region.is_all:
+            raise PatchError("positions and heads are for set, add and scale; values are saved whole")
+        self.only: frozenset[str] | None = None
+        """Names of the points to change; None for all.  Read at each execution."""
+        self._side, self._index = side, index
+        self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
+        self._is_point = type is None
+        kind = ModulePaths if self._is_point else Paths
+        self._modules, self._types = kind("module", module), Patterns("type", type)
+        self._ends = tuple(one.rpartition(".")[2] for one in self._modules.patterns or ())
+        self._differentiable = differentiable
+        self._records: dict[tuple[int, int], Patched] = {}
+        self._remarks: dict[str, None] = {}
+        self.saved: dict[str, list[Any]] = {}
+        self._is_trained = any(map(requires_gradient, _values(self._value)))
+        if self._is_trained and not differentiable:
+            self._warn(
+                f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
+            )
+        self.depends_on(StandardMapping(), points())
+        self.add_inst_for_op(self._analyse)
+
+    @property
+    def result(self) -> PatchResult:
+        """Return a table of the points so far."""
+        result = PatchResult(list(self._records.values()), f"Points: {self._edit}")
+        result.remarks = list(self._remarks)
+        return result
+
+    def clear(self) -> None:
+        """Forget what was saved, and count executions from 0; analysed ops stay analysed."""
+        self.saved.clear()
+        for record in self._records.values():
+            record.executions = record.changed = record.skipped = 0
+
+    def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
+        """Return the mean over axes of each saved point's executions together, to be set."""
+        found = {}
+        for name, values in self.saved.items():
+            arrays = [np.asarray(tensors_of(one).to_numpy(one), np.float64) for one in values]
+            moved = [one.sum(tuple(axes), keepdims=True) for one in arrays]
+            count = sum(one.size // some.size for one, some in zip(arrays, moved, strict=True))
+            found[name] = tensors_of(values[0]).cast(sum(moved) / count, values[0])
+        return found
+
+    def scope_entered(self) -> None:
+        """Make the selected modules call their points."""
+        if self._is_point:
+            POINTS[self._side].open(self._ends, self._edit != "save")
+
+    def scope_left(self) -> None:
+        """Remove the points; raise PatchError if ops ran, and nothing was selected."""
+        if self._is_point:
+            POINTS[self._side].close(self._ends, self._edit != "save")
+        if not self._records and self._modules.met and sys.exc_info()[0] is None:
+            raise PatchError(self._nothing())
+
+    def _nothing(self) -> str:
+        wanted = " and ".join(str(one) for one in (self._modules, self._types) if one.patterns is not None)
+        paths = sorted({path[:end] for path in self._modules.met for end in _ends(path)} - {""})
+        shown = ", ".join(paths[:_SHOWN]) + f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
+        side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
+        hint = NOT_A_POINT if self._is_point and self._modules.matched else ""
+        return f"PatchTool selected nothing: no op is at {wanted}{side}{hint}; there are the modules {shown}"
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        placed = self._modules(*context.get_scopes())
+        self._modules.met.update(context.get_scopes())
+        if self._is_point:
+            side, index = context["point"] or ("", 0)
+            if placed and side == self._side and self._index in (None, index):
+                self._insert(context, context.get_scope(), index, 0)
+        elif placed and context["point"] is None and self._types(context["type"], context.get_op_type()):
+            values = context.get_inputs() if self._side == "input" else [None] * ((self._index or 0) + 1)
+            chosen = range(len(values)) if self._index is None else [self._index]
+            for position in chosen:
+                if self._side == "output" or context["dtype"](values[position]) is not None:
+                    self._insert(context, self.place(context), position, position)
+
+    def _insert(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
+        name = f"{place}[{index}]" if index else place
+        key = context.get_op_id(), index
+        if key not in self._records:
+            kind, source = (context["type"], context.get_source()) if not self._is_point else ("module", "")
+            self._records[key] = Patched(context["phase"], kind, context.get_scope(), source, name)
+        if self._differentiable and self._is_trained and not context["reaches_values"]:
+            self._warn(
+                f"no gradient reaches the value of {self._edit} in graphs of {context.namespace[0]}, as at "
+                f"{name}: run the model eagerly"
+            )
+        routine: Any = self._save if self._edit == "save" else self._change
+        if self._differentiable:
+            routine = amanda.differentiable(_unbound(routine))
+        elif self._edit == "save":
+            routine = amanda.observer(_unbound(routine))
+        if self._is_point or self._side == "output":
+            context.insert_after_op(routine, outputs=[position], record=self._records[key])
+        else:
+            context.insert_before_op(routine, inputs=[position], record=self._records[key])
+
+    def _save(self, value: Any, record: Patched) -> None:
+        step, record.executions = record.executions, record.executions + 1
+        if self._steps is None or step in self._steps:
+            kept = value if self._differentiable else tensors_of(value).detach(value)
+            self.saved.setdefault(record.point, []).append(copied(kept))
+
+    def _change(self, value: Any, record: Patched) -> Any:
+        step, record.executions = record.executions, record.executions + 1
+        if (self._steps is not None and step not in self._steps) or not self._is_chosen(record):
+            return None
+        tensors = tensors_of(value)
+        shape = tensors.extents(value)
+        mask = self.region.mask(shape, record.point)
+        if mask is None:
+            record.skipped += 1
+            return None
+        record.changed += 1
+        changed = self._edited(value, self._given(record.point, step))
+        if self._edit == "set" or not self.region.is_all:
+            changed = tensors.where(tensors.beside(mask, value), changed, value)
+        if tensors.extents(changed) != shape:
+            raise PatchError(
+                f"the value given as {self._edit} does not fit {record.point}, whose shape is {shape}: "
+                f"{tensors.extents(changed)} comes of it"
+            )
+        if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
+            self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
+        return changed
+
+    def _is_chosen(self, record: Patched) -> bool:
+        return self.only is None or record.point in self.only
+
+    def _edited(self, value: Any, given: Any) -> Any:
+        if self._edit == "scale":
+            return value * (tensors_of(value).cast(given, value) if hasattr(given, "shape") else given)
+        made = tensors_of(value).cast(given, value)
+        return value + made if self._edit == "add" else made
+
+    def _given(self, point: str, step: int) -> Any:
+        """Return the value for an execution of a point."""
+        value = self._value.saved if isinstance(self._value, PatchTool) else self._value
+        if isinstance(value, Mapping):
+            if point not in value:
+                raise PatchError(
+                    f"{self._edit} has no value for {point}; it has {', '.join(value) or 'none'}"
+                )
+            value = value[point]
+        if isinstance(value, list):
+            if step >= len(value):
+                raise PatchError(
+                    f"{self._edit} has {len(value)} values for {point}, which is executed once more; "
+                    "choose `steps`, or give one value instead of a list"
+                )
+            value = value[step]
+        return value
+
+    def _warn(self, text: str) -> None:
+        sentence = text[0].upper() + text[1:] + "."
+        if sentence not in self._remarks:
+            self._remarks[sentence] = None
+            logger.warning("PatchTool: %s", text)
+
+
+def _ends(path: str) -> list[int]:
+    return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
+
+
+def _values(given: Any) -> Iterator[Any]:
+    """Yield the tensors in a value of an option."""
+    if isinstance(given, PatchTool):
+        given = given.saved
+    yield from leaves(given.values() if isinstance(given, Mapping) else [given])
+
+
+def _unbound(method: Any) -> Any:
+    """Return a function that calls a method, to be marked for this tool alone."""
+
+    def routine(value: Any, record: Patched) -> Any:
+        return method(value, record)
+
+    return routine

@@ -1,0 +1,304 @@
+import copy
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda.tools.patch import PatchError, PatchTool, patch_sweep
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        hidden = self.inner(x).relu_()
+        return self.outer(hidden) + x, {"hidden": hidden}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.last = nn.Identity()
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.last(x)
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def x() -> Any:
+    return torch.rand(2, 3, 4)
+
+
+@pytest.fixture
+def vector() -> Any:
+    return torch.rand(4)
+
+
+def by_hand(module: Any, hook: Any, run: Any, before: bool = False) -> Any:
+    """Run with a forward hook, or a pre-hook, on one module."""
+    handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(hook)
+    try:
+        return run()
+    finally:
+        handle.remove()
+
+
+def under(tool: Any, run: Any, **options: Any) -> Any:
+    with amanda.apply(tool, **options):
+        return run()
+
+
+def test_a_vector_added_to_what_a_module_returns_equals_a_hook(model: Any, x: Any, vector: Any) -> None:
+    def hook(module: Any, args: Any, result: Any) -> Any:
+        return result[0] + vector, result[1]
+
+    wanted = by_hand(model.layers[1], hook, lambda: model(x))
+    tool = PatchTool("layers.1", add=vector)
+    for _ in range(2):
+        assert torch.equal(under(tool, lambda: model(x)), wanted)
+    assert [(one.point, one.executions, one.changed) for one in tool.result.patched] == [("layers.1", 2, 2)]
+    assert not torch.equal(model(x), wanted)
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.parametrize("mode", ["eager", "instrument"])
+def test_compiled_models_are_patched_alike(model: Any, x: Any, vector: Any, mode: Any) -> None:
+    tool = PatchTool("layers.*", add=vector, positions=[0, -1])
+
+    def hook(module: Any, args: Any, result: Any) -> Any:
+        changed = result[0].clone()
+        changed[:, [0, 2]] += vector
+        return changed, result[1]
+
+    def run() -> Any:
+        return by_hand(model.layers[1], hook, lambda: model(x))
+
+    wanted = by_hand(model.layers[0], hook, run)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.equal(under(tool, lambda: compiled(x), compiled=mode), wanted)
+    assert sum(one.changed for one in tool.result.patched) == 2
+    whole = PatchTool("", scale=2.0)
+    assert torch.equal(under(whole, lambda: compiled(x), compiled=mode), model(x) * 2)
+
+
+def test_saved_values_are_set_in_another_run(model: Any, x: Any) -> None:
+    other, clean = torch.rand(2, 3, 4), PatchTool("layers.0")
+    wanted = under(clean, lambda: model(x))
+    assert torch.equal(clean.saved["layers.0"][0], model.layers[0](x)[0])
+    patched = under(PatchTool("layers.0", set=clean), lambda: model(other))
+    assert torch.equal(patched, wanted)
+
+    def hook(module: Any, args: Any, result: Any) -> Any:
+        changed = result[0].clone()
+        changed[:, 1] = clean.saved["layers.0"][0][:, 1]
+        return changed, result[1]
+
+    one = under(PatchTool("layers.0", set=clean, positions=1), lambda: model(other))
+    assert torch.equal(one, by_hand(model.layers[0], hook, lambda: model(other)))
+
+
+def test_a_saved_value_is_not_what_is_written_later(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.0.inner")
+    under(tool, lambda: model(x))
+    assert torch.equal(tool.saved["layers.0.inner"][0], model.layers[0].inner(x))  # relu_ writes into it
+    assert (tool.saved["layers.0.inner"][0] < 0).any()
+
+
+def test_index_names_one_of_several_tensors(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.1", index=1)
+    under(tool, lambda: model(x))
+    wanted = model.layers[1](model.layers[0](x)[0])[1]["hidden"]
+    assert torch.equal(tool.saved["layers.1[1]"][0], wanted)
+    both = PatchTool("layers.1", index=None)
+    under(both, lambda: model(x))
+    assert list(both.saved) == ["layers.1", "layers.1[1]"]
+
+
+def test_a_module_that_executes_no_op_has_a_point(model: Any, x: Any) -> None:
+    assert torch.equal(under(PatchTool("last", scale=0.5), lambda: model(x)), model(x) * 0.5)
+
+
+def test_heads_at_the_input_of_a_module_are_ablated(model: Any, x: Any) -> None:
+    def zero(module: Any, args: Any) -> Any:
+        changed = args[0].clone()
+        changed[..., 2:4] = 0
+        return (changed,)
+
+    wanted = by_hand(model.layers[1].outer, zero, lambda: model(x), before=True)
+    tool = PatchTool("layers.1.outer", side="input", set=0, heads=1, num_heads=4)
+    assert torch.equal(under(tool, lambda: model(x)), wanted)
+
+    clean = PatchTool("layers.1.outer", side="input")
+    under(clean, lambda: [model(x), model(x * 2)])
+    mean = (
+        torch.cat([one.double() for one in clean.saved["layers.1.outer"]]).mean((0, 1), keepdim=True).float()
+    )
+    assert torch.allclose(clean.mean()["layers.1.outer"], mean, rtol=1e-6)
+
+    def means(module: Any, args: Any) -> Any:
+        changed = args[0].clone()
+        changed[..., -2:] = clean.mean()["layers.1.outer"][..., -2:]
+        return (changed,)
+
+    wanted = by_hand(model.layers[1].outer, means, lambda: model(x), before=True)
+    tool = PatchTool("layers.1.outer", side="input", set=clean.mean(), heads=-1, num_heads=4)
+    assert torch.equal(under(tool, lambda: model(x)), wanted)
+
+
+def test_ops_are_points_by_type(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.0", type="relu", scale=0.0)
+    patched = under(tool, lambda: model(x))
+    changed = copy.deepcopy(model)
+    changed.layers[0].outer.weight.data.zero_()
+    assert torch.equal(patched, changed(x))
+    given = PatchTool("layers.0.outer", type="linear", side="input")
+    under(given, lambda: model(x))
+    assert torch.equal(given.saved["layers.0.outer/linear"][0], model.layers[0].inner(x).relu())
+
+
+def test_gradients_reach_a_vector_where_asked(model: Any, x: Any, caplog: Any) -> None:
+    vector = torch.rand(4, requires_grad=True)
+    under(PatchTool("layers.0", add=vector, differentiable=True), lambda: model(x).sum().backward())
+    found, vector.grad = vector.grad, None
+    by_hand(
+        model.layers[0], lambda module, args, result: (result[0] + vector, result[1]),
+        lambda: model(x).sum().backward(),
+    )  # fmt: skip
+    assert torch.equal(found, vector.grad)
+    assert not caplog.records
+
+    compiled = torch.compile(model, backend="aot_eager")
+    wanted, vector.grad = vector.grad, None
+    tool = PatchTool("layers.0", add=vector, differentiable=True)
+    under(tool, lambda: compiled(x).sum().backward(), compiled="instrument")
+    assert torch.equal(wanted, vector.grad)
+
+    tool = PatchTool("layers.0", add=vector)
+    assert "requires a gradient and gets none" in tool.result.remarks[0]
+    tool = PatchTool("layers.0", add=vector, differentiable=True)
+    with torch.no_grad():
+        under(tool, lambda: model(x))
+    assert tool.result.remarks == ["No gradient reaches the value of add: autodiff is off at layers.0."]
+
+
+def test_saved_values_keep_their_gradient_where_asked(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.0", differentiable=True)
+    under(tool, lambda: model(x))
+    tool.saved["layers.0"][0].sum().backward()
+    assert model.layers[0].inner.weight.grad is not None
+
+
+def test_steps_choose_executions(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.0", scale=0.0, steps=[1])
+    first, second, third = under(tool, lambda: [model(x), model(x), model(x)])
+    assert torch.equal(first, model(x))
+    assert torch.equal(third, model(x))
+    assert not torch.equal(second, first)
+    absent = PatchTool("layers.0", scale=0.0, positions=7)
+    assert torch.equal(under(absent, lambda: model(x)), model(x))
+    assert "At 1 executions no chosen position existed." in absent.result.notes()
+
+
+def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    clean, other = PatchTool("layers.*"), torch.rand(2, 3, 4)
+    under(clean, lambda: model(x))
+    sweep = patch_sweep(lambda: model(other).sum(), "layers.*", set=clean, positions=range(3))
+    assert sweep.baseline == model(other).sum().item()
+    wanted = under(PatchTool("layers.1", set=clean, positions=2), lambda: model(other).sum().item())
+    assert sweep.rows()[-1] == ("layers.1", 2, wanted)
+    assert len(sweep.to_pandas()) == 6
+    assert sweep.to_dict()["baseline"] == sweep.baseline
+    for suffix in ("svg", "png", "json"):
+        assert sweep.save(tmp_path / f"sweep.{suffix}").stat().st_size > 100
+    assert patch_sweep(lambda: model(x).sum(), "*", scale=0).rows()[0][0] == "last"  # not the model itself
+    assert [row[0] for row in patch_sweep(lambda: model(x).sum(), "layers.*", scale=0).rows()] == [
+        "layers.0", "layers.1",
+    ]  # fmt: skip
+
+
+def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> None:
+    with pytest.raises(PatchError, match=r"module=layer\.1 .* there are the modules .*layers\.1"):
+        under(PatchTool("layer.1", scale=0.0), lambda: model(x))
+    with pytest.raises(ZeroDivisionError):  # not hidden by the error of the tool
+        under(PatchTool("layer.1", scale=0.0), lambda: [model(x), 1 / 0])
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give a module"),
+        ({"module": "a", "add": 1, "scale": 2}, "add and scale are given"),
+        ({"module": "a", "heads": 0, "set": 0}, "give the number of all heads"),
+        ({"module": "a", "heads": 4, "num_heads": 4, "set": 0}, "heads has 4"),
+        ({"module": "a", "positions": 0}, "saved whole"),
+        ({"module": "a", "side": "inputs"}, "one of 'input', 'output'"),
+    ],
+)
+def test_options_that_do_not_go_together(options: Any, message: str) -> None:
+    with pytest.raises(PatchError, match=message):
+        PatchTool(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"set": torch.zeros(5)}, "size"),
+        ({"add": torch.zeros(4, 2, 3, 4)}, "does not fit layers.0, whose shape is"),
+        ({"set": {"layers.1": 0}}, "no value for layers.0; it has layers.1"),
+        ({"set": []}, "0 values for layers.0"),
+        ({"set": 0, "heads": 0, "num_heads": 3}, "3 heads do not divide it"),
+        ({"set": 0, "positions": 0, "axis": 3}, "lacks axis 3"),
+    ],
+)
+def test_values_that_do_not_fit(model: Any, x: Any, options: Any, message: str) -> None:
+    with pytest.raises((PatchError, RuntimeError), match=message):
+        under(PatchTool("layers.0", **options), lambda: model(x))
+
+
+@pytest.mark.slow
+def test_generate_is_steered_as_by_hooks(torchvision: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids, vector = torch.randint(0, 64, (2, 7)), torch.randn(32) * 3
+
+    def generate() -> Any:
+        return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    def every(module: Any, args: Any, result: Any) -> Any:
+        return result + vector
+
+    wanted = by_hand(model.model.layers[1], every, generate)
+    assert torch.equal(under(PatchTool("model.layers.1", add=vector), generate), wanted)
+    assert not torch.equal(generate(), wanted)
+
+    def last_of_prompt(module: Any, args: Any, result: Any) -> Any:
+        changed = result.clone()
+        if result.shape[1] > 1:
+            changed[:, -1] += vector
+        return changed
+
+    wanted = by_hand(model.model.layers[1], last_of_prompt, generate)
+    tool = PatchTool("model.layers.1", add=vector, positions=-1, steps=0)
+    assert torch.equal(under(tool, generate), wanted)
+    assert [(one.executions, one.changed) for one in tool.result.patched] == [(6, 1)]

@@ -1,0 +1,83 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amanda
+from amanda.tools.patch import PatchError, PatchTool
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+
+@pytest.fixture
+def model() -> Any:
+    keras.utils.set_random_seed(0)
+
+    class Block(keras.layers.Layer):  # type: ignore[misc, name-defined]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.inner = keras.layers.Dense(4, name="inner")
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.relu(self.inner(x)) + x
+
+    given = keras.Input((3, 4))
+    last = keras.layers.Dense(2, name="last")
+    return keras.Model(given, last(Block(name="second")(Block(name="first")(given))))
+
+
+@pytest.fixture
+def x() -> Any:
+    return tf.random.uniform((2, 3, 4), seed=1)
+
+
+def under(tool: Any, run: Any) -> Any:
+    with amanda.apply(tool):
+        return run()
+
+
+def steered(model: Any, x: Any, vector: Any) -> Any:
+    first, second, last = (model.get_layer(name) for name in ("first", "second", "last"))
+    return last(second(first(x) + vector))
+
+
+@pytest.mark.parametrize("form", ["eager", "function"])
+def test_layers_are_steered_as_by_hand(model: Any, x: Any, form: str) -> None:
+    vector = tf.random.uniform((4,), seed=2)
+    run = tf.function(lambda value: model(value)) if form == "function" else model
+    tool = PatchTool("first", add=vector)
+    for _ in range(2):
+        assert np.array_equal(under(tool, lambda: run(x)), steered(model, x, vector))
+    assert [(one.point, one.changed) for one in tool.result.patched] == [("first", 2)]
+    assert np.array_equal(run(x), model(x))
+
+
+def test_saved_values_of_a_layer_in_a_layer_are_set(model: Any, x: Any) -> None:
+    other, clean = tf.random.uniform((2, 3, 4), seed=3), PatchTool("first/inner")
+    under(clean, lambda: model(x))
+    wanted = keras.ops.relu(model.get_layer("first").inner(x)) + other
+    wanted = model.get_layer("last")(model.get_layer("second")(wanted))
+    assert np.array_equal(under(PatchTool("first/inner", set=clean), lambda: model(other)), wanted)
+
+
+def test_gradients_reach_a_variable_in_eager_mode(model: Any, x: Any) -> None:
+    vector = tf.Variable(tf.zeros((4,)))
+    tool = PatchTool("first", add=vector, differentiable=True)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(under(tool, lambda: model(x)))
+    found = tape.gradient(loss, vector)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(steered(model, x, vector))
+    assert np.array_equal(found, tape.gradient(loss, vector))
+    assert not tool.result.remarks
+    tool = PatchTool("first", add=vector, differentiable=True)
+    under(tool, lambda: tf.function(lambda value: model(value))(x))
+    assert "in graphs of tensorflow" in tool.result.remarks[0]
+
+
+def test_a_function_that_was_traced_before_is_an_error(model: Any, x: Any) -> None:
+    function = tf.function(lambda value: model(value))
+    function(x)
+    with pytest.raises(PatchError, match="traced in the scope"):
+        under(PatchTool("first", scale=0.0), lambda: function(x))
