@@ -104,8 +104,10 @@ class Comparing:
             run.read(entry.op, entry.execution, "input", "weight")
             for run, entry in zip(self._runs, pairs[0], strict=True)
         ]
-        read = [self._agreement(pair) for pair in matched(*sides)]
-        return replace(self._comparison(furthest, worst, limit, read), read=reading(sides[0]))
+        given = list(matched(*sides))
+        read = [self._agreement(pair) for pair in given]
+        told = reading((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
+        return replace(self._comparison(furthest, worst, limit, read), read=told)
 
     def _module_outputs(self, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""

@@ -52,9 +52,7 @@ def _mode(narrow: set[str]) -> Any:
 
         def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
             given = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
-            # Autograd converts gradients to the type of a leaf.
-            converts = func is torch.ops.aten._to_copy.default and torch._C._current_graph_task_id() != -1
-            if converts or not any(x.is_floating_point() for x in given):
+            if _moves(func) or not any(x.is_floating_point() for x in given):
                 return func(*args, **kwargs)
             if func._schema.is_mutable:
                 return self._write(func, args, kwargs)
@@ -89,6 +87,13 @@ def _mode(narrow: set[str]) -> Any:
             cast = {name: x if name in written else to(dtype, x) for name, x in named.items()}
             first = [cast.pop(name) for name in list(known)[: len(args)]]
             return func(*first, **cast)
+
+    def _moves(func: Any) -> bool:
+        """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
+        if func is torch.ops.aten._to_copy.default:
+            return torch._C._current_graph_task_id() != -1
+        views = (one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        return func is torch.ops.aten.clone.default or any(views)
 
     def _flat(value: Any) -> list[Any]:
         found: list[Any] = torch.utils._pytree.tree_leaves(value)

@@ -48,8 +48,12 @@ class Function:
         """
         tool = DumpTool(folder, **_kept(self.max_bytes))
         others = [kind(**options) for kind, options in extra]
-        with amanda.apply(*others, tool, compiled=self.compiled):
-            returned = self.call(*self.inputs)
+        try:
+            with amanda.apply(*others, tool, compiled=self.compiled):
+                returned = self.call(*self.inputs)
+        except BaseException:
+            tool.clear()  # else it would be written when the folder is gone
+            raise
         if self.compiled == "instrument":
             tool.add_returned(returned)
             self.returned = _arrays(returned)
@@ -57,9 +61,7 @@ class Function:
         if not result.entries:
             raise AmandaError(f"{self.name} executed no op that could be compared")
         told = [f"{name}: {', '.join(sorted(one))}" for other in others for name, one in _remarks(other)]
-        run = run_of(Dump(result.folder))
-        ops = [replace(one, source="") if one.source.startswith(__file__) else one for one in run.ops]
-        return replace(run, name=self.name, ops=ops, told=told)
+        return replace(run_of(Dump(result.folder)), name=self.name, told=told)
 
     def unobserved(self) -> list[NDArray[Any]]:
         """Return what the function gives without any tool."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,6 +20,7 @@ Compiled = Literal["eager", "instrument"]
 Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
 
 
+_HERE = str(Path(__file__).parent)
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
 """Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
 
@@ -119,9 +120,10 @@ def open_run(source: Source) -> Run:
 
 
 def run_of(dump: Dump) -> Run:
-    """Return the run that a dump has."""
+    """Return the run that a dump has; a line that called the program from here is no line of the user's."""
     op_by_op = [f"{what} ({where})" if where else what for what, where in dump.op_by_op]
-    return Run(str(dump.folder), dump.ops, dump.entries, dump, op_by_op)
+    ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
+    return Run(str(dump.folder), ops, dump.entries, dump, op_by_op)
 
 
 def _of_statistics(result: StatsResult, name: str) -> Run:

@@ -75,14 +75,21 @@ def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
     return ["How the error grows, up to the last op:", *lines] if lines else []
 
 
-def reading(entries: Iterable[Entry]) -> str:
-    """Say what an op read: element type, shape and range of each tensor."""
+def reading(read: Iterable[tuple[Entry, float, bool]]) -> str:
+    """Say what an op read: those that differ, with relative errors, or else the first ones.
+
+    read: tensors of run a, their relative errors, and whether they agree.
+    """
+    given = list(read)
+    chosen = [one for one in given if not one[2]] or given
     told = []
-    for one in list(entries)[:_READ]:
-        found = one.summary.statistics
+    for entry, relative, agrees in chosen[:_READ]:
+        found = entry.summary.statistics
         span = f" from {found.least:.3g} to {found.most:.3g}" if found.count else ""
-        odd = f" with {found.nan + found.inf + found.negative_inf:,} NaN or Inf" * (
-            found.count < found.elements
+        odd = found.nan + found.inf + found.negative_inf
+        apart = "" if agrees else f" by {relative:.2g}"
+        told.append(
+            f"{entry.role} {entry.position}{apart}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{f' with {odd:,} NaN or Inf' if odd else ''}"
         )
-        told.append(f"{one.role} {one.position}: {one.dtype} {list(one.shape)}{span}{odd}")
     return ", ".join(told)
