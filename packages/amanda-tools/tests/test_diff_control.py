@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +110,9 @@ class Programs:
     @staticmethod
     def training() -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.5)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(2):
             optimizer.zero_grad()
@@ -174,7 +174,10 @@ def test_every_run_starts_where_the_first_did() -> None:
 def test_the_sentence_names_op_module_line_error_inputs_and_proof(tmp_path: Path) -> None:
     result = diff(small(), with_eps(1e-3), X, control="float64", bisect=True)
     assert result.sentence.startswith("b parts from a at layer_norm in 1 (forward)")
-    for part in (" is expected; its inputs agree (input 0: float32 [3, 16] from ", "not one bit of it remains"):
+    for part in (
+        " is expected; its inputs agree (input 0: float32 [3, 16] from ",
+        "not one bit of it remains",
+    ):
         assert part in result.sentence
     assert str(result).startswith(result.sentence)
     assert result.remaining is not None

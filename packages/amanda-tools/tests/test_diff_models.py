@@ -17,7 +17,12 @@ from amanda.tools.diff import DiffResult, diff
 pytestmark = pytest.mark.slow
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50
-SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+}
 
 
 def bert(transformers: Any) -> nn.Module:

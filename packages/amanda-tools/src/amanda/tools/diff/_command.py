@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -15,6 +15,7 @@ from amanda.tools.diff._bundle import opened
 from amanda.tools.diff._diff import By, diff
 from amanda.tools.diff._programs import MAX_BYTES, Command
 from amanda.tools.diff._run import Compiled, Run, Source
+from amanda.tools.diff._runs import Control
 from amanda.tools.results import read_json
 
 
@@ -28,8 +29,8 @@ from amanda.tools.results import read_json
 @click.option(
     "--control",
     metavar="RUN",
-    help="What tells which errors are expected: again or float64, a further run of A; a dump; or none.  "
-    "With --a it is float64.",
+    help="What tells which errors are expected: a further run of A, again or in float64, or auto for the one "
+    "that A can do; a dump; or none.  With --a it is auto.",
 )
 @click.option(
     "--bisect/--no-bisect",
@@ -147,8 +148,8 @@ def _side(
 def _control(given: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
     """Return the control that is asked for, and by default float64 for a program."""
     if given is None:
-        return "float64" if is_program else bundled.get("control")
-    return None if given == "none" else given if given in ("again", "float64") else Path(given)
+        return "auto" if is_program else bundled.get("control")
+    return None if given == "none" else given if given in get_args(Control) else Path(given)
 
 
 def _mapping(given: Sequence[str]) -> dict[str, str] | None:

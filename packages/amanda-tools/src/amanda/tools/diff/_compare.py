@@ -60,7 +60,7 @@ def distance(
     """
     numbers, others = arrays
     if numbers is None or others is None:
-        return _of_summaries(*pair, floor)
+        return summary_distance(*pair, floor)
     found = [
         array_distance(numbers, candidate, floor)
         for candidate in arranged(others, layouts[1], numbers.shape, layouts[0])
@@ -102,7 +102,7 @@ def _norm(array: NDArray[Any]) -> float:
     return math.sqrt(float(np.square(np.abs(array)).sum()))
 
 
-def _of_summaries(entry: Entry, other: Entry, floor: float) -> Distance:
+def summary_distance(entry: Entry, other: Entry, floor: float = 0.0) -> Distance:
     """Return the largest relative difference that statistics and samples show."""
     one, two = entry.summary.statistics, other.summary.statistics
     counts = (one.elements, one.nan, one.inf, one.negative_inf)

@@ -44,7 +44,8 @@ def diff(
     rtol: the relative error up to which tensors agree; None for what the control shows, and without one for
     one by element type, `TOLERANCES`: that of the op, and of ops before it that both runs computed in a less
     precise type and that differ.  control: a run that tells how far a is from itself, op by op: "again" runs
-    a once more, "float64" runs a in float64 (PyTorch), and a source is such a run.  Ten times that agrees.
+    a once more, "float64" runs a in float64 (PyTorch), "auto" does so where it can be and else runs it again,
+    and a source is such a run.  Ten times that agrees.
 
     by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
     modules by what they give, and by the gradients of their weights; without a mapping those with weights

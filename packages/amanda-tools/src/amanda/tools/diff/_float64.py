@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import amanda
@@ -22,18 +23,18 @@ class Float64Tool(amanda.Tool):
 
     def _begin(self, context: amanda.OpContext) -> None:
         if self._mode is None and str(context.namespace).startswith("pytorch"):
-            self._mode = _mode(self.narrow)
-            self._mode.__enter__()
+            self._mode = _modes(self.narrow)
 
     def scope_left(self) -> None:
         """End the run in float64."""
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
+            self._mode.close()
             self._mode = None
 
 
-def _mode(narrow: set[str]) -> Any:
+def _modes(narrow: set[str]) -> Any:
     import torch
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
@@ -56,7 +57,7 @@ def _mode(narrow: set[str]) -> Any:
                 return func(*args, **kwargs)
             if func._schema.is_mutable:
                 return self._write(func, args, kwargs)
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if _is_random(func, args, kwargs):
                 return func(*to(torch.float32, args), **to(torch.float32, kwargs))
             wide = {
                 name: torch.float64 if isinstance(value, torch.dtype) and value in less else value
@@ -88,6 +89,12 @@ def _mode(narrow: set[str]) -> Any:
             first = [cast.pop(name) for name in list(known)[: len(args)]]
             return func(*first, **cast)
 
+    def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+        """Return True for ops that draw random numbers, and not for attention without dropout."""
+        named = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
+        attends = "scaled_dot_product" in str(func) and not named.get("dropout_p")
+        return torch.Tag.nondeterministic_seeded in func.tags and not attends
+
     def _moves(func: Any) -> bool:
         """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
         if func is torch.ops.aten._to_copy.default:
@@ -99,4 +106,21 @@ def _mode(narrow: set[str]) -> Any:
         found: list[Any] = torch.utils._pytree.tree_leaves(value)
         return found
 
-    return Float64()  # type: ignore[no-untyped-call]
+    class Alike(TorchFunctionMode):  # type: ignore[no-untyped-call]
+        """Casts what a function reads where it refuses tensors of several types, before any kernel runs."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError:
+                given = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
+                if len({x.dtype for x in given if x.is_floating_point()}) < 2 or func.__name__.endswith("_"):
+                    raise
+                with amanda.disabled():
+                    wide = to(torch.float64, args), to(torch.float64, kwargs or {})
+                return func(*wide[0], **wide[1])
+
+    stack = ExitStack()
+    stack.enter_context(Float64())  # type: ignore[no-untyped-call]
+    stack.enter_context(Alike())
+    return stack

@@ -19,7 +19,7 @@ from amanda.tools.diff._run import Compiled, Run, Source, open_run
 from amanda.tools.diff._start import Start
 from amanda.tools.kit import numpy_type
 
-Control = Literal["again", "float64"]
+Control = Literal["again", "float64", "auto"]
 
 
 class Runs:
@@ -101,13 +101,15 @@ class Runs:
             return None
         asked = isinstance(control, str) and control in get_args(Control)
         run = self._control(cast("Control", control)) if asked else open_run(control)
-        told = {"again": "a once more", "float64": "a in float64"}.get(str(control), run.name)
+        told = run.name if not asked else f"a {self._way}"
         self.told.append(f"Errors up to {MARGIN:g} times those of a against {told} are expected")
         self.told += run.told
         self.recorded["control"] = run
         found, _ = Comparing(self.a, run, None).ops({})
+        is_wider = any(one.dtypes[0] != one.dtypes[1] for _, one in found)
         return {
-            (pair[0].op, pair[0].execution): max(one.relative, _rounding(*one.dtypes)) for pair, one in found
+            (pair[0].op, pair[0].execution): max(one.relative, _rounding(one.dtypes[0]) if is_wider else 0.0)
+            for pair, one in found
         }
 
     def _control(self, control: Control) -> Run:
@@ -116,11 +118,26 @@ class Runs:
             raise AmandaError(
                 f"control is {control!r}, and a is no program to run; give a dump as the control"
             )
-        if control == "again":
-            return self._record("control", program)
+        if control != "again":
+            try:
+                return self._in_float64(program)
+            except AmandaError as error:
+                if control == "float64":
+                    raise
+                self.told.append(str(error))
+        self._way = "once more"
+        return self._record("again", program)
+
+    def _in_float64(self, program: Program) -> Run:
+        """Run a in float64; raise AmandaError where that cannot be."""
         if self.a.framework != "pytorch":
-            raise AmandaError(f'control is "float64", for PyTorch, and a is {self.a.framework}; give "again"')
-        return self._record("control", replace(program, compiled="eager"), (Float64Tool, {}))
+            raise AmandaError(f"Float64 is for PyTorch, and a is {self.a.framework}")
+        self._way = "in float64"
+        try:
+            return self._record("control", replace(program, compiled="eager"), (Float64Tool, {}))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise AmandaError(f"a cannot be run in float64 ({cause}), only again") from error
 
     def with_value(self, pair: Pair) -> Run | None:
         """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
@@ -154,9 +171,9 @@ def _observed(label: str, seen: Sequence[Any], unseen: Sequence[Any]) -> list[st
     ]
 
 
-def _rounding(dtype: str, wider: str) -> float:
-    """Return the root mean square of the relative error of rounding; 0 where the types are the same."""
-    if dtype == wider or not dtype.startswith(("float", "bfloat")):
+def _rounding(dtype: str) -> float:
+    """Return the root mean square of the relative error of rounding to an element type; 0 for integers."""
+    if not dtype.startswith(("float", "bfloat")):
         return 0.0
     from ml_dtypes import finfo
 
