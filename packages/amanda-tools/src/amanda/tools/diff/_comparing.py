@@ -105,6 +105,11 @@ class Comparing:
             for run, entry in zip(self._runs, pairs[0], strict=True)
         ]
         given = list(matched(*sides))
+        types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
+        if types[0] != types[1] and any(one.shape != other.shape for one, other in given):
+            return replace(
+                self._comparison(furthest, worst, limit), read=reading((one, 0.0, True) for one in sides[0])
+            )
         read = [self._agreement(pair) for pair in given]
         told = reading((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
         return replace(self._comparison(furthest, worst, limit, read), read=told)

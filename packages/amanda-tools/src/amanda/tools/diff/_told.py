@@ -29,13 +29,13 @@ def sentence(result: DiffResult) -> str:
     if first.failure:
         return f"b fails at {first.place}: {first.failure}"
     parts = [f"b parts from a at {first.place}: relative error {_error(first)}"]
-    if first.inputs is not None:
-        told = "agree" if first.inputs else "differ already"
-        parts.append(f"its inputs {told}{f' ({first.read})' if first.read else ''}")
+    if first.read:
+        told = {None: "were", True: "agree", False: "differ already"}[first.inputs]
+        parts.append(f"its inputs {told} ({first.read})")
     if first.weight:
         parts.append(f"its weight differs by {first.weight:.2g}")
     if result.remaining is not None:
-        parts.append(_proof(result.remaining))
+        parts.append(_proof(first, result.remaining))
     return "; ".join(parts)
 
 
@@ -45,13 +45,17 @@ def _error(one: Comparison) -> str:
     return f"{one.relative:.2g}, where {one.expected:.2g} is expected"
 
 
-def _proof(remaining: DiffResult) -> str:
+def _proof(first: Comparison, remaining: DiffResult) -> str:
     """Say what is left of the difference where the op gives a's value in b."""
     if remaining.first is None:
         worst = max((one.relative for one in remaining.comparisons), default=0.0)
         left = "not one bit of it" if not worst else f"no more than {worst:.2g}"
         return f"with a's value in its place, {left} remains"
     there = remaining.first
+    if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
+        return (
+            f"with a's value in its place, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
+        )
     return f"with a's value in its place, b parts next at {there.place}: {there.relative:.2g}"
 
 
