@@ -63,6 +63,16 @@ def test_an_op_that_cannot_be_compiled_is_found(model: Model) -> None:
         compiled(X)  # as without a tool
 
 
+def test_a_failing_op_that_a_does_not_have_is_an_error(model: Model) -> None:
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return model.last(model.first(x)).relu()  # type: ignore[no-any-return]
+
+    compiled = torch.compile(other, backend=aot_autograd(fw_compiler=compiles_no_relu))
+    a = lambda: model.last(model.first(X))  # noqa: E731
+    with torch.no_grad(), pytest.raises(AmandaError, match="at an op that a does not have"):
+        diff(a, lambda: compiled(X), compiled="instrument")
+
+
 def test_a_failure_that_no_op_explains_is_raised(model: Model) -> None:
     def broken(graph: Any, inputs: Any) -> Callable[..., Any]:
         raise ValueError("nothing compiles")

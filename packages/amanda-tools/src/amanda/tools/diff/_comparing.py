@@ -8,16 +8,15 @@ from itertools import product
 from typing import get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import is_compute, same_ops, within
+from amanda.tools.diff._align import same_ops, within
 from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
+from amanda.tools.diff._heads import heads
 from amanda.tools.diff._run import Run, visits
 from amanda.tools.diff._told import reading
 from amanda.tools.dump import Entry, Op
 from amanda.tools.select import Phase
 
-_READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
-_SUMS = ("add", "BiasAdd")
 Found = tuple[Pair, Comparison]
 Expected = Mapping[tuple[int, int], float]
 """Relative error that is expected of an execution of an op of run a, by the op's index and the execution."""
@@ -117,12 +116,12 @@ class Comparing:
     def _module_outputs(self, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
         calls = list(zip(self._runs, both, strict=True))
-        heads = [_heads(run, visit) for run, visit in calls]
+        ends = [heads(run, visit) for run, visit in calls]
         weights = [
             [one for i in visit for one in run.by_op[i] if one.role == "weight"] for run, visit in calls
         ]
-        for execution in sorted({entry.execution for entry in heads[0]}):
-            pairs = [(a, b) for a, b in product(*heads) if a.execution == execution == b.execution]
+        for execution in sorted({entry.execution for entry in ends[0]}):
+            pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
             if not pairs:
                 continue
             judged = [(pair, *self._judged(pair)) for pair in pairs]
@@ -169,36 +168,3 @@ class Comparing:
             (pair[0].dtype, pair[1].dtype),
             all(inputs) if inputs else None, max(weights) if weights else None, self._error(pair[0]),
         )  # fmt: skip
-
-
-def _heads(run: Run, visit: Sequence[int]) -> list[Entry]:
-    """Return what the last op gave, and what the last product gave with its bias."""
-    shown = [i for i in visit if run.ops[i].type not in _READS]
-    ends = {shown[-1]} if shown else set()
-    products = [n for n, i in enumerate(shown) if is_compute(run.ops[i].type)]
-    if products:
-        ends.add(_behind(run, shown[products[-1] :]))
-    return [
-        entry for i in sorted(ends) for entry in run.by_op[i]
-        if entry.role == "output" and entry.position == 0
-    ]  # fmt: skip
-
-
-def _behind(run: Run, ops: Sequence[int]) -> int:
-    """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
-    found, size = ops[0], _size(run, ops[0])
-    for index in ops[1:]:
-        kind = run.ops[index].type
-        if _size(run, index) != size:
-            continue
-        if kind not in (*_SUMS, "reshape", "squeeze"):
-            break
-        found = index
-        if kind in _SUMS:
-            break
-    return found
-
-
-def _size(run: Run, index: int) -> int:
-    outputs = [one for one in run.by_op[index] if one.role == "output"]
-    return outputs[0].summary.statistics.elements

@@ -106,7 +106,7 @@ def _modes(narrow: set[str]) -> Any:
         found: list[Any] = torch.utils._pytree.tree_leaves(value)
         return found
 
-    class Alike(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    class Alike(TorchFunctionMode):
         """Casts what a function reads where it refuses tensors of several types, before any kernel runs."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,6 +9,7 @@ from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
+from amanda.errors import AmandaError
 from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._plot import error_plot
 from amanda.tools.diff._told import growth, growth_lines, sentence
@@ -57,8 +58,9 @@ class DiffResult(Result):
         return self.first is not None
 
     def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
-        """Note that b fails at an op.  ops: the op of each comparison in b; one that b alone has stays so."""
-        self.told += (f"b has {failure}: op {op} of b",) if op not in ops else ()
+        """Note that b fails at an op.  ops: that of each comparison in b; raise AmandaError if it is in none."""
+        if op not in ops:
+            raise AmandaError(f"b has {failure}, at an op that a does not have")
         self.comparisons = tuple(
             replace(one, relative=math.inf, largest=math.inf, failure=failure) if found == op else one
             for one, found in zip(self.comparisons, ops, strict=True)
@@ -66,7 +68,7 @@ class DiffResult(Result):
 
     @property
     def sentence(self) -> str:
-        """Where the runs part, against what is expected there, and what a's value in its place proves."""
+        """Where the runs part, the error that is expected there, and what a's value in its place proves."""
         return sentence(self)
 
     @property
@@ -115,9 +117,8 @@ class DiffResult(Result):
         """Return the same with the rows around the first divergence alone, or the last ones without any."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
-        chosen = self.comparisons[max(0, at - before) : at + after]
-        told = self.only_a, self.only_b, self.modules, self.told
-        return DiffResult(self.a, self.b, chosen, *told, self.remaining)
+        chosen, alone = self.comparisons[max(0, at - before) : at + after], (self.only_a, self.only_b)
+        return DiffResult(self.a, self.b, chosen, *alone, self.modules, self.told, self.remaining)
 
     def __str__(self) -> str:
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{one}." for one in self.told)]
