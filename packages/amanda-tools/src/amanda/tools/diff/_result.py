@@ -58,7 +58,7 @@ class DiffResult(Result):
         return self.first is not None
 
     def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
-        """Note that b fails at an op.  ops: that of each comparison in b; raise AmandaError if it is in none."""
+        """Note that b fails at an op.  ops: that of each comparison in b.  Raises AmandaError for another."""
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
         self.comparisons = tuple(
@@ -117,8 +117,8 @@ class DiffResult(Result):
         """Return the same with the rows around the first divergence alone, or the last ones without any."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
-        chosen, alone = self.comparisons[max(0, at - before) : at + after], (self.only_a, self.only_b)
-        return DiffResult(self.a, self.b, chosen, *alone, self.modules, self.told, self.remaining)
+        chosen, told = self.comparisons[max(0, at - before) : at + after], (self.modules, self.told)
+        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, *told, self.remaining)
 
     def __str__(self) -> str:
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{one}." for one in self.told)]
