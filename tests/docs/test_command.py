@@ -1,4 +1,4 @@
-"""The commands of docs/command.md run, and print what the page says."""
+"""The commands of pages run, and print what the page says."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 import children
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
-def test_commands_print_what_the_page_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "commands"), [("command.md", 5), ("tools/diff.md", 3)])
+def test_commands_print_what_the_page_says(page: str, commands: int, tmp_path: Path) -> None:
     (tmp_path / "amanda").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m amanda "$@"\n')
     (tmp_path / "amanda").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     run = 0
-    for language, text in BLOCK.findall(PAGE.read_text()):
+    for language, text in BLOCK.findall((DOCS / page).read_text()):
         if language != "console":
             if named := re.match(r"# (\w+\.\w+)\n", text):
                 (tmp_path / named[1]).write_text(text)
@@ -35,7 +36,7 @@ def test_commands_print_what_the_page_says(tmp_path: Path) -> None:
             )  # fmt: skip
             check(done.stdout, expected)
             run += 1
-    assert run == 5
+    assert run == commands
 
 
 def check(printed: str, expected: str) -> None:

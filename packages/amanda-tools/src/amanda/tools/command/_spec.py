@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,16 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
     return toolings
 
 
-_class = functools.cache(tool_class)  # a forked process need not look them up again
+@functools.cache  # a forked process need not look them up again
+def _class(name: str) -> Any:
+    """Return what a distribution registers as a tool, or the class at an import path."""
+    where, dot, kind = name.rpartition(".")
+    if not dot:
+        return tool_class(name)
+    try:
+        return getattr(import_module(where), kind)
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"tool {name} cannot be imported: {error}") from error
 
 
 def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:

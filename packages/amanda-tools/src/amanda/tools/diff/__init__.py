@@ -1,12 +1,15 @@
 """The first difference of two runs: of versions, dtypes, machines, or of PyTorch and TensorFlow.
 
-result = diff(lambda: old(x).sum().backward(), lambda: new(x).sum().backward())
-print(result.first)
+result = diff(old, new, x, control="float64", bisect=True)
+print(result.sentence)
 """
 
 from amanda.tools.diff._command import command
 from amanda.tools.diff._compare import TOLERANCES
+from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._diff import diff
-from amanda.tools.diff._result import Comparison, DiffResult
+from amanda.tools.diff._float64 import Float64Tool
+from amanda.tools.diff._programs import Command
+from amanda.tools.diff._result import DiffResult
 
-__all__ = ["TOLERANCES", "Comparison", "DiffResult", "command", "diff"]
+__all__ = ["TOLERANCES", "Command", "Comparison", "DiffResult", "Float64Tool", "command", "diff"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 
+from amanda.tools.diff._likeness import Likeness
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
 
@@ -40,24 +41,19 @@ def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple
 
 
 def same_ops(run: Run, other: Run, phase: str, renamed: Mapping[str, str]) -> list[tuple[int, int]]:
-    """Pair ops of equal module and type, in order; between them, ops of equal module and shapes."""
+    """Pair ops of equal module and type, in order; where their values differ, in the way that fits best."""
     ones, others = run.indices(phase), other.indices(phase)
     rename = renaming(renamed)
     keys = [(rename(run.ops[i].module), run.ops[i].type) for i in ones]
     other_keys = [(dotted(other.ops[i].module), other.ops[i].type) for i in others]
-    pairs = list(common(keys, other_keys))
-    found = list(pairs)
-    ends = [(-1, -1), *pairs, (len(ones), len(others))]
-    for (i, j), (k, m) in pairwise(ends):
-        if k - i > 1 and m - j > 1:
-            inner = [(keys[n][0], _shapes(run, ones[n])) for n in range(i + 1, k)]
-            outer = [(other_keys[n][0], _shapes(other, others[n])) for n in range(j + 1, m)]
-            found += [(i + 1 + n, j + 1 + o) for n, o in common(inner, outer)]
+    likeness = Likeness((run, ones, keys), (other, others, other_keys))
+    known = list(common(keys, other_keys))
+    sure = [pair for pair in known if likeness.near(*pair)]
+    found = list(sure)
+    for (i, j), (k, m) in pairwise([(-1, -1), *sure, (len(ones), len(others))]):
+        gap = range(i + 1, k), range(j + 1, m)
+        found += likeness.best(*gap) or [one for one in known if one[0] in gap[0] and one[1] in gap[1]]
     return [(ones[i], others[j]) for i, j in sorted(found)]
-
-
-def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
-    return tuple(sorted((e.position, e.shape) for one in run.made(index).values() for e in one))
 
 
 def dotted(path: str) -> str:

@@ -1,35 +1,46 @@
-"""`amanda diff A B`: compares two dumps or two files of statistics."""
+"""`amanda diff`: compares two dumps, two files of statistics, two functions or two programs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from amanda.errors import printable
-from amanda.tools.command import (
-    SpecError,
-    compiled_option,
-    exit_status,
-    function_of,
-    limit_option,
-    save_option,
-)
+from amanda.tools.command import SpecError, exit_status, function_of, limit_option, save_option
+from amanda.tools.diff._bundle import opened
 from amanda.tools.diff._diff import By, diff
-from amanda.tools.diff._run import Compiled, Source
+from amanda.tools.diff._programs import MAX_BYTES, Command
+from amanda.tools.diff._run import Compiled, Run, Source
+from amanda.tools.diff._runs import Control
 from amanda.tools.results import read_json
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", required=False)
+@click.argument("b", required=False)
+@click.option("--a", "line_a", metavar="COMMAND", help='A program to run as A: "train.py --epochs 1".')
+@click.option("--b", "line_b", metavar="COMMAND", help="A program to run as B.")
+@click.option("--python-b", metavar="PYTHON", help="The interpreter that runs the program of --b.")
+@click.option("--open", "bundle", metavar="FILE", help="A bundle of --save, whose runs are A and B.")
+@click.option(
+    "--control",
+    metavar="RUN",
+    help="What tells which errors are expected: a further run of A, again or in float64, or auto for the one "
+    "that A can do; a dump; or none.  With --a it is auto.",
+)
+@click.option(
+    "--bisect/--no-bisect",
+    default=None,
+    help="Run B again with A's value at the first op that diverges.  With --b it does.",
+)
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0),
-    help="Relative error up to which tensors agree; else by dtype.",
+    help="Relative error up to which tensors agree; else by the control, or by dtype.",
 )
 @click.option(
     "--map",
@@ -43,32 +54,63 @@ from amanda.tools.results import read_json
     type=click.Choice(["op", "module"]),
     help="What is compared; else modules across frameworks, and ops within.",
 )
-@compiled_option
-@save_option(".html", ".json", ".csv", ".txt")
+@click.option(
+    "--compiled",
+    type=click.Choice(["eager", "instrument"]),
+    help="Run compiled callables of PyTorch op by op, as functions do by default, or compiled with tools in "
+    "them, as --a and --b do.",
+)
+@save_option(".html", ".json", ".csv", ".txt", ".zip")
 @limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing, the status tells.")
 def _command(
-    a: str,
-    b: str,
+    a: str | None,
+    b: str | None,
+    line_a: str | None,
+    line_b: str | None,
+    python_b: str | None,
+    bundle: str | None,
+    control: str | None,
+    bisect: bool | None,
     rtol: float | None,
     mapped: Sequence[str],
     by: By | None,
-    compiled: Compiled,
+    compiled: Compiled | None,
     files: Sequence[Path],
     quiet: bool,
 ) -> int:
     """Find the first op at which two runs diverge.
 
     A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, functions of no arguments that
-    are run now. The status is 0 if they agree, 1 if they diverge, 2 if they cannot be compared.
+    are run now; --a and --b are programs.  The status is 0 if they agree, 1 if they diverge, 2 if they cannot
+    be compared.
 
     \b
     amanda diff before/ after/
     amanda diff model.py:eager model.py:compiled --compiled instrument
+    amanda diff --a train.py --b "train.py --compile"
+    amanda diff --a train.py --b train.py --python-b ../older/bin/python --save found.zip
+    amanda diff --open found.zip
     """
-    result = diff(_source(a), _source(b), mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled)
+    if python_b is not None and line_b is None:
+        raise SpecError("--python-b is the interpreter of the program of --b, which is not given")
+    with opened(bundle) as bundled:
+        sides = [
+            _side(*given, "ab"[i], compiled, bundled)
+            for i, given in enumerate([(a, line_a, None), (b, line_b, python_b)])
+        ]
+        zipped = [path for path in files if path.suffix == ".zip"]
+        if len(zipped) > 1:
+            raise SpecError("one bundle is written at a time; give one --save FILE.zip")
+        result = diff(
+            *sides, mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled or "eager",
+            control=_control(control, isinstance(sides[0], Command), bundled),
+            bisect=isinstance(sides[1], Command) if bisect is None else bisect,
+            bundle=zipped[0] if zipped else None,
+        )  # fmt: skip
     for path in files:
-        result.save(path)
+        if path.suffix != ".zip":
+            result.save(path)
     if not quiet:
         sys.stdout.write(f"{printable(str(result))}\n")
     return 1 if result else 0
@@ -82,10 +124,32 @@ def command(arguments: Sequence[str]) -> int:
     return exit_status(_command, "amanda diff", arguments, failure=2)
 
 
-def _source(given: str) -> Source:
-    """Return a path, or a function where there is no such path."""
+def _side(
+    given: str | None,
+    line: str | None,
+    python: str | None,
+    side: str,
+    compiled: Compiled | None,
+    bundled: Mapping[str, Run],
+) -> Source:
+    """Return a path, a function where there is no such path, a program, or a run of a bundle."""
+    if line is not None:
+        if given is not None:
+            raise SpecError(f"{side} is given twice: as {given}, and as --{side} {line!r}")
+        return Command(line, compiled or "instrument", MAX_BYTES, python or sys.executable)
+    if given is None:
+        if side not in bundled:
+            raise SpecError(f"{side} is missing; give two runs, or --a and --b")
+        return bundled[side]
     path = Path(given)
     return path if path.exists() or ":" not in given else function_of(given)
+
+
+def _control(given: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
+    """Return the control that is asked for, and by default float64 for a program."""
+    if given is None:
+        return "auto" if is_program else bundled.get("control")
+    return None if given == "none" else given if given in get_args(Control) else Path(given)
 
 
 def _mapping(given: Sequence[str]) -> dict[str, str] | None:

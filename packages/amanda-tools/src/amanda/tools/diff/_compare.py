@@ -60,9 +60,9 @@ def distance(
     """
     numbers, others = arrays
     if numbers is None or others is None:
-        return _of_summaries(*pair, floor)
+        return summary_distance(*pair, floor)
     found = [
-        _of_arrays(_wide(numbers), _wide(candidate), floor)
+        array_distance(numbers, candidate, floor)
         for candidate in arranged(others, layouts[1], numbers.shape, layouts[0])
     ]
     return min(found, key=lambda one: one.relative, default=Distance(math.inf, None, math.inf, True))
@@ -70,6 +70,11 @@ def distance(
 
 def _wide(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def array_distance(one: NDArray[Any], other: NDArray[Any], floor: float = 0.0) -> Distance:
+    """Return how far numbers are from others of the same shape."""
+    return _of_arrays(_wide(one), _wide(other), floor)
 
 
 def _of_arrays(one: NDArray[Any], other: NDArray[Any], floor: float) -> Distance:
@@ -97,7 +102,7 @@ def _norm(array: NDArray[Any]) -> float:
     return math.sqrt(float(np.square(np.abs(array)).sum()))
 
 
-def _of_summaries(entry: Entry, other: Entry, floor: float) -> Distance:
+def summary_distance(entry: Entry, other: Entry, floor: float = 0.0) -> Distance:
     """Return the largest relative difference that statistics and samples show."""
     one, two = entry.summary.statistics, other.summary.statistics
     counts = (one.elements, one.nan, one.inf, one.negative_inf)

@@ -8,39 +8,50 @@ from itertools import product
 from typing import get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import is_compute, same_ops, within
+from amanda.tools.diff._align import same_ops, within
 from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
-from amanda.tools.diff._result import Comparison
+from amanda.tools.diff._comparison import Comparison
+from amanda.tools.diff._heads import heads
 from amanda.tools.diff._run import Run, visits
+from amanda.tools.diff._told import reading
 from amanda.tools.dump import Entry, Op
 from amanda.tools.select import Phase
 
-_READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
-_SUMS = ("add", "BiasAdd")
-Found = tuple[Entry, Comparison]
+Found = tuple[Pair, Comparison]
+Expected = Mapping[tuple[int, int], float]
+"""Relative error that is expected of an execution of an op of run a, by the op's index and the execution."""
+MARGIN = 10.0
+"""How many times the expected error agrees: another order of summation may round a few times as much."""
 Read = tuple[str, float, bool]
 """Role of what an op read, its relative error, and whether it agrees."""
 
 
 class Comparing:
-    """Two runs, and the relative error up to which their tensors agree; None for one by element type."""
+    """Two runs, and the relative error up to which their tensors agree.
 
-    def __init__(self, run: Run, other: Run, rtol: float | None) -> None:
+    rtol: the same for all; None for `MARGIN` times what is expected, and where that is not known for one by
+    element type.  pairs: the tensors of each comparison that `in_order` returned.
+    """
+
+    def __init__(self, run: Run, other: Run, rtol: float | None, expected: Expected | None = None) -> None:
         self._runs = (run, other)
-        self._rtol = rtol
+        self._rtol, self._expected = rtol, {} if expected is None else expected
+        self.pairs: list[Pair] = []
 
     def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
         ordered = self._runs[0].ordered
 
-        def place(pair: Found) -> tuple[int, int]:
-            return (pair[0].order if ordered else pair[0].execution), pair[0].op
+        def place(one: Found) -> tuple[int, int]:
+            entry = one[0][0]
+            return (entry.order if ordered else entry.execution), entry.op
 
         found: list[Comparison] = []
         limit = 0.0
-        for _, comparison in sorted(compared, key=place):  # precision that was lost is lost for what follows
+        for pair, comparison in sorted(compared, key=place):
+            self.pairs.append(pair)
             found.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
-            if comparison.relative:
+            if comparison.relative and not self._expected:  # precision that was lost is lost for what follows
                 limit = max(limit, comparison.by_type)
         if not found:
             raise AmandaError("the two runs have no op in common; give a mapping of module names")
@@ -57,7 +68,7 @@ class Comparing:
                 paired = {one[side] for one in same}
                 alone[side].extend(run.ops[i] for i in run.indices(phase) if i not in paired)
         made.sort(key=lambda pairs: pairs[0][0].order)  # as the tensors lie in their files
-        return [(pairs[0][0], self._compared(pairs)) for pairs in made], alone
+        return [(pairs[0], self._compared(pairs)) for pairs in made], alone
 
     def modules(self, names: Mapping[str, str]) -> Iterator[Found]:
         """Compare what modules give, and the gradients of their weights."""
@@ -72,7 +83,7 @@ class Comparing:
                 for run, one in zip(self._runs, inside, strict=True)
             ]  # fmt: skip
             for pair in zip(*gradients, strict=False):
-                yield pair[0], self._comparison(pair, *self._judged(pair))
+                yield pair, self._comparison(pair, *self._judged(pair))
 
     def _executions(self, index: int, other_index: int) -> Iterator[list[Pair]]:
         """Pair the tensors that an op gave at each execution that both runs have."""
@@ -86,24 +97,31 @@ class Comparing:
         floor = max(scale(side) for side in zip(*pairs, strict=True))
         judged = [(*self._judged(pair, floor), pair) for pair in pairs]
         worst, limit, furthest = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
-        read: list[Read] = []
-        if worst.relative:
-            sides = (
-                run.read(entry.op, entry.execution, "input", "weight")
-                for run, entry in zip(self._runs, pairs[0], strict=True)
+        if not worst.relative:
+            return self._comparison(furthest, worst, limit)
+        sides = [
+            run.read(entry.op, entry.execution, "input", "weight")
+            for run, entry in zip(self._runs, pairs[0], strict=True)
+        ]
+        given = list(matched(*sides))
+        types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
+        if types[0] != types[1] and any(one.shape != other.shape for one, other in given):
+            return replace(
+                self._comparison(furthest, worst, limit), read=reading((one, 0.0, True) for one in sides[0])
             )
-            read = [self._agreement(pair) for pair in matched(*sides)]
-        return self._comparison(furthest, worst, limit, read)
+        read = [self._agreement(pair) for pair in given]
+        told = reading((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
+        return replace(self._comparison(furthest, worst, limit, read), read=told)
 
     def _module_outputs(self, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
         calls = list(zip(self._runs, both, strict=True))
-        heads = [_heads(run, visit) for run, visit in calls]
+        ends = [heads(run, visit) for run, visit in calls]
         weights = [
             [one for i in visit for one in run.by_op[i] if one.role == "weight"] for run, visit in calls
         ]
-        for execution in sorted({entry.execution for entry in heads[0]}):
-            pairs = [(a, b) for a, b in product(*heads) if a.execution == execution == b.execution]
+        for execution in sorted({entry.execution for entry in ends[0]}):
+            pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
             if not pairs:
                 continue
             judged = [(pair, *self._judged(pair)) for pair in pairs]
@@ -112,7 +130,7 @@ class Comparing:
                 for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
             ]  # fmt: skip
             pair, found, limit = min(judged, key=lambda one: one[1].relative)
-            yield pair[0], self._comparison(pair, found, limit, read)
+            yield pair, self._comparison(pair, found, limit, read)
 
     def _judged(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
         """Return a distance, and how far may be."""
@@ -122,11 +140,22 @@ class Comparing:
             for op, entry in zip(ops, pair, strict=True)
         ]
         arrays = [run.array(entry) for run, entry in zip(self._runs, pair, strict=True)]
-        return distance(pair, arrays, layouts, floor), tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
+        return distance(pair, arrays, layouts, floor), self._bound(pair)
+
+    def _bound(self, pair: Pair) -> float:
+        """Return the relative error up to which two tensors agree."""
+        known = self._error(pair[0]) if self._rtol is None else None
+        if known is None:
+            return tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
+        return MARGIN * known
+
+    def _error(self, entry: Entry) -> float | None:
+        return self._expected.get((entry.op, entry.execution))
 
     def _agreement(self, pair: Pair) -> Read:
         """Return the role, the relative error, and True if two tensors agree."""
         found, bound = self._judged(pair)
+        bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
         return pair[0].role, found.relative, found.relative <= bound
 
     def _comparison(self, pair: Pair, found: Distance, limit: float, read: Sequence[Read] = ()) -> Comparison:
@@ -137,38 +166,5 @@ class Comparing:
             op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
             pair[0].execution, found.relative, found.cosine, found.largest, found.exact, limit, limit,
             (pair[0].dtype, pair[1].dtype),
-            all(inputs) if inputs else None, max(weights) if weights else None,
+            all(inputs) if inputs else None, max(weights) if weights else None, self._error(pair[0]),
         )  # fmt: skip
-
-
-def _heads(run: Run, visit: Sequence[int]) -> list[Entry]:
-    """Return what the last op gave, and what the last product gave with its bias."""
-    shown = [i for i in visit if run.ops[i].type not in _READS]
-    ends = {shown[-1]} if shown else set()
-    products = [n for n, i in enumerate(shown) if is_compute(run.ops[i].type)]
-    if products:
-        ends.add(_behind(run, shown[products[-1] :]))
-    return [
-        entry for i in sorted(ends) for entry in run.by_op[i]
-        if entry.role == "output" and entry.position == 0
-    ]  # fmt: skip
-
-
-def _behind(run: Run, ops: Sequence[int]) -> int:
-    """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
-    found, size = ops[0], _size(run, ops[0])
-    for index in ops[1:]:
-        kind = run.ops[index].type
-        if _size(run, index) != size:
-            continue
-        if kind not in (*_SUMS, "reshape", "squeeze"):
-            break
-        found = index
-        if kind in _SUMS:
-            break
-    return found
-
-
-def _size(run: Run, index: int) -> int:
-    outputs = [one for one in run.by_op[index] if one.role == "output"]
-    return outputs[0].summary.statistics.elements

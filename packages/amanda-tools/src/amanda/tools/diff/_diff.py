@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from amanda.errors import AmandaError
 from amanda.tools.diff._align import dotted, same_modules, within
-from amanda.tools.diff._comparing import Comparing
+from amanda.tools.diff._bundle import write_bundle
+from amanda.tools.diff._comparing import Comparing, Expected
+from amanda.tools.diff._programs import MAX_BYTES
 from amanda.tools.diff._result import DiffResult
-from amanda.tools.diff._run import Compiled, Run, Source, open_run, record
+from amanda.tools.diff._run import Compiled, Run, Source
+from amanda.tools.diff._runs import Control, Runs
 
 By = Literal["op", "module"]
 
@@ -21,19 +23,29 @@ By = Literal["op", "module"]
 def diff(
     a: Source,
     b: Source,
-    *,
+    *inputs: Any,
     mapping: Mapping[str, str] | None = None,
     rtol: float | None = None,
     by: By | None = None,
-    max_bytes: int = 8 << 30,
+    max_bytes: int = MAX_BYTES,
     compiled: Compiled = "eager",
+    control: Control | Source | None = None,
+    bisect: bool = False,
+    bundle: Path | str | None = None,
 ) -> DiffResult:
     """Find where two runs begin to differ, and how the difference grows.
 
-    a, b: functions, which are run with all their tensors kept in a temporary folder of at most `max_bytes`;
-    dumps and statistics, or paths to them.  mapping: modules of a by their names in b.  rtol: the relative
-    error up to which tensors agree; None for one by element type, `TOLERANCES`: that of the op, and of ops
-    before it that both runs computed in a less precise type and that differ.
+    a, b: functions, which are called with `inputs` and run with all their tensors kept in a temporary folder
+    of at most `max_bytes`; commands, `Command("train.py --epochs 1")`, which are run in processes of their
+    own; dumps and statistics, or paths to them.  Every run of a function starts from the state of the first:
+    random state, and what living modules and optimizers of PyTorch hold.  mapping: modules of a by their
+    names in b.
+
+    rtol: the relative error up to which tensors agree; None for what the control shows, and without one for
+    one by element type, `TOLERANCES`: that of the op, and of ops before it that both runs computed in a less
+    precise type and that differ.  control: a run that tells how far a is from itself, op by op: "again" runs
+    a once more, "float64" runs a in float64 (PyTorch), "auto" does so where it can be and else runs it again,
+    and a source is such a run.  Ten times that agrees.
 
     by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
     modules by what they give, and by the gradients of their weights; without a mapping those with weights
@@ -41,33 +53,64 @@ def diff(
     its graphs, and else "op"; the result says so.
 
     compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the
-    result says so; "instrument" compares the compiled code, and what the functions return.
+    result says so; "instrument" compares the compiled code, and what the functions return; the result says
+    where they return other numbers without a tool.
+
+    bisect: run b again, with a's values in place of those of the first op that diverges; `remaining` is what
+    differs then.  bundle: a file `.zip` for the runs and the result, which `amanda diff --open` reads.
 
     Raises AmandaError where nothing can be compared, and for a module of the mapping that ran nothing.
     """
     if by not in (None, "op", "module"):
         raise AmandaError(f'by is {by!r}; it is "op", "module" or None')
-    with ExitStack() as stack:
-        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump" for _ in (a, b)]
-        run, other = (
-            record(one, folder, max_bytes, compiled) if callable(one) else open_run(one)
-            for one, folder in zip((a, b), folders, strict=True)
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), a, b, inputs, compiled, max_bytes)
         for name, other_name in (mapping or {}).items():
-            _check_module(run, name)
-            _check_module(other, other_name)
-        told, comparing = _told_of_compiled(run, other), Comparing(run, other, rtol)
-        if by == "op" or (by is None and run.is_like(other)):
-            found, alone = comparing.ops(mapping or {})
-            return DiffResult(run.name, other.name, comparing.in_order(found), *alone, told=told)
-        if by is None:
-            told.append(
-                f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other)}; "
-                'by="op" compares ops'
-            )
-        names = same_modules(run, other) if mapping is None else mapping
-        compared = comparing.in_order(comparing.modules(names))
-        return DiffResult(run.name, other.name, compared, modules=list(names), told=told)
+            _check_module(runs.a, name)
+            _check_module(runs.b, other_name)
+        asked = _Asked(mapping, rtol, by, runs.expected(control))
+        result, comparing = _compared(runs.a, runs.b, asked)
+        result.told += tuple(runs.told)
+        if runs.failure is not None:
+            result.fail([pair[1].op for pair in comparing.pairs], *runs.failure)
+        elif bisect and result.first is not None:
+            again = None
+            if not result.modules:
+                again = runs.with_value(comparing.pairs[result.comparisons.index(result.first)])
+            if again is None:
+                result.told += ("What remains of the difference is not known: no op can give a's value in b",)
+            else:
+                result.remaining, _ = _compared(runs.a, again, asked)
+                result.told += tuple(again.told)
+        if bundle is not None:
+            write_bundle(Path(bundle), runs.recorded, result)
+        return result
+
+
+class _Asked(NamedTuple):
+    """How runs are compared: see `diff`."""
+
+    mapping: Mapping[str, str] | None
+    rtol: float | None
+    by: By | None
+    expected: Expected | None
+
+
+def _compared(run: Run, other: Run, asked: _Asked) -> tuple[DiffResult, Comparing]:
+    """Compare two runs, op by op or module by module."""
+    mapping, rtol, by, expected = asked
+    told, comparing = _told_of_compiled(run, other), Comparing(run, other, rtol, expected)
+    if by == "op" or (by is None and run.is_like(other)):
+        found, alone = comparing.ops(mapping or {})
+        return DiffResult(run.name, other.name, comparing.in_order(found), *alone, told=told), comparing
+    if by is None:
+        told.append(
+            f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other)}; "
+            'by="op" compares ops'
+        )
+    names = same_modules(run, other) if mapping is None else mapping
+    compared = comparing.in_order(comparing.modules(names))
+    return DiffResult(run.name, other.name, compared, modules=list(names), told=told), comparing
 
 
 def _mode(run: Run) -> str:

@@ -4,78 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
-from amanda.tools.diff._compare import TOLERANCES
+from amanda.errors import AmandaError
+from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._plot import error_plot
+from amanda.tools.diff._told import growth, growth_lines, sentence
 from amanda.tools.dump import Op
 from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One execution of an op that both runs have, or what a module gave.
-
-    phase to source: of run a.  other_type to other_source: of run b.  relative, cosine, largest, exact: see
-    `Distance`.  tolerance: of `relative`.  by_type: tolerance of the element types alone, which ops before
-    may have raised.  dtypes: element types of both.  inputs: whether what the op read agreed, None where that
-    is not known or nothing differs.  weight: relative error of its weight, None likewise.
-    """
-
-    phase: str
-    type: str
-    module: str
-    source: str
-    other_type: str
-    other_module: str
-    other_source: str
-    execution: int
-    relative: float
-    cosine: float | None
-    largest: float
-    exact: bool
-    tolerance: float
-    by_type: float
-    dtypes: tuple[str, str]
-    inputs: bool | None = None
-    weight: float | None = None
-
-    @property
-    def diverges(self) -> bool:
-        """True if the difference is larger than the tolerance."""
-        return self.relative > self.tolerance
-
-    @property
-    def verdict(self) -> str:
-        """ "same" to the last bit, "close" within the tolerance, or "different"."""
-        return "different" if self.diverges else "close" if self.relative else "same"
-
-    def __str__(self) -> str:
-        place = " in ".join(filter(None, (self.type, self.module)))
-        lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
-        if (self.type, self.module) != (self.other_type, self.other_module):
-            lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
-        if self.other_source and self.other_source != self.source:
-            lines.append(f"  at {self.other_source} in b")
-        cosine = "" if self.cosine is None else f", cosine {self.cosine:.6g}"
-        lines.append(
-            f"  relative error {self.relative:.3g} (tolerance {self.tolerance:g}){cosine}, "
-            f"largest difference {self.largest:.3g}, execution {self.execution}"
-        )
-        if self.dtypes[0] != self.dtypes[1]:
-            loosest = max(TOLERANCES.get(one, 0.0) for one in self.dtypes)
-            kinds = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
-            lines.append(f"  {kinds}; rtol={loosest:g} allows for the less precise")
-        if self.inputs is not None:
-            lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
-        if self.weight is not None:
-            lines.append(f"  relative error of its weight {self.weight:.3g}")
-        return "\n".join(lines)
-
 
 _short = partial(shortened, width=36)
 
@@ -84,7 +24,8 @@ class DiffResult(Result):
     """Comparisons in the order of execution of run a; true if some op diverges.
 
     only_a, only_b: ops that the other run does not have.  modules: those that were compared, where modules
-    were and not ops.  told: what else the runs were, such as eager code of compiled callables.
+    were and not ops.  told: what else the runs were, such as eager code of compiled callables.  remaining: a
+    compared with b where the first op that diverges gave a's value; None where that was not run.
     """
 
     name: ClassVar[str] = "diff"
@@ -106,14 +47,34 @@ class DiffResult(Result):
         only_b: Sequence[Op] = (),
         modules: Sequence[str] = (),
         told: Sequence[str] = (),
+        remaining: DiffResult | None = None,
     ) -> None:
-        self.a, self.b, self.told = a, b, tuple(told)
+        self.a, self.b, self.told, self.remaining = a, b, tuple(told), remaining
         self.title = "\n".join([f"a: {a}; b: {b}", *(f"{one}." for one in told)])
         self.comparisons = tuple(comparisons)
         self.only_a, self.only_b, self.modules = tuple(only_a), tuple(only_b), tuple(modules)
 
     def __bool__(self) -> bool:
         return self.first is not None
+
+    def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
+        """Note that b fails at an op.  ops: that of each comparison in b.  Raises AmandaError for another."""
+        if op not in ops:
+            raise AmandaError(f"b has {failure}, at an op that a does not have")
+        self.comparisons = tuple(
+            replace(one, relative=math.inf, largest=math.inf, failure=failure) if found == op else one
+            for one, found in zip(self.comparisons, ops, strict=True)
+        )
+
+    @property
+    def sentence(self) -> str:
+        """Where the runs part, the error that is expected there, and what a's value in its place proves."""
+        return sentence(self)
+
+    @property
+    def growth(self) -> Sequence[Comparison]:
+        """The first op that diverges, ops at which the error grows, and the last op."""
+        return growth(self.comparisons)
 
     @property
     def first(self) -> Comparison | None:
@@ -156,14 +117,16 @@ class DiffResult(Result):
         """Return the same with the rows around the first divergence alone, or the last ones without any."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
-        chosen = self.comparisons[max(0, at - before) : at + after]
-        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, self.modules, self.told)
+        chosen, told = self.comparisons[max(0, at - before) : at + after], (self.modules, self.told)
+        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, *told, self.remaining)
 
     def __str__(self) -> str:
-        return "\n".join([str(self.around()._table_alone()), *self.notes()])
+        head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{one}." for one in self.told)]
+        table = self.around()._table_alone()
+        return "\n".join([*head, *growth_lines(self.comparisons), str(table).lstrip("\n"), *self.notes()])
 
     def _table_alone(self) -> Table:
-        return Table(self.name, self.version, self.columns, self.rows(), self.title)
+        return Table(self.name, self.version, self.columns, self.rows(), "")
 
     def notes(self) -> Sequence[str]:
         """Return the divergences, and what was compared."""
@@ -201,7 +164,9 @@ class DiffResult(Result):
     def facts(self) -> Mapping[str, Any]:
         """Return what was compared, the first divergences, and ops of one run alone."""
         return {
-            "a": self.a, "b": self.b, "different": bool(self), "first": self._positions(),
+            "a": self.a, "b": self.b, "sentence": self.sentence, "different": bool(self),
+            "first": self._positions(), "growth": [self.comparisons.index(one) for one in self.growth],
+            "remaining": None if self.remaining is None else self.remaining.sentence,
             "modules": list(self.modules), "told": list(self.told),
             "hidden": None if self.hidden is None else self.comparisons.index(self.hidden),
             "only_a": [[op.phase, op.type, op.module, op.source] for op in self.only_a],
@@ -226,7 +191,7 @@ class DiffResult(Result):
         return found
 
     def _repr_html_(self) -> str:
-        story = escape("\n".join(self.notes()))
+        story = escape("\n".join([self.sentence, self.title, *growth_lines(self.comparisons), *self.notes()]))
         plot = error_plot(self.comparisons, self._positions().values())
         return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"
 

@@ -1,24 +1,26 @@
-"""A run to compare: the tensors of a dump, of a file of statistics, or of a program that is run now."""
+"""A run to compare: the tensors of a dump, or of a file of statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import amanda
 from amanda.errors import AmandaError
-from amanda.tools.dump import Dump, DumpTool, Entry, Op, Summary
+from amanda.tools.dump import Dump, Entry, Op, Summary
 from amanda.tools.stats import Measured, StatsResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from amanda.tools.diff._programs import Command
+
 Compiled = Literal["eager", "instrument"]
-Source = str | Path | Dump | StatsResult | Callable[[], Any]
+Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
 
 
+_HERE = str(Path(__file__).parent)
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
 """Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
 
@@ -28,7 +30,7 @@ class Run:
     """Ops in the order in which they were met, and what is known of their tensors.
 
     name: for messages.  dump: where tensors are read, None where there are summaries alone.  op_by_op: names
-    of compiled callables that ran as eager code.
+    of compiled callables that ran as eager code.  told: sentences on how it ran.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Run:
     entries: Sequence[Entry]
     dump: Dump | None = None
     op_by_op: Sequence[str] = ()
+    told: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.by_op: dict[int, list[Entry]] = {}
@@ -93,33 +96,15 @@ class Run:
         return any(op.namespace and not op.namespace.endswith("/eager") for op in self.ops)
 
 
-def record(program: Callable[[], Any], folder: Path, max_bytes: int, compiled: Compiled) -> Run:
-    """Run a program under a `DumpTool` that keeps all tensors but inputs.
-
-    Of compiled code, what the program returns is kept too: the compiler has the last word on it.
-    """
-    tool = DumpTool(
-        folder, inputs="summary", outputs="full", weights="full", gradients="full", executions=None,
-        max_bytes=max_bytes, max_tensor_bytes=max_bytes,
-    )  # fmt: skip
-    with amanda.apply(tool, compiled=compiled):
-        returned = program()
-    if compiled == "instrument":
-        tool.add_returned(returned)
-    name = getattr(program, "__qualname__", type(program).__name__)
-    result = tool.result
-    if not result.entries:
-        raise AmandaError(f"{name} executed no op that could be compared")
-    return replace(_of_dump(Dump(result.folder)), name=name)
-
-
 def open_run(source: Source) -> Run:
     """Return the run of a dump or of statistics, or of a path to one of these.
 
     Raises AmandaError for a path to something else.
     """
+    if isinstance(source, Run):
+        return source
     if isinstance(source, Dump):
-        return _of_dump(source)
+        return run_of(source)
     if isinstance(source, StatsResult):
         return _of_statistics(source, "statistics")
     if not isinstance(source, (str, Path)):
@@ -128,15 +113,17 @@ def open_run(source: Source) -> Run:
     if not path.exists():
         raise AmandaError(f"{path} does not exist; give the folder of a dump or a file of statistics")
     if path.is_dir():
-        return _of_dump(Dump(path))
+        return run_of(Dump(path))
     if path.name == "index.json":
-        return _of_dump(Dump(path.parent))
+        return run_of(Dump(path.parent))
     return _of_statistics(StatsResult.load(path), str(path))
 
 
-def _of_dump(dump: Dump) -> Run:
+def run_of(dump: Dump) -> Run:
+    """Return the run that a dump has; a line that called the program from here is no line of the user's."""
     op_by_op = [f"{what} ({where})" if where else what for what, where in dump.op_by_op]
-    return Run(str(dump.folder), dump.ops, dump.entries, dump, op_by_op)
+    ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
+    return Run(str(dump.folder), ops, dump.entries, dump, op_by_op)
 
 
 def _of_statistics(result: StatsResult, name: str) -> Run:

@@ -11,7 +11,7 @@ class Counts(Result):
 from amanda.tools.results._files import check_schema, in_words, read_json
 from amanda.tools.results._gathering import gather
 from amanda.tools.results._keyed import KeyedResult, PlacesResult
-from amanda.tools.results._limits import TooLargeError, check_file, read_npz, read_text, reading
+from amanda.tools.results._limits import TooLargeError, check_file, check_size, read_npz, read_text, reading
 from amanda.tools.results._merging import Mergeable, by_rank, can_merge, merge
 from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
@@ -20,6 +20,7 @@ from amanda.tools.results._text import NOTHING, amount, not_met, shortened
 
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",
-    "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "gather", "in_words",
+    "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather",
+    "in_words",
     "load", "merge", "not_met", "read_json", "read_npz", "read_text", "reading", "restored", "shortened",
 ]  # fmt: skip

@@ -253,7 +253,12 @@ class Backend:
             program.report(*_altered(users, instrumented))
         own = None
         if instrumented is None or self.fresh:
-            own = self._compile(module, inputs, **options)
+            try:
+                own = self._compile(module, inputs, **options)
+            except Exception as error:
+                if instrumented is None:
+                    raise
+                own = _raising(error)  # a tool may replace what cannot be compiled
         compiled = own if instrumented is None else self._compile(instrumented, inputs, **options)
         if program.traced:
             _guard_by_reads(program, self.generation.histories[_frame.code])
@@ -275,6 +280,15 @@ class Backend:
             history=self.generation.histories[_frame.code], path_of=_frame.path_of,
         )  # fmt: skip
         return rewriting.rewritten()
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises, for a graph that cannot be compiled and is not run."""
+
+    def run(*args: Any) -> Any:
+        raise error
+
+    return run
 
 
 def _is_torchs(backend: Any) -> bool:

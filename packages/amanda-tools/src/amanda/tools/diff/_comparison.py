@@ -1,0 +1,83 @@
+"""One op that two runs have, and how far its values are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amanda.tools.diff._compare import TOLERANCES
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One execution of an op that both runs have, or what a module gave.
+
+    phase to source: of run a.  other_type to other_source: of run b.  relative, cosine, largest, exact: see
+    `Distance`.  tolerance: of `relative`.  by_type: tolerance of the element types alone, which ops before
+    may have raised.  dtypes: element types of both.  inputs: whether what the op read agreed, None where that
+    is not known or nothing differs.  weight: relative error of its weight, None likewise.  expected: relative
+    error that a control shows of the op, None without one.  read: what the op read in run a, in words.
+    failure: why run b failed here, in words.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    other_type: str
+    other_module: str
+    other_source: str
+    execution: int
+    relative: float
+    cosine: float | None
+    largest: float
+    exact: bool
+    tolerance: float
+    by_type: float
+    dtypes: tuple[str, str]
+    inputs: bool | None = None
+    weight: float | None = None
+    expected: float | None = None
+    read: str = ""
+    failure: str = ""
+
+    @property
+    def diverges(self) -> bool:
+        """True if the difference is larger than the tolerance."""
+        return self.relative > self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """ "same" to the last bit, "close" within the tolerance, or "different"."""
+        return "different" if self.diverges else "close" if self.relative else "same"
+
+    @property
+    def place(self) -> str:
+        """Type, module, phase and line of run a; of run b too where type or module is another."""
+        place = " in ".join(filter(None, (self.type, self.module)))
+        if (self.type, self.module) == (self.other_type, self.other_module):
+            return ", ".join(filter(None, (f"{place} ({self.phase})", self.source)))
+        other = " in ".join(filter(None, (self.other_type, self.other_module)))
+        lines = [", ".join(filter(None, one)) for one in ((place, self.source), (other, self.other_source))]
+        return f"{lines[0]} ({self.phase}), which is {lines[1]} in b"
+
+    def __str__(self) -> str:
+        place = " in ".join(filter(None, (self.type, self.module)))
+        lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
+        if (self.type, self.module) != (self.other_type, self.other_module):
+            lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
+        if self.other_source and self.other_source != self.source:
+            lines.append(f"  at {self.other_source} in b")
+        cosine = "" if self.cosine is None else f", cosine {self.cosine:.6g}"
+        lines.append(
+            f"  relative error {self.relative:.3g} (tolerance {self.tolerance:g}){cosine}, "
+            f"largest difference {self.largest:.3g}, execution {self.execution}"
+        )
+        if self.dtypes[0] != self.dtypes[1]:
+            loosest = max(TOLERANCES.get(one, 0.0) for one in self.dtypes)
+            kinds = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
+            lines.append(f"  {kinds}; rtol={loosest:g} allows for the less precise")
+        if self.inputs is not None:
+            lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
+        if self.weight is not None:
+            lines.append(f"  relative error of its weight {self.weight:.3g}")
+        return "\n".join(lines)

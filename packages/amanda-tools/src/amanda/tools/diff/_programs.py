@@ -1,0 +1,142 @@
+"""Programs that are run to be compared: functions, and command lines in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.diff._run import Compiled, Run, run_of
+from amanda.tools.dump import Dump, DumpTool
+from amanda.tools.kit import tensors_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_BYTES = 8 << 30
+"""Bytes of tensors that are kept of a run."""
+Extra = tuple[type[amanda.Tool], Mapping[str, Any]]
+"""A tool besides the one that records, and its options."""
+
+
+@dataclass
+class Function:
+    """A function and what it is called with; returned: what it gave at its last run."""
+
+    call: Callable[..., Any]
+    inputs: Sequence[Any]
+    compiled: Compiled
+    max_bytes: int
+    returned: list[NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return getattr(self.call, "__qualname__", type(self.call).__name__)
+
+    def record(self, folder: Path, *extra: Extra) -> Run:
+        """Run under a `DumpTool` that keeps all tensors but inputs.
+
+        Of compiled code, what the function returns is kept too: the compiler has the last word on it.
+        """
+        tool = DumpTool(folder, **_kept(self.max_bytes))
+        others = [kind(**options) for kind, options in extra]
+        try:
+            with amanda.apply(*others, tool, compiled=self.compiled):
+                returned = self.call(*self.inputs)
+        except BaseException:
+            tool.clear()  # else it would be written when the folder is gone
+            raise
+        if self.compiled == "instrument":
+            tool.add_returned(returned)
+            self.returned = _arrays(returned)
+        result = tool.result
+        if not result.entries:
+            raise AmandaError(f"{self.name} executed no op that could be compared")
+        told = [f"{name}: {', '.join(sorted(one))}" for other in others for name, one in _remarks(other)]
+        return replace(run_of(Dump(result.folder)), name=self.name, told=told)
+
+    def unobserved(self) -> list[NDArray[Any]]:
+        """Return what the function gives without any tool."""
+        return _arrays(self.call(*self.inputs))
+
+
+@dataclass
+class Command:
+    """The command line of a program, and the interpreter that runs it under `amanda run`."""
+
+    line: str
+    compiled: Compiled = "instrument"
+    max_bytes: int = MAX_BYTES
+    python: str = sys.executable
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return self.line
+
+    def record(self, folder: Path, *extra: Extra) -> Run:
+        """Run the program under a `DumpTool`, and what it prints to standard error.
+
+        Raises AmandaError for a program that fails or executes no op.
+        """
+        tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
+        tools.append(("dump", {"folder": folder, **_kept(self.max_bytes)}))
+        under = [
+            part for name, options in tools
+            for part in ("-t", f"{name}:{','.join(f'{key}={_text(one)}' for key, one in options.items())}")
+        ]  # fmt: skip
+        command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *under]
+        try:
+            done = subprocess.run([*command, "--", *shlex.split(self.line)], stdout=sys.stderr.fileno())
+        except OSError as error:
+            raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
+        if done.returncode:
+            raise AmandaError(f"{self.line!r} ended with status {done.returncode}")
+        found = folder if (folder / "index.json").exists() else folder / "rank0"
+        if not (found / "index.json").exists():
+            raise AmandaError(f"{self.line!r} executed no op that could be compared")
+        run = run_of(Dump(found))
+        told = [] if found == folder else ["Of several ranks, rank 0 alone was compared"]
+        return replace(run, name=self.line, told=told)
+
+
+Program = Function | Command
+
+
+def _kept(max_bytes: int) -> dict[str, Any]:
+    """Return the options of a `DumpTool` that keeps all tensors but inputs."""
+    return {
+        "inputs": "summary", "outputs": "full", "weights": "full", "gradients": "full", "executions": None,
+        "max_bytes": max_bytes, "max_tensor_bytes": max_bytes,
+    }  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    text = "none" if value is None else os.fspath(value) if isinstance(value, Path) else str(value)
+    return f"'{text}'" if "," in text else text
+
+
+def _arrays(value: Any) -> list[NDArray[Any]]:
+    """Return the tensors in what a function gave."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [array for one in value for array in _arrays(one)]
+    tensors = tensors_of(value)
+    dense = tensors.dense(value) if hasattr(value, "shape") else None
+    return [] if dense is None else [tensors.exact(dense)]
+
+
+def _remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:
+    """Return what a tool could not do, in sets of words."""
+    told = {"ops without float64 ran in float32": "narrow", "an op kept values of its own": "left"}
+    found: list[tuple[str, set[str]]] = [(text, getattr(tool, name, set())) for text, name in told.items()]
+    return [(text, one) for text, one in found if one]

@@ -1,0 +1,99 @@
+"""The answer of a comparison in a sentence, and how the error grows, in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from amanda.tools.diff._comparison import Comparison
+from amanda.tools.dump import Entry
+
+if TYPE_CHECKING:
+    from amanda.tools.diff._result import DiffResult
+
+_STEP = 2.0
+"""How many times the error before it an error is that the growth shows."""
+_SHOWN = 8
+_READ = 2
+"""Tensors that an op read that are told."""
+
+
+def sentence(result: DiffResult) -> str:
+    """Return where the runs part, against what is expected, what the op read, and what a's value proves."""
+    first = result.first
+    if first is None:
+        worst = max(result.comparisons, key=lambda one: one.relative)
+        if not worst.relative:
+            return f"No op parts: all {len(result.comparisons):,} are the same to the last bit"
+        return f"No op parts: the largest relative error is {_error(worst)}, at {worst.place}"
+    if first.failure:
+        return f"b fails at {first.place}: {first.failure}"
+    parts = [f"b parts from a at {first.place}: relative error {_error(first)}"]
+    if first.read:
+        told = {None: "were", True: "agree", False: "differ already"}[first.inputs]
+        parts.append(f"its inputs {told} ({first.read})")
+    if first.weight:
+        parts.append(f"its weight differs by {first.weight:.2g}")
+    if result.remaining is not None:
+        parts.append(_proof(first, result.remaining))
+    return "; ".join(parts)
+
+
+def _error(one: Comparison) -> str:
+    if one.expected is None:
+        return f"{one.relative:.2g}, where {one.tolerance:.2g} is allowed"
+    return f"{one.relative:.2g}, where {one.expected:.2g} is expected"
+
+
+def _proof(first: Comparison, remaining: DiffResult) -> str:
+    """Say what is left of the difference where the op gives a's value in b."""
+    if remaining.first is None:
+        worst = max((one.relative for one in remaining.comparisons), default=0.0)
+        left = "not one bit of it" if not worst else f"no more than {worst:.2g}"
+        return f"with a's value in its place, {left} remains"
+    there = remaining.first
+    if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
+        return (
+            f"with a's value in its place, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
+        )
+    return f"with a's value in its place, b parts next at {there.place}: {there.relative:.2g}"
+
+
+def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the first op that diverges, those at which the error is twice what it was, and the last op."""
+    at = next((i for i, one in enumerate(comparisons) if one.diverges), None)
+    if at is None or comparisons[at].failure:
+        return []
+    found = [comparisons[at]]
+    for one in comparisons[at + 1 :]:
+        if one.relative >= _STEP * found[-1].relative and len(found) < _SHOWN:
+            found.append(one)
+    last = comparisons[-1]
+    return found if last is found[-1] else [*found, last]
+
+
+def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return a line for each op of `growth`."""
+    shown = growth(comparisons)
+    lines = [f"  {one.relative:9.2g}  {one.place}, execution {one.execution}" for one in shown]
+    return ["How the error grows, up to the last op:", *lines] if lines else []
+
+
+def reading(read: Iterable[tuple[Entry, float, bool]]) -> str:
+    """Say what an op read: those that differ, with relative errors, or else the first ones.
+
+    read: tensors of run a, their relative errors, and whether they agree.
+    """
+    given = list(read)
+    chosen = [one for one in given if not one[2]] or given
+    told = []
+    for entry, relative, agrees in chosen[:_READ]:
+        found = entry.summary.statistics
+        span = f" from {found.least:.3g} to {found.most:.3g}" if found.count else ""
+        odd = found.nan + found.inf + found.negative_inf
+        apart = "" if agrees else f" by {relative:.2g}"
+        told.append(
+            f"{entry.role} {entry.position}{apart}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{f' with {odd:,} NaN or Inf' if odd else ''}"
+        )
+    return ", ".join(told)
