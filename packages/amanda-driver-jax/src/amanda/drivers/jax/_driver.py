@@ -21,7 +21,7 @@ from ._operation import operation
 from ._reads import is_pure
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, primal
-from ._weights import path_of, variable_of
+from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
@@ -80,7 +80,10 @@ class JaxDriver(Arrays, EagerDriver):
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
             with under(None):
-                return detour(*args, **params)
+                made = detour(*args, **params)
+            if name in CONVERSIONS:
+                CONVERTED.follow(args[0], made, interceptor.subjects())
+            return made
 
         return bind
 
