@@ -19,6 +19,8 @@ BASES = (
     ("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"),
     ("keras.src.layers.layer", "Layer"),
 )  # fmt: skip
+METHODS = frozenset({"__call__", "stateless_call"})
+"""Methods that are calls of a module: Keras trains by the second one, which does not call the first."""
 
 
 class Place:
@@ -90,8 +92,8 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
 
     def enclose(kind: type) -> None:
         for heir in (kind, *_heirs(kind)):
-            if "__call__" in vars(heir):
-                attributes.set(heir, "__call__", _enclosed(vars(heir)["__call__"], places, call))
+            for name in METHODS & vars(heir).keys():
+                attributes.set(heir, name, _enclosed(vars(heir)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
         enclose(getattr(sys.modules[module], name))
@@ -105,7 +107,7 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
         return original
 
     @wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if interceptor.active() is None:
             return original(self, *args, **kwargs)
         outer = interceptor.subjects()
@@ -118,7 +120,7 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
         finally:
             place.module = before
 
-    return __call__
+    return called
 
 
 def _called(place: Place, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
