@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 
@@ -117,3 +118,40 @@ MODELS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "gpt": (lambda: Transformer(causal=True), TOKENS, TOKENS),
 }
 """Makes a model; its inputs; classes of its outputs."""
+
+
+def classified(model: Any, x: Any, y: Any) -> Any:
+    """Return the cross entropy of a model's classes."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+
+def trained(make: Callable[[], Any], x: Any, y: Any, steps: int = 2) -> tuple[list[Any], Any]:
+    """Return loss and gradients of each step of optax under jit, and the model of Flax."""
+    model = make()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, gradients = nnx.value_and_grad(classified)(model, x, y)
+        optimizer.update(model, gradients)
+        return loss, gradients
+
+    return [jax.tree_util.tree_leaves(step(model, optimizer, x)) for _ in range(steps)], model
+
+
+def trained_mixer(steps: int = 2) -> tuple[list[Any], Any]:
+    """Return loss and gradients of each step of optax under Equinox' jit, and the mixer."""
+    model, optimizer = Mixer(), optax.sgd(0.1, momentum=0.9)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model: Any, state: Any, x: Any) -> Any:
+        found = eqx.filter_value_and_grad(lambda model: classified(jax.vmap(model), x, CLASSES))(model)
+        updates, state = optimizer.update(found[1], state)
+        return found, eqx.apply_updates(model, updates), state
+
+    made = []
+    for _ in range(steps):
+        found, model, state = step(model, state, IMAGES.transpose(0, 3, 1, 2))
+        made.append(jax.tree_util.tree_leaves(found))
+    return made, model
