@@ -21,6 +21,8 @@ Source = str | Path | Dump | StatsResult | Callable[[], Any]
 
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
 """Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
+_BY_DATA = frozenset({"jax"})
+"""Frameworks whose eager mode has compiled functions in it, which bring executions in an order of their own."""
 
 
 @dataclass
@@ -85,7 +87,8 @@ class Run:
     @property
     def ordered(self) -> bool:
         """Return whether ops ran in the program's order, and not in that of data alone."""
-        return not self.in_graph or self.framework in _SAME_IN_GRAPHS
+        in_order = not self.in_graph or self.framework in _SAME_IN_GRAPHS
+        return in_order and self.framework not in _BY_DATA
 
     @property
     def in_graph(self) -> bool:
