@@ -160,7 +160,9 @@ def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) ->
 
 
 @MODES
-@pytest.mark.parametrize("options", [{"method": "qat", "activation_bits": 4}, {"method": "static", "calibration": 1}])
+@pytest.mark.parametrize(
+    "options", [{"method": "qat", "activation_bits": 4}, {"method": "static", "calibration": 1}]
+)
 def test_quantised_training_agrees(options: dict[str, Any], jit: bool) -> None:
     tool, other = QuantizeTool(**options), QuantizeTool(**options)
     losses, model = steps(tool, jit=jit)
@@ -175,7 +177,7 @@ def test_quantised_training_agrees(options: dict[str, Any], jit: bool) -> None:
 
 
 def test_learned_scales_are_an_error() -> None:
-    with pytest.raises(QuantizeError, match='conv2d of conv is of jax.*let method be "qat"'):
+    with pytest.raises(QuantizeError, match=r'conv2d of conv is of jax.*let it be "qat"'):
         steps(QuantizeTool("lsq"))
 
 

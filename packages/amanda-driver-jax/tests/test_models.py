@@ -30,7 +30,9 @@ TRAINED: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 ATTENTION = ("query", "key", "value", "out")
-LAYERS = {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down", *(f"attention.{a}" for a in ATTENTION))}
+LAYERS = {
+    f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down", *(f"attention.{a}" for a in ATTENTION))
+}
 WEIGHTS = {
     "resnet": {"stem.kernel", "head.kernel"}
     | {f"blocks.{i}.{name}.kernel" for i in (0, 1) for name in ("conv1", "conv2", "shortcut")},

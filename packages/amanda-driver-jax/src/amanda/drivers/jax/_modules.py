@@ -1,4 +1,4 @@
-"""Calls of modules of Flax, Equinox and Keras: regions of the program, and the path of a module in its model."""
+"""Calls of modules of Flax, Equinox and Keras: regions of the program, with paths in their models."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Weights: slots of a model, or arguments of a jitted function; arrays are values that come and go in them."""
+"""Weights: slots of a model, or arguments of a jitted function; arrays come and go in them."""
 
 import weakref
 from collections.abc import Callable, Sequence

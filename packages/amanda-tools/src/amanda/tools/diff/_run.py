@@ -22,7 +22,7 @@ Source = str | Path | Dump | StatsResult | Callable[[], Any]
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
 """Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
 _BY_DATA = frozenset({"jax"})
-"""Frameworks whose eager mode has compiled functions in it, which bring executions in an order of their own."""
+"""Frameworks whose eager mode has compiled functions in it, which run in the order of data."""
 
 
 @dataclass

@@ -78,7 +78,6 @@ class Holders:
         for parameter in found:
             yield self.identity(parameter), _changing(parameter)
 
-
     def written(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
         """Give parameters of a model other values; return the model with them, and how many were changed.
 

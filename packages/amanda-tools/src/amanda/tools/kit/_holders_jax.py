@@ -29,9 +29,8 @@ class Slots(Holders):
         A module of Flax NNX or a model of Keras is written into; another pytree is returned anew.
         Raises HeldError where two weights would go to one place.
         """
-        import numpy as np
-
         import jax
+        import numpy as np
 
         setters = dict(_setters(model))
         if setters:
@@ -81,15 +80,17 @@ def _placed(paths: Sequence[str], changes: Sequence[tuple[Any, Any, Changed]]) -
     owners: dict[str, Any] = {}
     for holder, _, changed in changes:
         own = [path for path in paths if path == holder.path] or [
-            path for path in paths if f".{holder.path}".endswith(f".{path}") or path.endswith(f".{holder.path}")
+            path
+            for path in paths
+            if f".{holder.path}".endswith(f".{path}") or path.endswith(f".{holder.path}")
         ]
         if len(own) > 1:
             raise HeldError(f"{holder!r} may be {' or '.join(own)}; give the part of the model that it is of")
         for path in own:
             if path in found:
                 raise HeldError(
-                    f"both {owners[path]!r} and {holder!r} may be {path} of this model; give a pytree in which "
-                    'these have different paths, such as {"params": params}'
+                    f"both {owners[path]!r} and {holder!r} may be {path} of this model; give a pytree with "
+                    'a path for each, such as {"params": params}'
                 )
             found[path], owners[path] = changed, holder
     return found

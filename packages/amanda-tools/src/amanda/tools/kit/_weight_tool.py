@@ -162,8 +162,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         of a session's graph within `with session.as_default()`; in JAX a module of Flax or Equinox, or a
         pytree of parameters.
         Returns `result`, whose `model` is the model: in JAX, where arrays stay as they are, a new pytree,
-        unless it is a module of Flax NNX or a model of Keras.  Raises the tool's error where a weight is computed, so that
-        nothing holds it, and where the model has no weight that the tool has met.
+        unless it is a module of Flax NNX or a model of Keras.  Raises the tool's error where a weight is
+        computed, so that nothing holds it, and where the model has no weight that the tool has met.
         """
         weights = [one for one in self.weights if one.is_ready]
         computed = [one.module or one.source for one in weights if one.holder is None]

@@ -109,8 +109,8 @@ class QuantizedOp:
             called = context["is_called_back"]
             if called and self._options.method.startswith("lsq"):
                 raise QuantizeError(
-                    f"{self.name} is of {context.namespace[0]}, where no optimizer trains a tool's scales: method "
-                    f'{self._options.method!r} is for PyTorch and TensorFlow; let method be "qat"'
+                    f"{self.name} is of {context.namespace[0]}, where no optimizer trains a tool's scales: "
+                    f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
                 )
             if self._recompute is not None:
                 context.insert_before_op(self._hold)

@@ -112,8 +112,8 @@ class Options:
 def operands() -> MappingTool:
     """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
-    All inputs of a type that no table has are operands.  is_called_back: True where the program calls routines
-    in Python, through which autodiff does not go: the gradient is changed beside the backward op.
+    All inputs of a type that no table has are operands.  is_called_back: True where the program calls
+    routines in Python, through which autodiff does not go: gradients are changed beside the backward op.
     """
     rules = [[framework, partial(_write, found)] for framework, found in _OPERANDS.items()]
     return MappingTool([
