@@ -53,7 +53,7 @@ class JaxDriver(Arrays, EagerDriver):
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
         _private.check()
         self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
-        follow_jit(self.attributes)
+        follow_jit(self.attributes, self._contexts.follow)
         follow_backward(self.attributes)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
