@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -131,3 +133,48 @@ def test_training_is_as_bare_and_every_op_is_seen_in_its_module(name: str) -> No
         assert look.backward[kind] == STEPS * own[kind]
     assert set(look.weights) == WEIGHTS[name]
     assert all(path.rpartition(".")[0] == module for path, module in look.weights.items())
+
+
+def test_classes_that_are_made_in_a_scope_have_their_modules() -> None:
+    bases = (nnx.Module, eqx.Module, nn.Module)
+    before = [(vars(base).get("__init_subclass__"), vars(base).get("__call__")) for base in bases]
+    seen: list[str] = []
+    tool = amanda.Tool()
+
+    def look(context: Any) -> None:
+        if context.get_op_type() == "dot_general":
+            variable = next(v for v in map(context.get_variable, (0, 1)) if v is not None)
+            seen.append(f"{context.get_scope()}: {context.get_variable_path(variable)}")
+
+    tool.add_inst_for_op(look)
+    x, key = jnp.ones((2, 3)), jax.random.key(0)
+    with amanda.apply(tool):
+        jnp.sin(x)  # the driver is attached by now
+
+        class Flax(nnx.Module):
+            def __init__(self) -> None:
+                self.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+            def __call__(self, x: Any) -> Any:
+                return self.layer(x)
+
+        class Equinox(eqx.Module):
+            layer: eqx.nn.Linear
+
+            def __call__(self, x: Any) -> Any:
+                return self.layer(x)
+
+        class Linen(nn.Module):
+            @nn.compact
+            def __call__(self, x: Any) -> Any:
+                return nn.Dense(3, name="layer")(x)
+
+        linen = Linen()
+        with amanda.disabled():
+            parameters = linen.init(key, x)
+        nnx.jit(lambda model, x: model(x))(Flax(), x)
+        eqx.filter_jit(lambda model, x: jax.vmap(model)(x))(Equinox(eqx.nn.Linear(3, 3, key=key)), x)
+        jax.jit(linen.apply)(parameters, x)
+    assert seen == ["layer: layer.kernel", "layer: layer.weight", "layer: params.layer.kernel"]
+    after = [(vars(base).get("__init_subclass__"), vars(base).get("__call__")) for base in bases]
+    assert after == before

@@ -3,7 +3,7 @@
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import count
 from typing import Any
@@ -91,15 +91,31 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
     call = Enclosure(_called, _place_within)
 
     def enclose(kind: type) -> None:
-        for heir in (kind, *_heirs(kind)):
-            for name in METHODS & vars(heir).keys():
-                attributes.set(heir, name, _enclosed(vars(heir)[name], places, call))
+        if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
+            return
+        for name in METHODS & vars(kind).keys():
+            attributes.set(kind, name, _enclosed(vars(kind)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
-        enclose(getattr(sys.modules[module], name))
+        base = getattr(sys.modules[module], name)
+        for kind in (base, *_heirs(base)):
+            enclose(kind)
+        attributes.set(base, "__init_subclass__", _followed(base, enclose))
 
     for module, name in BASES:
         attributes.when_imported(module, partial(enclose_base, module, name))
+
+
+def _followed(base: type, enclose: Callable[[type], None]) -> Any:
+    """Return `__init_subclass__` of a base, which encloses the classes that the program makes from now on."""
+    before = vars(base).get("__init_subclass__")
+
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        given = super(base, cls).__init_subclass__ if before is None else before.__get__(None, cls)
+        given(**kwargs)
+        enclose(cls)
+
+    return classmethod(__init_subclass__)
 
 
 def _enclosed(original: Any, places: Places, call: Any) -> Any:
