@@ -66,7 +66,10 @@ _CLAIMS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.We
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
-    """Return the slot of an array that a model holds, or that is a leaf of an argument; None for others."""
+    """Return the slot of an array that the model holds which is called; None for others.
+
+    Outside of models it is the slot of a leaf of an argument.
+    """
     value = primal(value)
     found = CONVERTED.of(value)
     if found is not None:
@@ -74,7 +77,9 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
     path, argument = _path(value, subjects), dotted(argument_name(value) or "")
     if path is not None:
         return slot(_root(value, subjects[0].root, path, argument.partition(".")[0]), path)
-    return slot("", argument) if "." in argument else None  # an argument that is one array may be anything
+    if subjects or "." not in argument:  # an argument that is one array may be anything
+        return None
+    return slot("", argument)
 
 
 def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
