@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import jax
-from jax._src import callback, core
+from jax._src import callback, core, dtypes
 from jax._src.interpreters import batching, mlir
 
 call_p = core.Primitive("amanda_call")
@@ -18,7 +18,7 @@ call_p.multiple_results = True
 
 def call(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> list[Any]:
     """Return what a function gives, of these shapes and dtypes, at each execution of the program."""
-    avals = tuple(core.ShapedArray(one.shape, one.dtype) for one in results)
+    avals = tuple(core.ShapedArray(one.shape, dtypes.canonicalize_dtype(one.dtype)) for one in results)
     return list(call_p.bind(*arrays, function=function, avals=avals))
 
 

@@ -1,6 +1,5 @@
 """Cache keys: code that is traced under tools is traced for them, and what was compiled before stays."""
 
-import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +20,6 @@ _CAPACITY = 8192
 class Contexts:
     """The key under which each thread traces: one for each layer of tools and setting of the switches."""
 
-    def __init__(self) -> None:
-        self._keys: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-
     def follow(self) -> None:
         """Put the key of what is in force on this thread into JAX's setting."""
         activation = interceptor.ACTIVATION.get(None)
@@ -39,7 +35,7 @@ class Contexts:
         """
         if not state.cache:
             return pjit.make_jit_cpp_cache(_CAPACITY)
-        keys = self._keys.setdefault(state.layer, {})
+        keys = state.layer.rewrites.setdefault(self, {})  # which `Tool.analyse_again` clears
         switches = state.autodiff, values
         if switches not in keys:
             keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)

@@ -19,9 +19,10 @@ from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
 from ._reads import is_pure
+from ._taps import ORIGINALS
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, primal
-from ._weights import path_of, variable_of
+from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
@@ -52,7 +53,7 @@ class JaxDriver(Arrays, EagerDriver):
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
         _private.check()
         self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
-        follow_jit(self.attributes)
+        follow_jit(self.attributes, self._contexts.follow)
         follow_backward(self.attributes)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
@@ -80,7 +81,10 @@ class JaxDriver(Arrays, EagerDriver):
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
             with under(None):
-                return detour(*args, **params)
+                made = detour(*args, **params)
+            if name in CONVERSIONS:
+                CONVERTED.follow(args[0], made, interceptor.subjects())
+            return made
 
         return bind
 
@@ -119,8 +123,8 @@ class JaxDriver(Arrays, EagerDriver):
         return run_later(action, values, facts, run, shapes)
 
     def shown(self, values: list[Any]) -> list[Any]:
-        """Values without what derivatives are computed by: arrays, or symbols where code is traced."""
-        return [list(map(primal, one)) if isinstance(one, list) else primal(one) for one in values]
+        """Values without what derivatives are computed by: arrays, or the program's own symbols."""
+        return [list(map(_shown, one)) if isinstance(one, list) else _shown(one) for one in values]
 
     def tracing(self) -> Made:
         """Context whose op is tapped."""
@@ -146,6 +150,10 @@ class JaxDriver(Arrays, EagerDriver):
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
         return path(subjects)
+
+
+def _shown(value: Any) -> Any:
+    return ORIGINALS.of(primal(value))
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:

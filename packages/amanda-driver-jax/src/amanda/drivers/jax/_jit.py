@@ -25,10 +25,13 @@ class _Part(NamedTuple):
     info: Any
 
 
-def follow_jit(attributes: Attributes) -> None:
-    """Trace functions with tools in force, and report executables that were made ahead of time."""
+def follow_jit(attributes: Attributes, settle: Callable[[], None]) -> None:
+    """Trace functions with tools in force, and report executables that were made ahead of time.
+
+    settle: called behind each function that was traced, or that has routines in Python.
+    """
     attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
-    attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
+    attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit, settle))
     attributes.set(stages.Compiled, "__call__", _reported(stages.Compiled.__call__))
     attributes.when_imported("jax._src.export._export", lambda: _report_exported(attributes))
 
@@ -63,7 +66,7 @@ def _is_part(fun: Any, info: Any) -> bool:
     return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax" or is_within_jit()
 
 
-def _running(original: Callable[..., Any]) -> Callable[..., Any]:
+def _running(original: Callable[..., Any], settle: Callable[[], None]) -> Callable[..., Any]:
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is _Part:
@@ -75,7 +78,9 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
         with interceptor.Suspension(), under(None):
-            return original(p, args_flat, fun, args, kwargs)
+            results = original(p, args_flat, fun, args, kwargs)
+        settle()
+        return results
 
     return _run_python_pjit
 

@@ -1,28 +1,39 @@
-"""Calls of modules of Flax and Equinox: regions of the program, and the path of a module in its model."""
+"""Calls of modules of Flax, Equinox and Keras: regions of the program, with paths in their models."""
 
+import re
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
+from itertools import count
 from typing import Any
 
+import jax
 from amanda import interceptor
 from amanda.backend import Attributes, digest
 from amanda.interceptor import Enclosure
 
-BASES = (("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"))
+from ._traces import is_within_jit
+
+BASES = (
+    ("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"),
+    ("keras.src.layers.layer", "Layer"),
+)  # fmt: skip
+METHODS = frozenset({"__call__", "stateless_call"})
+"""Methods that are calls of a module: Keras trains by the second one, which does not call the first."""
 
 
 class Place:
     """A module that is called, by what stays of it: JAX makes modules anew in each function that it traces.
 
-    name: path in the model.  module: the one that is called now.
+    name: path in the model.  root: of a model, its class, and its number if several are alive.
+    module: the one that is called now.
     """
 
-    __slots__ = ("__weakref__", "module", "name")
+    __slots__ = ("__weakref__", "module", "name", "root")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, root: str = "") -> None:
+        self.name, self.root = name, root
         self.module: Any = None
 
 
@@ -43,11 +54,36 @@ class Places:
         return places.setdefault(name, Place(name))
 
     def _of_model(self, module: Any) -> Place:
-        from ._traces import is_within_jit
+        kind = type(module)
+        root = f"{kind.__module__}.{kind.__qualname__}"
+        if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_anew(module):
+            return self._kinds.setdefault(kind, Place("", root))
+        if module not in self._models:
+            taken = {one.root for one in self._models.values()}
+            names = (f"{root} {i}" if i else root for i in count())
+            self._models[module] = Place("", next(name for name in names if name not in taken))
+        return self._models[module]
 
-        if not is_within_jit() and vars(object)["__hash__"] is getattr(type(module), "__hash__", None):
-            return self._models.setdefault(module, Place(""))
-        return self._kinds.setdefault(type(module), Place(""))
+
+def _is_made_anew(module: Any) -> bool:
+    """Return True for a module that holds symbols: a transformation has made it, for this call alone."""
+    return is_within_jit() or any(isinstance(one, jax.core.Tracer) for _, one in held_arrays(module))
+
+
+def held_arrays(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each array that a model holds, or the symbol of one, with its path: "layers.0.kernel"."""
+    if hasattr(model, "trainable_variables"):  # Keras has paths of its own
+        yield from ((one.path.replace("/", "."), one.value) for one in model.weights)
+        return
+    if getattr(model, "scope", None) is not None:  # Linen keeps arrays outside of modules
+        model = model.variables
+    for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
+        yield dotted(jax.tree_util.keystr(path)).strip(".").removesuffix(".value"), leaf
+
+
+def dotted(name: str) -> str:
+    """Spell JAX's name of a leaf with dots: "params['dense']['kernel']" is "params.dense.kernel"."""
+    return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
 
 
 def enclose_modules(attributes: Attributes, places: Places) -> None:
@@ -55,15 +91,31 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
     call = Enclosure(_called, _place_within)
 
     def enclose(kind: type) -> None:
-        for heir in (kind, *_heirs(kind)):
-            if "__call__" in vars(heir):
-                attributes.set(heir, "__call__", _enclosed(vars(heir)["__call__"], places, call))
+        if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
+            return
+        for name in METHODS & vars(kind).keys():
+            attributes.set(kind, name, _enclosed(vars(kind)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
-        enclose(getattr(sys.modules[module], name))
+        base = getattr(sys.modules[module], name)
+        for kind in (base, *_heirs(base)):
+            enclose(kind)
+        attributes.set(base, "__init_subclass__", _followed(base, enclose))
 
     for module, name in BASES:
         attributes.when_imported(module, partial(enclose_base, module, name))
+
+
+def _followed(base: type, enclose: Callable[[type], None]) -> Any:
+    """Return `__init_subclass__` of a base, which encloses the classes that the program makes from now on."""
+    before = vars(base).get("__init_subclass__")
+
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        given = super(base, cls).__init_subclass__ if before is None else before.__get__(None, cls)
+        given(**kwargs)
+        enclose(cls)
+
+    return classmethod(__init_subclass__)
 
 
 def _enclosed(original: Any, places: Places, call: Any) -> Any:
@@ -71,7 +123,7 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
         return original
 
     @wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if interceptor.active() is None:
             return original(self, *args, **kwargs)
         outer = interceptor.subjects()
@@ -84,7 +136,7 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
         finally:
             place.module = before
 
-    return __call__
+    return called
 
 
 def _called(place: Place, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
@@ -110,7 +162,9 @@ def _heirs(kind: type) -> Iterator[type]:
 def _name_within(outer: Any, inner: Any) -> str:
     """Return the path of a module among what another holds; "" where it is not held."""
     name = getattr(inner, "name", None)
-    if isinstance(name, str) and getattr(inner, "scope", None) is not None:  # Linen knows its name
+    if isinstance(name, str) and (
+        getattr(inner, "scope", None) is not None or hasattr(inner, "trainable_variables")
+    ):  # Linen's and Keras' modules know their names
         return name
     return next((found for found, one in _held(outer, "", 0) if one is inner), "")
 

@@ -3,6 +3,7 @@
 `straight` leads derivatives past a routine, `tap` shows cotangents, `tie` waits for a callback.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 import jax
 from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
+
+from ._traces import primal
 
 
 class Mark(Protocol):
@@ -22,6 +25,30 @@ class Mark(Protocol):
         """
 
 
+class Originals:
+    """Which symbol of the program each symbol stands for that a primitive of this module has made."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def note(self, made: Any, value: Any) -> Any:
+        """Record that a value was made in the place of another; return it."""
+        own, other = primal(made), primal(value)
+        if own is not other and isinstance(own, core.Tracer):
+            kept = weakref.ref(own, partial(self._forget, id(own)))
+            self._known[id(own)] = kept, self.of(other)
+        return made
+
+    def of(self, value: Any) -> Any:
+        """Return the symbol that a value stands for; itself where it stands for no other."""
+        known = self._known.get(id(value))
+        return known[1] if known is not None and known[0]() is value else value
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._known.pop(key, None)
+
+
+ORIGINALS = Originals()
 straight_p = core.Primitive("amanda_straight")
 tie_p = core.Primitive("amanda_tie")
 tap_p = core.Primitive("amanda_tap")
@@ -32,12 +59,12 @@ def straight(original: Any, value: Any) -> Any:
     """Return `value`, whose derivatives are those of `original`."""
     if not isinstance(original, core.Tracer):
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
-    return straight_p.bind(original, value)
+    return ORIGINALS.note(straight_p.bind(original, value), original)
 
 
 def tie(value: Any, token: Any) -> Any:
     """Return `value`, for which the callback that gives the token has to be called."""
-    return tie_p.bind(value, token) if isinstance(token, core.Tracer) else value
+    return ORIGINALS.note(tie_p.bind(value, token), value) if isinstance(token, core.Tracer) else value
 
 
 def tap(values: Sequence[Any], mark: Mark, side: str) -> list[Any]:
@@ -48,7 +75,7 @@ def tap(values: Sequence[Any], mark: Mark, side: str) -> list[Any]:
     tapped = tap_p.bind(*(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0)
     result = list(values)
     for place, value in zip(places, tapped, strict=True):
-        result[place] = value
+        result[place] = ORIGINALS.note(value, values[place])
     return result
 
 

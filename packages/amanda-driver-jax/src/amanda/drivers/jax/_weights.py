@@ -1,63 +1,101 @@
-"""Weights: arrays that the outermost module holds, or arguments of the jitted function that is traced."""
+"""Weights: slots of a model, or arguments of a jitted function; arrays come and go in them."""
 
-import re
+import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
+from jax._src.interpreters import partial_eval as pe
 
-from ._modules import Place
+from ._modules import Place, dotted, held_arrays
 from ._traces import argument_name, primal
 
+CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
+"""Primitives whose result is the same weight, in another element type."""
 
-class Argument:
-    """An argument of a jitted function, or a leaf of one: it holds a weight from one call to the next.
 
-    path: "params.dense.kernel".
+class Slot:
+    """The place of a weight in a model, or in the arguments of a function: it stays from call to call.
+
+    root: class of the model; "" for arguments.  path: "layers.0.kernel", "params.dense.kernel".
+    framework: for tools, which ask it of tensors.
     """
 
-    __slots__ = ("__weakref__", "path")
+    __slots__ = ("__weakref__", "path", "root")
+    framework = "jax"
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, root: str, path: str) -> None:
+        self.root, self.path = root, path
 
     def __repr__(self) -> str:
-        return f"<argument {self.path}>"
+        return f"<weight {self.path}{' of ' * bool(self.root)}{self.root}>"
 
 
 @cache
-def _argument(path: str) -> Argument:
-    return Argument(path)
+def slot(root: str, path: str) -> Slot:
+    """Return the slot of a path; there is one object for each."""
+    return Slot(root, path)
 
 
-def variable_of(value: Any, subjects: Sequence[Place]) -> Any:
-    """Return what holds a value: an argument where code is traced, an array that a model holds; None."""
-    name = argument_name(value)
-    if name is not None:
-        path = dotted(name)
-        return _argument(path) if "." in path else None  # an argument that is one array may be anything
+class Converted:
+    """Weights in another element type, as long as these arrays or symbols live."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[weakref.ref[Any], Slot]] = {}
+
+    def follow(self, value: Any, made: Any, subjects: Sequence[Place]) -> None:
+        """Record that an array was made of another, which may be a weight."""
+        found = variable_of(value, subjects)
+        if found is not None:
+            made = primal(made)
+            self._slots[id(made)] = weakref.ref(made, partial(self._forget, id(made))), found
+
+    def of(self, value: Any) -> Slot | None:
+        """Return the slot that an array was converted from the weight of."""
+        known = self._slots.get(id(value))
+        return known[1] if known is not None and known[0]() is value else None
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._slots.pop(key, None)
+
+
+CONVERTED = Converted()
+_CLAIMS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
+"""The argument of each traced function that has a slot's weight: of two models of one class, each has one."""
+
+
+def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
+    """Return the slot of an array that the model holds which is called; None for others.
+
+    Outside of models it is the slot of a leaf of an argument.
+    """
     value = primal(value)
-    return value if isinstance(value, jax.Array) and _path(value, subjects) is not None else None
+    found = CONVERTED.of(value)
+    if found is not None:
+        return found
+    path, argument = _path(value, subjects), dotted(argument_name(value) or "")
+    if path is not None:
+        return slot(_root(value, subjects[0].root, path, argument.partition(".")[0]), path)
+    if subjects or "." not in argument:  # an argument that is one array may be anything
+        return None
+    return slot("", argument)
 
 
 def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
-    """Return what gives the path of a weight in the outermost module, or in the arguments of a function."""
-    first = subjects[:1]
-    return lambda variable: variable.path if isinstance(variable, Argument) else _path(variable, first)
+    """Return what gives the path of a weight."""
+    return lambda variable: variable.path
 
 
-def dotted(name: str) -> str:
-    """Spell JAX's name of a leaf with dots: "params['dense']['kernel']" is "params.dense.kernel"."""
-    return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
+def _root(value: Any, root: str, path: str, argument: str) -> str:
+    if not argument or not isinstance(value, pe.DynamicJaxprTracer):
+        return root
+    first = _CLAIMS.setdefault(value._trace, {}).setdefault((root, path), argument)
+    return root if first == argument else f"{root} {argument}"
 
 
 def _path(array: Any, subjects: Sequence[Place]) -> str | None:
     model = subjects[0].module if subjects else None
-    if model is None or isinstance(array, jax.core.Tracer):
+    if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
         return None
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
-    found = next((path for path, leaf in leaves if leaf is array), None)
-    if found is None:
-        return None
-    return dotted(jax.tree_util.keystr(found).lstrip(".")).removesuffix(".value")
+    return next((path for path, leaf in held_arrays(model) if primal(leaf) is array), None)

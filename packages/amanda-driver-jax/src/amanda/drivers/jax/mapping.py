@@ -16,6 +16,7 @@ WORDS: Mapping[str, str] = {
     "max": "maximum", "min": "minimum", "reduce_max": "amax", "reduce_min": "amin", "reduce_sum": "sum",
     "reduce_and": "all", "reduce_or": "any", "reduce_prod": "prod", "rem": "remainder", "select_n": "where",
     "squeeze": "squeeze", "expand_dims": "unsqueeze", "transpose": "permute",
+    "stop_gradient": "detach", "copy": "clone", "copy_p": "clone", "rev": "flip",
 }  # fmt: skip
 """Words for primitives whose own name is another; `jax.nn.relu` and its like have theirs as functions."""
 _AXES = {1: "W", 2: "HW", 3: "DHW"}
@@ -56,7 +57,7 @@ def _describe_op(context: OpContext) -> None:
         kind, layout, weight_layout = _convolution(attributes)
         weight = 1
     elif name in ("reduce_window_max", "reduce_window_sum"):
-        kind = _pooling(name, attributes)
+        kind, layout = _pooling(name, attributes)
     context["type"] = kind
     context["in_place"] = False
     context["weight_index"], context["layout"], context["weight_layout"] = weight, layout, weight_layout
@@ -94,9 +95,15 @@ def _spelt(places: Sequence[int], first: str, rank: int) -> str:
     return "".join(axes[place] for place in sorted(axes))
 
 
-def _pooling(name: str, attributes: Mapping[str, Any]) -> str:
-    window = sum(one > 1 for one in attributes["window_dimensions"])
-    return f"{'max' if name.endswith('max') else 'avg'}_pool{max(window, 1)}d"
+def _pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the word for a pooling, and the axes of its input: channels are ahead of the window or last."""
+    window = [i for i, one in enumerate(attributes["window_dimensions"]) if one > 1]
+    rank = len(attributes["window_dimensions"]) - 2
+    layout = None
+    if rank in _AXES and window and window[0] > 0:
+        layout = f"N{_AXES[rank]}C" if window[-1] <= rank else f"NC{_AXES[rank]}" if window[0] > 1 else None
+    kind = "max" if name.endswith("max") else "avg"
+    return f"{kind}_pool{rank if layout else max(len(window), 1)}d", layout
 
 
 def _weight_grad_index(context: OpContext) -> int | None:

@@ -44,7 +44,7 @@ _SAME = {
     "log_softmax": "log_softmax_ext",
     "lt": "less",
     "matmul": "matmul_ext mm mm_ext bmm bmm_ext batch_mat_mul mat_mul matrix_multiply",
-    "max_pool2d": "max_pool max_pool_with_indices max_pool_with_mask",
+    "max_pool2d": "max_pool max_pool_with_argmax_v2 max_pool_with_indices max_pool_with_mask",
     "max_pool3d": "max_pool3d",
     "mean": "reduce_mean mean_ext",
     "mul": "muls",

@@ -23,6 +23,8 @@ Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[
 _HERE = str(Path(__file__).parent)
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
 """Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
+_BY_DATA = frozenset({"jax"})
+"""Frameworks whose eager mode has compiled functions in it, which run in the order of data."""
 
 
 @dataclass
@@ -88,7 +90,8 @@ class Run:
     @property
     def ordered(self) -> bool:
         """Return whether ops ran in the program's order, and not in that of data alone."""
-        return not self.in_graph or self.framework in _SAME_IN_GRAPHS
+        in_order = not self.in_graph or self.framework in _SAME_IN_GRAPHS
+        return in_order and self.framework not in _BY_DATA
 
     @property
     def in_graph(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
 from amanda.tools._libraries import numpy as np
+from amanda.tools.effective_path import _jax
 from amanda.tools.effective_path._rules import FIRST, WINDOWED
 from amanda.tools.effective_path._terms import OUTSIDE, Indices, Where
 from amanda.tools.kit import spatial_axes, tensors_of, windows_of
@@ -310,9 +311,12 @@ def _word_of_onnx(context: amanda.OpContext) -> str:
     return name if otherwise else str(context["type"])
 
 
-def _read_by(moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
+def _read_by(
+    moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type"),
+    attributes: Callable[[amanda.OpContext], Mapping[str, Any]] = amanda.OpContext.get_attrs,
+) -> Any:  # fmt: skip
     def rule(context: amanda.OpContext) -> None:
-        context["effective path"] = moves, word(context)
+        context["effective path"] = moves, word(context), attributes(context)
 
     return rule
 
@@ -320,5 +324,6 @@ def _read_by(moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("t
 FRAMEWORKS = [
     ["pytorch", _read_by(_of_torch)], ["tensorflow", _read_by(_of_tensorflow)],
     ["onnxruntime", _read_by(_of_onnx, _word_of_onnx)],
+    ["jax", _read_by(lambda op: _moves(op, _jax.moves(op)), _jax.word, _jax.attributes)],
 ]  # fmt: skip
-"""Mapping rules that write the moves of an op's framework, and the key of the op's rule."""
+"""Mapping rules that write the moves of an op's framework, the key of the op's rule, and attributes."""

@@ -75,11 +75,11 @@ class EffectivePathTool(amanda.Tool):
     def _analyse(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward":
             return
-        moves, word = context["effective path"]
+        moves, word, attributes = context["effective path"]
         kind = context.get_op_type() if context.get_op_type() in self._custom else word
         if kind in self._rules:
             place = OpValues(
-                kind, context.get_attrs(), context["weight_index"], context["layout"],
+                kind, attributes, context["weight_index"], context["layout"],
                 context["weight_layout"], moves, context["dtype"],
                 kind in PASSING - SCALES.keys() - self._custom,
             )  # fmt: skip

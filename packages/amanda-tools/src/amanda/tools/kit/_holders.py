@@ -78,6 +78,19 @@ class Holders:
         for parameter in found:
             yield self.identity(parameter), _changing(parameter)
 
+    def written(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
+        """Give parameters of a model other values; return the model with them, and how many were changed.
+
+        changes: the identity of a parameter, the part of it, and what makes the values of present ones.
+        """
+        count = 0
+        for identity, change in self.parameters(model):
+            for holder, part, changed in changes:
+                if holder == identity:
+                    change(part, changed)
+                    count += 1
+        return model, count
+
 
 def _changing(parameter: Any) -> Change:
     def change(part: Any, changed: Changed) -> None:
@@ -106,8 +119,8 @@ class Initializers(Holders):
 
 
 def holders_of(tensor: Any) -> Holders:
-    """Return what knows the parameters of a tensor's framework."""
-    return _holders(backend_of(tensor))
+    """Return what knows the parameters of the framework of a tensor, or of a slot that says its own."""
+    return _holders(getattr(tensor, "framework", None) or backend_of(tensor))
 
 
 @cache
@@ -120,4 +133,8 @@ def _holders(backend: str) -> Holders:
         from amanda.tools.kit._holders_tensorflow import Variables
 
         return Variables()
+    if backend == "jax":
+        from amanda.tools.kit._holders_jax import Slots
+
+        return Slots()
     return Initializers() if backend in ("numpy", "builtins") else Holders()

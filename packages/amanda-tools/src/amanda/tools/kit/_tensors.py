@@ -296,6 +296,10 @@ def _tensors(backend: str) -> Tensors:
         from amanda.tools.kit._tensors_tensorflow import TensorFlowTensors
 
         return TensorFlowTensors()
+    if backend == "jax":
+        from amanda.tools.kit._tensors_jax import JaxTensors
+
+        return JaxTensors()
     if backend in ("numpy", "builtins"):
         return NumpyTensors()
     entries = installed(GROUP).get(backend)

@@ -21,8 +21,10 @@ class WeightResult(Result):
     left: weights that were selected and are not changed, by type and module of the op, and why.
     elements_left: how many elements those have that a parameter holds.
     waiting: names of loaded state that belongs to no weight that was met.
+    model: what `finalize` has given other weights; None of another result.
     """
 
+    model: Any = None
     name: ClassVar[str] = "weights"
     title = "Changed weights"
     state: ClassVar[tuple[str, str]] = ("state", "")

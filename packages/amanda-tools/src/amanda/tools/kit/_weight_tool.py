@@ -169,9 +169,11 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Write what ops read into the weights of a model, which then computes the same without the tool.
 
         model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
-        of a session's graph within `with session.as_default()`.
-        Returns `result`.  Raises the tool's error where a weight is computed, so that
-        nothing holds it, and where the model has no weight that the tool has met.
+        of a session's graph within `with session.as_default()`; in JAX a module of Flax or Equinox, or a
+        pytree of parameters.
+        Returns `result`, whose `model` is the model: in JAX, where arrays stay as they are, a new pytree,
+        unless it is a module of Flax NNX or a model of Keras.  Raises the tool's error where a weight is
+        computed, so that nothing holds it, and where the model has no weight that the tool has met.
         """
         weights = [one for one in self.weights if one.is_ready]
         computed = [one.module or one.source for one in weights if one.holder is None]
@@ -183,7 +185,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             )
         try:
             with amanda.disabled():
-                written = self._write(model, weights)
+                model, written = self._write(model, weights)
         except HeldError as error:
             raise self.error(str(error)) from error
         if not written:
@@ -193,17 +195,20 @@ class WeightTool(amanda.Tool, Generic[W]):
                 f"{type(model).__name__}{passed}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )
-        return self.result
+        result = self.result
+        result.model = model
+        return result
 
-    def _write(self, model: Any, weights: Sequence[W]) -> int:
+    def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, int]:
         written = 0
         for holders in {one.holders for one in weights}:
-            for identity, change in holders.parameters(model):
-                for one in weights:
-                    if one.holders is holders and one.holder == identity:
-                        change(one.part, partial(self.finalized, one))
-                        written += 1
-        return written
+            own = [
+                (one.holder, one.part, partial(self.finalized, one))
+                for one in weights if one.holders is holders
+            ]  # fmt: skip
+            model, count = holders.written(model, own)
+            written += count
+        return model, written
 
     def finalized(self, weight: W, value: Any) -> Any:
         """Return what a weight becomes for good."""

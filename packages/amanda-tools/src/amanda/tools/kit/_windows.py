@@ -52,13 +52,15 @@ def spatial_axes(layout: str) -> list[int]:
 
 
 def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int] = ()) -> list[Window]:
-    """Return the window along each spatial axis, from an op's attributes in PyTorch, TensorFlow or ONNX.
+    """Return the window along each spatial axis, from an op's attributes in PyTorch, TensorFlow, JAX or ONNX.
 
     layout: axes of the input, such as "NCHW".  kernel: spatial extents of the weight of a convolution.
 
     Raises NotImplementedError for a transposed convolution.
     """
     axes = spatial_axes(layout)
+    if "window_strides" in attributes:
+        return _of_jax(attributes, axes, kernel)
     if "padding" in attributes and "strides" in attributes:
         return _of_tensorflow(attributes, axes, kernel)
     if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:
@@ -87,6 +89,21 @@ def _of_tensorflow(attributes: Mapping[str, Any], axes: Sequence[int], kernel: S
         pads = ["same"] * len(axes)
     return [
         Window(int(k), int(s), int(d), p) for k, s, d, p in zip(sizes, stride, dilation, pads, strict=True)
+    ]
+
+
+def _of_jax(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+    """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling."""
+    dilated = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
+    if any(one != 1 for one in dilated):
+        raise NotImplementedError("the window of a transposed convolution")
+    is_pooling = "window_dimensions" in attributes
+    names = ("window_strides", "window_dilation" if is_pooling else "rhs_dilation", "padding")
+    stride, dilation, padding = (attributes[name] for name in names)
+    sizes = attributes["window_dimensions"] if is_pooling else kernel
+    return [
+        Window(int(sizes[i]), int(stride[i]), int(dilation[i]), (int(padding[i][0]), int(padding[i][1])))
+        for i in (axes if is_pooling else range(len(axes)))
     ]
 
 

@@ -26,6 +26,7 @@ class Roles:
     storages: function that returns the memory of values.  saved: function that returns the memory that a
     forward op saves for its backward pass, from the outputs and the value of `sequence` before the op.
     nbytes: function that returns the bytes of outputs whose end cannot be observed.
+    untimed: why an op that only passes has no time of its own; "" for one that moves values alone.
     """
 
     passes: bool = False
@@ -38,6 +39,7 @@ class Roles:
     saved: Callable[[Iterable[Any], int], list[Any]] | None = None
     sequence: Callable[[], int] | None = None
     nbytes: Callable[[Iterable[Any]], int] | None = None
+    untimed: str = ""
 
 
 def _of_any(context: amanda.OpContext) -> None:
@@ -180,6 +182,20 @@ def _of_tensorflow(context: amanda.OpContext) -> None:
     )
 
 
+_COMPILED = (
+    "are part of programs that XLA compiles and fuses, so that they have no time of their own: "
+    "jax.profiler.trace shows the program's, and outside of jit each op is measured"
+)
+
+
+def _of_jax(context: amanda.OpContext) -> None:
+    import jax
+
+    values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+    is_traced = any(isinstance(one, jax.core.Tracer) for one in leaves(values))
+    context["profile"] = Roles(passes=True, untimed=_COMPILED) if is_traced else Roles()
+
+
 RULES: Sequence[Sequence[Any]] = (
-    ("*", _of_any), ("pytorch", _of_pytorch), ("tensorflow", _of_tensorflow),
+    ("*", _of_any), ("pytorch", _of_pytorch), ("tensorflow", _of_tensorflow), ("jax", _of_jax),
 )  # fmt: skip

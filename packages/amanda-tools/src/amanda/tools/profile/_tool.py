@@ -49,6 +49,7 @@ class ProfileTool(amanda.Tool):
         self._kernels = Kernels()
         self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
+        self._untimed: dict[str, set[tuple[int, int | None]]] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
         self.depends_on(self._steps, StandardMapping(), MappingTool(RULES))
@@ -67,7 +68,9 @@ class ProfileTool(amanda.Tool):
             clock.settle()
         self._read_kernels()
         self._recorder.memory.drain()
-        return ProfileResult.of(self._recorder, self._kernels.obstacle)
+        result = ProfileResult.of(self._recorder, self._kernels.obstacle)
+        result.remarks = [f"{len(ops):,} ops {reason}." for reason, ops in self._untimed.items()]
+        return result
 
     def clear(self) -> None:
         """Forget the records, and count the present step as step 0; analysed ops stay analysed."""
@@ -79,6 +82,9 @@ class ProfileTool(amanda.Tool):
 
     def _instrument(self, context: amanda.OpContext) -> None:
         roles: Roles = context["profile"]
+        if roles.untimed:
+            own = context.get_op_id(), context.get_backward_op_id()
+            self._untimed.setdefault(roles.untimed, set()).add(own)
         if roles.passes:
             return
         before: Callable[..., None] = context.insert_before_op

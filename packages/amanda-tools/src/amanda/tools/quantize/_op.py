@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, weight_input
-from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
+from amanda.tools.quantize._fake import Scale, fake_quantize_for_good, fake_quantize_gradient
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
@@ -17,7 +17,7 @@ from amanda.tools.quantize._result import Noise, Quantized
 if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeTool
 
-_HELD = "amanda.tools.quantize"
+_HELD, _KEPT = "amanda.tools.quantize", "amanda.tools.quantize: values"
 
 
 class QuantizedOp:
@@ -106,10 +106,18 @@ class QuantizedOp:
         if context.is_static():
             self._insert_for_good(context)
         elif self._positions:
+            called = context["is_called_back"]
+            if called and self._options.method.startswith("lsq"):
+                raise QuantizeError(
+                    f"{self.name} is of {context.namespace[0]}, where no optimizer trains a tool's scales: "
+                    f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
+                )
             if self._recompute is not None:
                 context.insert_before_op(self._hold)
             routine: Any = self._read_part if self._part else self._read
-            if self._options.trains:
+            if self._options.trains and called:
+                routine = self._read_and_keep
+            elif self._options.trains:
                 routine = amanda.differentiable(routine)
             context.insert_before_op(routine, inputs=self._positions)
             if self._recompute is not None:
@@ -169,6 +177,27 @@ class QuantizedOp:
 
     def _read_part(self, *values: Any, run: dict[str, Any]) -> Any:
         return self._read(*values, part_of=origin(run))
+
+    def insert_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routine that stops gradients where a value was clipped, beside the backward op."""
+        if self._positions:
+            context.insert_after_backward_op(self._stop, grad_inputs=self._positions)
+
+    def _read_and_keep(self, *values: Any, run: dict[str, Any]) -> Any:
+        made = self._read(*values)
+        quantizers = {position: one for (position, item), one in self._quantizers.items() if item is None}
+        run[_KEPT] = [] if made is None else [
+            (value, quantizers[position].used) if position in quantizers else None
+            for position, value in zip(self._positions, values, strict=True)
+        ]  # fmt: skip
+        return made
+
+    def _stop(self, *gradients: Any, run: dict[str, Any]) -> Any:
+        given = list(gradients)
+        for i, one in enumerate(run.pop(_KEPT, ())):
+            if one is not None and given[i] is not None:
+                given[i] = fake_quantize_gradient(given[i], one[0], *one[1])
+        return given if len(given) > 1 else given[0]
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
         run[_HELD] = values

@@ -18,7 +18,7 @@ from amanda.tools.quantize._tensorflow import write_recompute
 Method = Literal["static", "dynamic", "qat", "lsq", "lsq+"]
 
 TYPES = (
-    "conv*", "depthwise_conv*", "linear", "matmul", "addmm", "baddbmm", "einsum",
+    "conv[!e]*", "depthwise_conv*", "linear", "matmul", "addmm", "baddbmm", "einsum",
     "scaled_dot_product_attention",
 )  # fmt: skip
 """Types of the ops whose inputs are quantised by default."""
@@ -32,6 +32,7 @@ _OPERANDS: Mapping[str, Mapping[str, Sequence[int]]] = {
     },
     "tensorflow": _ALONE,
     "onnxruntime": _BEFORE_BIAS,
+    "jax": _ALONE,
 }  # fmt: skip
 
 
@@ -109,12 +110,20 @@ class Options:
 
 
 def operands() -> MappingTool:
-    """Return rules that write `operands`, the positions to quantise, and `recompute`.
+    """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
-    All inputs of a type that no table has are operands.
+    All inputs of a type that no table has are operands.  is_called_back: True where the program calls
+    routines in Python, through which autodiff does not go: gradients are changed beside the backward op.
     """
     rules = [[framework, partial(_write, found)] for framework, found in _OPERANDS.items()]
-    return MappingTool([*rules, ["tensorflow", write_recompute]])
+    return MappingTool([
+        ["*", partial(_write_called, False)], ["jax", partial(_write_called, True)], *rules,
+        ["tensorflow", write_recompute],
+    ])  # fmt: skip
+
+
+def _write_called(is_called_back: bool, context: amanda.OpContext) -> None:
+    context["is_called_back"] = is_called_back
 
 
 def _write(found: Mapping[str, Sequence[int]], context: amanda.OpContext) -> None:

@@ -23,7 +23,7 @@ class Quantizer:
     Without a calibration, a weight's scale comes from the first value of the weight.
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
-    settled: True once there is a scale.
+    settled: True once there is a scale.  used: what the last value was quantised by, after the value.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Quantizer:
         self.state: dict[str, Any] = {}
         self.trained = [part for part, is_trained in parts.items() if is_trained]
         self.collected: dict[str, Any] = {}
+        self.used: tuple[Any, ...] = ()
         empty = np.full((prod(value.shape[axis] for axis in axes),) if axes else (), np.nan, np.float32)
         for part, is_trained in parts.items():
             load = partial(self.xp.state, like=value, trained=is_trained)
@@ -113,7 +114,8 @@ class Quantizer:
 
     def _fake(self, x: Any, scale: Any, zero_point: Any) -> Any:
         compute = straight_through if self.options.trains else fake_quantize
-        return compute(x, scale, zero_point, self.grid, self.axes, self.options.rounding)
+        self.used = scale, zero_point, self.grid, self.axes, self.options.rounding
+        return compute(x, *self.used)
 
 
 class Fresh(Quantizer):

@@ -75,6 +75,8 @@ class QuantizeTool(amanda.Tool):
         self.parts = Parts()
         self.depends_on(StandardMapping(), operands(), WeightReads())
         self.add_inst_for_op(self._analyse)
+        if self.options.trains:
+            self.add_inst_for_op(self._analyse_backward, backward=True)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -180,3 +182,8 @@ class QuantizeTool(amanda.Tool):
         if name not in self._places:
             self._places[name] = QuantizedOp(context, self)
         self._places[name].insert(context)
+
+    def _analyse_backward(self, context: amanda.OpContext) -> None:
+        place = self._places.get(self.place(context)) if context["is_called_back"] else None
+        if place is not None:
+            place.insert_backward(context)

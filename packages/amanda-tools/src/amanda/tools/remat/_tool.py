@@ -106,7 +106,10 @@ class RematTool(amanda.Tool):
             )
         if context.namespace not in self._passed:
             self._passed.add(context.namespace)
-            logger.warning("remat is for PyTorch's eager mode; ops of %s run as they are", context.namespace)
+            instead = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
+            logger.warning(
+                "remat is for PyTorch's eager mode; ops of %s run as they are%s", context.namespace, instead
+            )
 
     def _before_write(self, *values: Any) -> None:
         if self._store is not None:

@@ -1,0 +1,52 @@
+"""Keras on its JAX backend: training is as bare, and ops are in the layers that Keras names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from children import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not there")]
+PROGRAM = Path(__file__).with_name("keras_program.py")
+
+
+def trained(model: str) -> Any:
+    """Return what the program prints, in a process where Keras runs on JAX."""
+    done = run([sys.executable, PROGRAM, model], check=True, env={**os.environ, "KERAS_BACKEND": "jax"})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_as_bare(found: Any) -> None:
+    bare, idle, looked = found["losses"]
+    assert np.allclose(idle, bare, rtol=1e-5)
+    assert np.allclose(looked, bare, rtol=1e-5)
+    assert not found["reports"]
+
+
+def test_a_text_model_is_seen_layer_by_layer() -> None:
+    found = trained("text")
+    assert_as_bare(found)
+    attention = ("query", "key", "value", "attention_output")
+    layers = [*(f"attention.{name}" for name in attention), "head"]
+    assert found["weights"] == {f"{name}.kernel": name for name in layers}
+    products = {name: count for name, count in found["calls"].items() if name.endswith("dot_general")}
+    assert products == {**{f"{name}: dot_general": 2 for name in layers}, "attention: dot_general": 4}
+
+
+def test_resnet50_is_seen_layer_by_layer() -> None:
+    found = trained("resnet50")
+    assert_as_bare(found)
+    convolutions = [name for name in found["layers"] if name.endswith("conv")]
+    assert len(convolutions) == 53
+    weights = {name: name for name in (*convolutions, "predictions")}
+    assert found["weights"] == {f"{name}.kernel": layer for name, layer in weights.items()}
+    calls = Counter(found["calls"])
+    assert all(calls[f"{name}: conv_general_dilated"] == 2 for name in convolutions)

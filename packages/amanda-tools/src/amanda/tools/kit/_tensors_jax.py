@@ -1,0 +1,100 @@
+"""Arrays of JAX, and symbols of programs that are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from amanda.tools.kit._tensors import Tensors
+
+
+class JaxTensors(Tensors):
+    """Arrays of JAX, computed with in NumPy, as where a program calls routines back; symbols in JAX.
+
+    XLA divides and fuses as it likes, so that a value half way between two integers would round otherwise.
+    """
+
+    def cast(self, value: Any, like: Any) -> Any:
+        """Return a number or an array in the element type of an array."""
+        return _library(value, like).asarray(value).astype(like.dtype)
+
+    def detach(self, x: Any) -> Any:
+        """Return a value through which no gradient goes."""
+        import jax
+
+        return jax.lax.stop_gradient(x)
+
+    def wide(self, x: Any) -> Any:
+        """Return a value in float32, or in its own type if that is wider."""
+        array = _library(x).asarray(x)
+        return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+    def ranks(self, values: Any) -> Any:
+        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
+        library = _library(values)
+        return library.argsort(library.argsort(values, -1, stable=True), -1, stable=True)
+
+    def round(self, x: Any) -> Any:
+        """Return the nearest integers, half to even."""
+        return _library(x).rint(x)
+
+    def floor(self, x: Any) -> Any:
+        """Return the integers below."""
+        return _library(x).floor(x)
+
+    def absolute(self, x: Any) -> Any:
+        """Return magnitudes."""
+        return _library(x).abs(x)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Return elements of x where the condition holds, else of y."""
+        return _library(condition, x, y).where(condition, x, y)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        """Return the smaller of each pair; y may be a number."""
+        return _library(x, y).minimum(x, y)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """Return the larger of each pair; y may be a number."""
+        return _library(x, y).maximum(x, y)
+
+    def within(self, value: Any, x: Any, low: float, high: float) -> Any:
+        """Return a value, and 0 where x is not between two bounds."""
+        return _library(value, x).where((x <= low) | (x >= high), value * 0, value)
+
+    def sum(self, x: Any, axes: Sequence[int]) -> Any:
+        """Return the sum over axes."""
+        return _library(x).sum(x, axis=tuple(axes))
+
+    def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
+        """Return the least and the largest elements over axes."""
+        library = _library(x)
+        return library.min(x, axis=tuple(axes)), library.max(x, axis=tuple(axes))
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        """Return the same elements in another shape."""
+        return _library(x).reshape(x, tuple(shape))
+
+
+def _library(*values: Any) -> Any:
+    """Return jax.numpy if one of some values is a symbol, else NumPy."""
+    import jax
+
+    return jax.numpy if any(isinstance(one, jax.core.Tracer) for one in values) else _Host()
+
+
+class _Host:
+    """NumPy, whose functions are given arrays of NumPy: an array of JAX would compute itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(np, name)
+
+        def call(*values: Any, **options: Any) -> Any:
+            import jax
+
+            given = (np.asarray(one) if isinstance(one, jax.Array) else one for one in values)
+            return function(*given, **options)
+
+        return call
