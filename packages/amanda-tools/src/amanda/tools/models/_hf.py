@@ -24,7 +24,7 @@ def made(
     try:
         config = _config(transformers, name, options)
         kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        build = transformers.AutoModel.from_config if kind is None else kind._from_config
+        build = transformers.AutoModel.from_config if kind is None else kind
         model = on_device(word, device, lambda: build(config))
     except (ImportError, ValueError, TypeError, OSError) as error:
         if isinstance(error, ModelError):

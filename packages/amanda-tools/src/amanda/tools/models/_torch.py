@@ -128,7 +128,7 @@ def _guess(torch: Any, module: Any) -> str:
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear):
             return f"1,{layer.in_features}"
-        if isinstance(layer, torch.nn.modules.conv._ConvNd):
+        if isinstance(layer, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
             sizes = [224] * len(layer.kernel_size)
             return ",".join(map(str, (1, layer.in_channels, *sizes)))
     return "SIZE,SIZE,..."
