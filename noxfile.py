@@ -248,9 +248,10 @@ def mindspore(session: nox.Session) -> None:
 @nox.session
 def jax(session: nox.Session) -> None:
     """Run the JAX driver's tests; arguments after -- go to pytest."""
-    needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", *group("drivers"))
+    install(session, *group("torch"), but=BOUND_BY_MINDSPORE)
+    needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", "keras", *group("drivers"))
     install(session, *needed, but=BOUND_BY_MINDSPORE)
-    install(session, "--no-deps", *editable(CORE, JAX, TOOLS))
+    install(session, "--no-deps", *editable(CORE, TORCH, JAX, TOOLS))
     if session.posargs:
         session.run("python", "-m", "pytest", *session.posargs)
     else:

@@ -1,0 +1,36 @@
+"""The tutorial on JAX runs, and prints what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amanda.drivers.jax import JaxDriver
+from amanda.testing import attached
+
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "tutorial_jax.ipynb"
+
+
+@pytest.fixture(autouse=True)
+def _attached() -> Iterator[None]:
+    with attached(JaxDriver):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not there")
+def test_each_cell_prints_what_the_notebook_shows() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    cells = [one for one in json.loads(NOTEBOOK.read_text())["cells"] if one["cell_type"] == "code"]
+    for number, cell in enumerate(cells):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+        assert said.getvalue() == "".join("".join(one["text"]) for one in cell["outputs"])
