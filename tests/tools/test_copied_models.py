@@ -136,3 +136,15 @@ def test_runs_that_copy_a_model_are_compared() -> None:
     result = diff(lambda: copy.deepcopy(model)(image), lambda: copy.deepcopy(model)(image))
     assert result.comparisons
     assert result.first_difference is None
+
+
+@pytest.mark.parametrize("name", ["nan", "dump of summaries", "dump", "stats"])
+@pytest.mark.parametrize("size", [1, 70_000])
+def test_memory_that_nobody_wrote_to_makes_no_warning(name: str, size: int, tmp_path: Path) -> None:
+    signalling = torch.full((size,), 0x7FA00000, dtype=torch.int32).view(torch.float32)
+    tool: Any = NanTool(inf=True) if name == "nan" else TOOLS[name](tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with amanda.apply(tool):
+            signalling.reshape(-1).clone()
+        str(tool.result)

@@ -62,7 +62,7 @@ class Accumulator:
             block = row[start : start + CACHED_BLOCK]
             vector = of_block(block)
             if vector is None:
-                self._add_block(block.astype(np.float64))
+                self._add_block(_widened(block))
                 continue
             self._add_vector(vector, "cpu")
             if self._bins is not None:
@@ -75,7 +75,7 @@ class Accumulator:
             self._keys is not None and block.dtype == np.float32 and self._keys.add_block(block, zeros)
         )
         if not is_counted:
-            self._add_counts(counts_of(block.astype(np.float64), self._bins), "cpu")
+            self._add_counts(counts_of(_widened(block), self._bins), "cpu")
 
     def _add_block(self, block: Any) -> None:
         finite = do("isfinite", block)
@@ -160,6 +160,12 @@ class Accumulator:
         total[self._bins.side] += self._unstored
         used = np.flatnonzero(total)
         return Sketch(self._bins, dict(zip(used.tolist(), total[used].tolist(), strict=True)))
+
+
+def _widened(block: Any) -> Any:
+    """Return numbers of NumPy as float64, without its warning of a signalling NaN."""
+    with np.errstate(invalid="ignore"):
+        return block.astype(np.float64)
 
 
 def _vector(block: Any, finite: Any) -> Any:
