@@ -15,6 +15,7 @@ from flax import nnx
 
 import amanda
 from amanda.drivers.jax import JaxDriver
+from amanda.errors import AmandaError
 from amanda.testing import attached
 from amanda.tools.diff import diff
 from amanda.tools.dump import DumpTool
@@ -281,3 +282,41 @@ def test_a_pytree_is_returned_anew() -> None:
     assert (np.asarray(params["first"]["kernel"]) != 0).all()
     assert (np.asarray(pruned["first"]["kernel"]) == 0).mean() == 0.5
     assert tool.finalize({"params": params}).model["params"]["scale"].shape == (3,)
+
+
+@MODES
+def test_two_models_of_one_class_have_masks_of_their_own(jit: bool) -> None:
+    teacher, student = Network(), Network()
+    student.linear.kernel.set_value(jnp.asarray(WEIGHTS["linear.kernel"][::-1]))
+
+    def both(teacher: Any, student: Any, x: Any) -> Any:
+        return teacher(x), student(x)
+
+    run: Callable[..., Any] = nnx.jit(both) if jit else both
+    tool, x = PruneTool(0.5, type="linear"), jnp.asarray(IMAGES)
+    with amanda.apply(tool):
+        masked = run(teacher, student, x)
+    for model in (teacher, student):
+        kernel = np.array(model.linear.kernel[...])
+        kept = np.abs(kernel).reshape(-1) > np.sort(np.abs(kernel).reshape(-1))[kernel.size // 2 - 1]
+        model.linear.kernel.set_value(jnp.asarray(kernel * kept.reshape(kernel.shape)))
+    with pytest.raises(AmandaError, match="let each model have a tool of its own"):
+        tool.finalize(teacher)
+    assert all(
+        np.allclose(one, other, atol=1e-5)
+        for one, other in zip(masked, both(teacher, student, x), strict=True)
+    )
+
+
+def test_ops_are_analysed_again_when_a_scope_is_entered_again() -> None:
+    tool, analysed = amanda.Tool(), []
+    tool.add_inst_for_op(lambda context: analysed.append(context.get_op_type()))
+    program, x = jax.jit(jnp.tanh), jnp.ones(3)
+    with amanda.apply(tool):
+        program(x)
+        program(x)
+    assert analysed.count("tanh") == 1
+    tool.analyse_again()
+    with amanda.apply(tool):
+        program(x)
+    assert analysed.count("tanh") == 2

@@ -12,8 +12,9 @@ import jax
 from amanda import interceptor
 from amanda.backend import Attributes, digest
 from amanda.interceptor import Enclosure
+from jax._src import core
 
-from ._traces import is_within_jit
+from ._traces import argument_name, base, is_within_jit, primal
 
 BASES = (
     ("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"),
@@ -42,7 +43,8 @@ class Places:
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
-        self._kinds: dict[type, Place] = {}
+        self._kinds: dict[str, Place] = {}
+        self._met: weakref.WeakKeyDictionary[Any, dict[type, list[Any]]] = weakref.WeakKeyDictionary()
         self._inner: weakref.WeakKeyDictionary[Place, dict[str, Place]] = weakref.WeakKeyDictionary()
 
     def of(self, module: Any, outer: Place | None) -> Place:
@@ -57,12 +59,36 @@ class Places:
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
         if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_anew(module):
-            return self._kinds.setdefault(kind, Place("", root))
+            number = self._number(kind, module)
+            root = f"{root} {number}" if number else root
+            return self._kinds.setdefault(root, Place("", root))
         if module not in self._models:
             taken = {one.root for one in self._models.values()}
             names = (f"{root} {i}" if i else root for i in count())
             self._models[module] = Place("", next(name for name in names if name not in taken))
         return self._models[module]
+
+    def _number(self, kind: type, module: Any) -> int:
+        """Return how many models of a class were called before this one in the function that is traced.
+
+        They are told apart by the first of their arrays that is an argument of the function.
+        """
+        trace = base() if is_within_jit() else core.trace_ctx.trace
+        first = next(filter(None, (_argument(one) for _, one in held_arrays(module))), None)
+        if first is None or trace is core.eval_trace:
+            return 0
+        met = self._met.setdefault(trace, {}).setdefault(kind, [])
+        if not any(one is first[0] for one in met):
+            met.append(first[0])
+        return next(i for i, one in enumerate(met) if one is first[0])
+
+
+def _argument(value: Any) -> tuple[Any] | None:
+    """Return what an array is told by, if it is an argument of the function that is traced."""
+    value = primal(value)
+    if isinstance(value, jax.core.Tracer):
+        return (value.val,) if argument_name(value) is not None else None
+    return (value,) if isinstance(value, jax.Array) else None
 
 
 def _is_made_anew(module: Any) -> bool:

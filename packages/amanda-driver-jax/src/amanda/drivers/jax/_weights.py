@@ -6,7 +6,6 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-from jax._src.interpreters import partial_eval as pe
 
 from ._modules import Place, dotted, held_arrays
 from ._traces import argument_name, primal
@@ -61,8 +60,6 @@ class Converted:
 
 
 CONVERTED = Converted()
-_CLAIMS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
-"""The argument of each traced function that has a slot's weight: of two models of one class, each has one."""
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
@@ -76,7 +73,7 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
         return found
     path, argument = _path(value, subjects), dotted(argument_name(value) or "")
     if path is not None:
-        return slot(_root(value, subjects[0].root, path, argument.partition(".")[0]), path)
+        return slot(subjects[0].root, path)
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
     return slot("", argument)
@@ -85,13 +82,6 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
 def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
     """Return what gives the path of a weight."""
     return lambda variable: variable.path
-
-
-def _root(value: Any, root: str, path: str, argument: str) -> str:
-    if not argument or not isinstance(value, pe.DynamicJaxprTracer):
-        return root
-    first = _CLAIMS.setdefault(value._trace, {}).setdefault((root, path), argument)
-    return root if first == argument else f"{root} {argument}"
 
 
 def _path(array: Any, subjects: Sequence[Place]) -> str | None:

@@ -89,8 +89,8 @@ def _placed(paths: Sequence[str], changes: Sequence[tuple[Any, Any, Changed]]) -
         for path in own:
             if path in found:
                 raise HeldError(
-                    f"both {owners[path]!r} and {holder!r} may be {path} of this model; give a pytree with "
-                    'a path for each, such as {"params": params}'
+                    f"both {owners[path]!r} and {holder!r} may be {path} of this model; let each model "
+                    "have a tool of its own, or give a pytree in which their paths differ"
                 )
             found[path], owners[path] = changed, holder
     return found
