@@ -184,7 +184,8 @@ class Accumulator:
                 found = Statistics.of_vector(vectors[0].tolist())
                 total = total.merged(found) if total.elements else found
                 continue
-            table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
+            call = _on_numpy if isinstance(vectors[0], np.ndarray) else do
+            table = tensors_of(vectors[0]).to_numpy(call("stack", vectors))
             total = total.merged(Statistics.of_vector(_folded(table).tolist()))
         return total
 
@@ -227,14 +228,20 @@ def _folded(table: Any) -> Any:
     """Return the vector of several sets of numbers together, each a row; Chan's formula for many."""
     if table.shape[0] == 1:
         return table[0]
+    call = _on_numpy if isinstance(table, np.ndarray) else do
     count, mean, m2 = table[:, 0], table[:, 1], table[:, 2]
-    total = do("sum", count)
-    centre = do("sum", count * mean) / do("maximum", total, total * 0 + 1)
+    total = call("sum", count)
+    centre = call("sum", count * mean) / call("maximum", total, total * 0 + 1)
     distance = mean - centre
-    return do("stack", [
-        total, centre, do("sum", m2 + count * distance * distance), do("sum", table[:, 3]),
-        do("min", table[:, 4]), do("max", table[:, 5]), *(do("sum", table[:, i]) for i in range(6, 10)),
+    return call("stack", [
+        total, centre, call("sum", m2 + count * distance * distance), call("sum", table[:, 3]),
+        call("min", table[:, 4]), call("max", table[:, 5]), *(call("sum", table[:, i]) for i in range(6, 10)),
     ])  # fmt: skip
+
+
+def _on_numpy(name: str, *args: Any) -> Any:
+    """Call a function of NumPy, without autoray's question of whose arrays these are."""
+    return getattr(np, name)(*args)
 
 
 def _binned(block: Any, finite: Any, bins: Bins) -> Any:

@@ -12,6 +12,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import script_ops
+from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty
 
 from .._recording import Unrecorded
 from ._handles import borrowed
@@ -47,16 +48,21 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
+        if context.executing_eagerly() and TFE_Py_TapeSetIsEmpty():  # a hot path, on TensorFlow's threads
+            return self._called(device, args)
         with _EAGER if context.executing_eagerly() else context.eager_mode(), Unrecorded():
-            number = args[0]._numpy().tolist()
-            number, *rounds = number if isinstance(number, list) else (number,)
-            execution = Execution.of(number)
-            before, calling.execution = calling.execution, execution
-            try:
-                outputs = execution.call(self.index, args[1:], rounds)
-            finally:
-                calling.execution = before
-            return [_on(device, one) for one in outputs] if device is not None else outputs
+            return self._called(device, args)
+
+    def _called(self, device: Any, args: Sequence[Any]) -> Any:
+        number = args[0]._numpy_internal().tolist()
+        number, *rounds = number if isinstance(number, list) else (number,)
+        execution = Execution.of(number)
+        before, calling.execution = calling.execution, execution
+        try:
+            outputs = execution.call(self.index, args[1:], rounds)
+        finally:
+            calling.execution = before
+        return [_on(device, one) for one in outputs] if device is not None else outputs
 
 
 def _on(device: Any, value: Any) -> Any:
