@@ -135,6 +135,9 @@ class Accumulator:
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
             array = tensors_of(tensor).shared(tensor)
+            if array is not None and array.dtype.kind in "iub" and array.size <= SMALL:
+                single = array.astype(np.float32)
+                array = single if np.array_equal(single, array) else array
             if array is None or array.dtype != np.float32 or not array.size:
                 accumulator.add(tensor)
             elif array.size <= SMALL:
