@@ -1,5 +1,6 @@
 """Observers that take the executions of many ops in one call."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.action import Observed
+from amanda.action import Executions, Observed
 
 
 class Seeing(amanda.Tool):
@@ -135,3 +136,67 @@ def test_functions_outside_of_classes_have_gathered_forms_too() -> None:
         program(ONES)
     assert seen
     assert all(one == (see_all, 1) for one in seen)
+
+
+class Static(amanda.Tool):
+    """Asks for all tensors, and for what depends on keyword arguments alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.kinds: list[list[str]] = []
+        self.sums: list[list[float]] = []
+        self.add_inst_for_op(lambda context: context.insert_after_op(self.see, kind=context.get_op_type()))
+
+    @amanda.observer
+    def see(self, *values: Any, kind: str) -> None:
+        raise AssertionError("the gathered form takes its place")
+
+    @amanda.gathered(see)
+    def see_all(self, executions: Executions) -> None:
+        self.kinds.append(executions.prepared(self.kinds_of))
+        self.sums.append(sorted(float(tf.reduce_sum(one)) for one in executions.tensors))
+        assert [one.values for one in executions[1:]] == [
+            executions[i].values for i in range(1, len(executions))
+        ]
+
+    def kinds_of(self, executions: Sequence[Observed]) -> list[str]:
+        self.made += 1
+        return [one.kwargs["kind"] for one in executions]
+
+
+def test_a_gathered_form_is_given_all_tensors_and_prepares_once_what_does_not_change() -> None:
+    tool, one_by_one = Static(), Seeing()
+    for each in (tool, one_by_one):
+        with amanda.apply(each):
+            program(ONES)
+            program(TWOS)
+    ends = [(kind, sums) for point, kind, sums in one_by_one.seen if point == "end"]
+    assert tool.made == 1
+    assert tool.kinds[0] + tool.kinds[1] == [kind for kind, _ in ends]
+    assert sorted(tool.sums[0] + tool.sums[1]) == sorted(one for _, sums in ends for one in sums)
+
+
+def test_threads_of_tensorflow_keep_what_is_local_to_them() -> None:
+    threads, made = set(), []
+
+    class Local(threading.local):
+        def __init__(self) -> None:
+            made.append(threading.get_ident())
+
+    local = Local()
+    made.clear()
+
+    class Plain(amanda.Tool):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_inst_for_op(lambda context: context.insert_after_op(self.see))
+
+        def see(self, *values: Any) -> None:
+            threads.add(threading.get_ident())
+            local.seen = True
+
+    with amanda.apply(Plain()):
+        for _ in range(10):
+            program(ONES)
+    assert len(made) <= len(threads) < 30, "each thread's is made once, not at each of the 50 calls"

@@ -101,3 +101,28 @@ def test_a_session_is_measured() -> None:
         found = told(measured(program), type="relu")
     assert found.executions == 3
     assert (found.statistics.mean, found.statistics.sparsity) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+
+
+def test_tensors_that_share_memory_are_each_measured() -> None:
+    row = np.random.default_rng(0).standard_normal(50_000).astype(np.float32)
+    other = row * 2
+    given = [row, row[:40_000], row, other]
+    together = [Accumulator(Bins.of(4096)) for _ in given]
+    Accumulator.add_all(zip(together, given, strict=True))
+    for found, one in zip(together, given, strict=True):
+        alone = Accumulator(Bins.of(4096))
+        alone.add(one)
+        assert (found.statistics(), found.sketch()) == (alone.statistics(), alone.sketch())
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "int64", "uint64"])
+def test_small_integers_are_measured_together_as_they_are_alone(dtype: str) -> None:
+    info = np.iinfo(dtype if dtype != "bool" else "int8")
+    rows = [[0, 1, 1, 0], [info.max, info.max - 1], [info.min, 3], [7]]
+    given = [np.array(row).astype(dtype) for row in rows]
+    together = [Accumulator(Bins.of(4096)) for _ in given]
+    Accumulator.add_all(zip(together, given, strict=True))
+    for found, one in zip(together, given, strict=True):
+        alone = Accumulator(Bins.of(4096))
+        alone.add(one)
+        assert (found.statistics(), found.sketch()) == (alone.statistics(), alone.sketch())

@@ -175,3 +175,55 @@ def test_routines_before_a_merge_get_what_either_branch_gives(graph, predicate) 
     tool.add_inst_for_op(analysis)
     with tf1.Session(graph=graph) as session, amanda.apply(tool):
         assert session.run(y, {p: predicate}) == (20.0 if predicate else 30.0)
+
+
+class Noting(amanda.Tool):
+    """Notes what ops give and read; as plain routines, or as observers that share nodes."""
+
+    def __init__(self, shares):
+        super().__init__()
+        self.seen, self.calls, self.shares = [], 0, shares
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context):
+        see = self.see if self.shares else self.see_alone
+        for point, insert in (("before", context.insert_before_op), ("after", context.insert_after_op)):
+            insert(see, what=(point, context.get_op().name))
+
+    def see_alone(self, *values, what):
+        self.note(values, what)
+
+    @amanda.observer
+    def see(self, *values, what):
+        self.calls += 1  # at what enters a loop, which is alone
+        self.note(values, what)
+
+    @amanda.gathered(see)
+    def see_all(self, executions):
+        self.calls += 1
+        for one in executions:
+            self.note(one.values, **one.kwargs)
+
+    def note(self, values, what):
+        known = [None if one is None else np.asarray(one).tolist() for one in values]
+        self.seen.append((*what, repr(known)))
+
+
+def test_observers_at_control_flow_share_a_node_in_each_round_and_see_what_routines_of_their_own_see(graph):
+    tf1.disable_control_flow_v2()
+    try:
+        x = tf1.placeholder(tf.float32, [])
+
+        def body(i, v):
+            return i + 1, tf1.cond(tf.equal(i % 2, 0), lambda: tf.sin(v) + x, lambda: tf.cos(v))
+
+        y = tf1.while_loop(lambda i, _: i < 6, body, [tf.constant(0), x])[1]
+        fetches = [y, *tf.gradients(y, x)]
+    finally:
+        tf1.enable_control_flow_v2()
+    alone, shared = Noting(False), Noting(True)
+    for tool in (alone, shared):
+        same_in_scope(graph, fetches, {x: 0.5}, tool, repeat=1)
+    assert sorted(alone.seen) == sorted(shared.seen)
+    assert any("Switch" in name for _, name, _ in shared.seen)
+    assert shared.calls < len(shared.seen) / 5

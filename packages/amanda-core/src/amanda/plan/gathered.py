@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+
+from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
     from amanda.plan.action import Action, Routine
@@ -20,6 +22,7 @@ class Place(Protocol):
 
 RunOf = Callable[[Any], dict[Any, Any]]
 RoutineT = TypeVar("RoutineT", bound="Routine")
+PreparedT = TypeVar("PreparedT")
 
 _NAME = "__amanda_gathered__"
 
@@ -48,19 +51,61 @@ class Observed:
         self._at.facts.explain(error, self._at.action)
 
 
-class Executions(list[Observed]):
+class Executions(Sequence[Observed]):
     """Executions of ops, in the order in which observers would have been called.
 
     Remembers the one that an iteration has reached, so that an exception is traced to an op.
+
+    executions: a driver may give a sequence that makes each `Observed` when it is asked for.
+    tensors: see the property.  prepared: kept by the driver for executions that come together again.
     """
 
-    def __init__(self, executions: Sequence[Observed] = ()) -> None:
-        super().__init__(executions)
+    def __init__(
+        self,
+        executions: Sequence[Observed] = (),
+        tensors: Sequence[Any] | None = None,
+        prepared: dict[Any, Any] | None = None,
+    ) -> None:
+        self._executions = executions
+        self._tensors = tensors
+        self._prepared = {} if prepared is None else prepared
         self._reached: int | None = None
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        """Return all values that the observers are given, tensors of lists one by one; maybe others, too.
+
+        Asking for these makes no `Observed`.
+        """
+        if self._tensors is None:
+            self._tensors = spread(value for one in self._executions for value in one.values)
+        return self._tensors
+
+    def prepared(self, make: Callable[[Sequence[Observed]], PreparedT]) -> PreparedT:
+        """Return what `make` returns of the executions, which may depend on their `kwargs` alone.
+
+        `make` is called once for executions of the same ops.
+        """
+        if make not in self._prepared:
+            self._prepared[make] = make(self._executions)
+        found: PreparedT = self._prepared[make]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._executions)
+
+    @overload
+    def __getitem__(self, index: int) -> Observed: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Observed]: ...
+
+    def __getitem__(self, index: int | slice) -> Observed | Sequence[Observed]:
+        return self._executions[index]
 
     def __iter__(self) -> Iterator[Observed]:
         """Yield the executions."""
-        for i, one in enumerate(super().__iter__()):
+        for i, one in enumerate(self._executions):
             self._reached = i
             yield one
         self._reached = None

@@ -52,13 +52,13 @@ def _sample(tensor: Any) -> tuple[float, ...]:
     if isinstance(dense, np.ndarray):  # a hot path
         sample = dense.reshape(-1)[_positions(size)]
     else:
-        sample = tensors.exact(tensors.at(dense, _positions(size)))
+        sample = tensors.exact(tensors.at(dense, _positions(size).tolist()))
     with np.errstate(invalid="ignore"):  # a signalling NaN
         real = np.abs(sample) if np.iscomplexobj(sample) else sample
         return tuple(real.astype(np.float64).tolist())
 
 
 @lru_cache(maxsize=1024)
-def _positions(size: int) -> list[int]:
+def _positions(size: int) -> NDArray[np.int64]:
     count = min(size, SAMPLED)
-    return [i * (size - 1) // max(count - 1, 1) for i in range(count)]
+    return np.arange(count) * (size - 1) // max(count - 1, 1)

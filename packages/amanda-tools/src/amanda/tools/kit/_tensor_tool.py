@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import amanda
-from amanda.action import Observed
+from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._packed import packed_inputs
@@ -155,14 +155,12 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             self.observe(record, _tensors(values, role, dtype, first, is_weights), execution)
 
     @amanda.gathered(_see)
-    def _see_all(self, executions: Sequence[Observed]) -> None:
+    def _see_all(self, executions: Executions) -> None:
         due = []
-        for one in executions:
-            given = dict(one.kwargs)
-            record, role = given.pop("record"), given["role"]
+        for i, (record, role, given) in enumerate(executions.prepared(_given)):
             execution = self._due(record, role)
             if execution is not None:
-                due.append((record, _tensors(one.values, **given), execution))
+                due.append((record, _tensors(executions[i].values, role, **given), execution))
         self.observe_all(due)
 
     def _due(self, record: RecordT, role: str) -> int | None:
@@ -173,6 +171,15 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         if between or (self._executions is not None and taken >= self._executions):
             return None
         return seen
+
+
+def _given(executions: Sequence[Observed]) -> list[tuple[Any, str, dict[str, Any]]]:
+    """Return the record, the role and the other keyword arguments of executions."""
+    found = []
+    for one in executions:
+        given = dict(one.kwargs)
+        found.append((given.pop("record"), given.pop("role"), given))
+    return found
 
 
 def _tensors(

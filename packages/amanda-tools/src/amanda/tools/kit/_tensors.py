@@ -219,6 +219,17 @@ class Tensors:
         """Return an array that shares the memory of a tensor; None where NumPy has no such array."""
         return x if isinstance(x, np.ndarray) else None
 
+    def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
+        """Return arrays that share the memory of the floating and complex tensors among values.
+
+        None where NumPy has no such array for one of these.
+        """
+        found = [self.shared(x) for x in values]
+        arrays = [array for array in found if array is not None]
+        if len(arrays) < len(found):
+            return None
+        return [array for array in arrays if array.dtype.kind in "fc"]
+
     def is_in_host_memory(self, x: Any) -> bool:
         """Return True for a tensor that NumPy reads without a copy."""
         return isinstance(x, np.ndarray)

@@ -15,6 +15,10 @@ from amanda.tools.kit._tensors import BLOCK, Array, Save, Tensors
 
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
 """Numbers of the element types that NumPy has too: floats, integers, bool and complex."""
+_FLOATS = _NUMPY & {1, 2, 8, 18, 19}
+"""Those of floating and complex types."""
+_NO_FLOATS = frozenset({3, 4, 5, 6, 7, 9, 10, 17, 20, 21, 22, 23})
+"""Those of integers, bool, strings, resources and variants."""
 _ALIGNED = 16
 """Alignment, in elements, of memory that frameworks take as it is, without a check."""
 
@@ -163,6 +167,19 @@ class TensorFlowTensors(Tensors):
         array = x._numpy()
         return array if type(array) is np.ndarray else np.asarray(array)
 
+    def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
+        """Return arrays that share the memory of floating tensors on the host; a hot path."""
+        found, eager, hosts = [], _eager_tensor(), _has_hosts_alone()
+        for x in values:
+            if type(x) is not eager:
+                return None
+            kind = x._datatype_enum()
+            if kind in _FLOATS and (hosts or "CPU" in x.device):
+                found.append(x._numpy_internal())
+            elif kind not in _NO_FLOATS:
+                return None
+        return found
+
     def is_in_host_memory(self, x: Any) -> bool:
         """Return True for an eager tensor on the host, which NumPy reads without a copy."""
         return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and _tf().executing_eagerly()
@@ -237,6 +254,12 @@ def _eager_tensor() -> Any:
     from tensorflow.python.framework.ops import EagerTensor
 
     return EagerTensor
+
+
+@cache
+def _has_hosts_alone() -> bool:
+    """Return True if TensorFlow, which has begun to compute, knows processors alone."""
+    return all(one.device_type == "CPU" for one in _tf().config.list_logical_devices())
 
 
 @cache

@@ -130,6 +130,8 @@ _NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
 def _version(value: Any) -> int | None:
+    if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
+        return None
     try:
         return getattr(value, "_version", None)
     except RuntimeError:

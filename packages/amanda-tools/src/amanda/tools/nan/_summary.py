@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite, isnan, prod
 from typing import Any, NamedTuple
 
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import leaves, tensors_of
+from amanda.tools.kit import tensors_of
 
 
 class Summary(NamedTuple):
@@ -75,18 +75,28 @@ def held(tensor: Any, inf: bool) -> int:
     return found | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
 
 
-def are_finite(values: Iterable[Any]) -> bool:
+def are_finite(values: Sequence[Any]) -> bool:
     """Return True if all are arrays of finite numbers in memory that NumPy reads; a hot path.
 
-    False proves nothing: a sum of squares may overflow, which NumPy warns of.
+    False proves nothing: a sum of squares may overflow, which NumPy warns of.  values: of one library.
     """
-    for one in leaves(values):
-        array = tensors_of(one).shared(one)
-        if array is None:
+    arrays = tensors_of(values[0]).shared_floats(values) if values else []
+    if arrays is None:
+        return False
+    small: dict[Any, list[Any]] = {}
+    for array in arrays:
+        row, kind = array.ravel(), array.dtype
+        if row.size <= _SMALL:
+            small.setdefault(kind, []).append(row)
+        elif not _is_finite(row):
             return False
-        if array.dtype.kind in "fc":
-            row = array.ravel()
-            is_single = array.dtype == np.float32  # BLAS takes several threads for other types
-            if not isfinite(abs(row.dot(row) if is_single else tensors_of(array).total(array))):
-                return False
-    return True
+    return all(_is_finite(np.concatenate(rows)) for rows in small.values())
+
+
+_SMALL = 1024
+"""Elements below which it pays to look at arrays together."""
+
+
+def _is_finite(row: Any) -> bool:
+    is_single = row.dtype == np.float32  # BLAS takes several threads for other types
+    return isfinite(abs(row.dot(row) if is_single else tensors_of(row).total(row)))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import amanda
-from amanda.action import Observed
+from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Dtype, packed_inputs
+from amanda.tools.kit import Dtype, leaves, packed_inputs
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
 from amanda.tools.nan._given import Floats, Given, Kept, floating
@@ -160,22 +160,32 @@ class NanTool(amanda.Tool):
         self._look(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
-    def _look_at_all(self, executions: Sequence[Observed]) -> None:
-        begun: dict[_Op, Observed] = {}
+    def _look_at_all(self, executions: Executions) -> None:
+        pairs = executions.prepared(_Pairs)
         with np.errstate(all="ignore"):
-            for one in executions:
-                op: _Op = one.kwargs["op"]
-                if "begins" in one.kwargs:
-                    begun[op] = one
-                    continue
-                begin = begun.pop(op, None)
-                kept = one.run.pop(op, None) if begin is None else None
-                if are_finite(one.values):
-                    self._executions += 1
-                else:
-                    self._look(one.values, kept if begin is None else op.given.keep(begin.values), op)
-            for op, one in begun.items():  # ops that end later
-                one.run[op] = op.given.keep(one.values)
+            if are_finite(executions.tensors):
+                self._executions += pairs.ends
+                for i in pairs.ended:
+                    executions[i].run.pop(executions[i].kwargs["op"], None)
+            else:
+                self._look_at_each(executions)
+        for i in pairs.begun:
+            op: _Op = executions[i].kwargs["op"]
+            executions[i].run[op] = op.given.keep(executions[i].values)
+
+    def _look_at_each(self, executions: Executions) -> None:
+        begun: dict[_Op, Observed] = {}
+        for one in executions:
+            op: _Op = one.kwargs["op"]
+            if "begins" in one.kwargs:
+                begun[op] = one
+                continue
+            begin = begun.pop(op, None)
+            kept = one.run.pop(op, None) if begin is None else None
+            if are_finite(list(leaves(one.values))):
+                self._executions += 1
+            else:
+                self._look(one.values, kept if begin is None else op.given.keep(begin.values), op)
 
     def _look(self, values: Sequence[Any], kept: Kept | None, op: _Op) -> None:
         execution, self._executions = self._executions, self._executions + 1
@@ -241,6 +251,26 @@ class NanTool(amanda.Tool):
             self._keep(finding)
         if is_skipped and not self._findings:
             self._is_known = False
+
+
+class _Pairs:
+    """Which executions of a call are beginnings of ops, and which ends.
+
+    ends: number of ends.  ended: indices of ends whose beginning is not in the call.  begun: the reverse.
+    """
+
+    def __init__(self, executions: Sequence[Observed]) -> None:
+        self.ends = 0
+        self.ended: list[int] = []
+        begun: dict[_Op, int] = {}
+        for i, one in enumerate(executions):
+            if "begins" in one.kwargs:
+                begun[one.kwargs["op"]] = i
+                continue
+            self.ends += 1
+            if begun.pop(one.kwargs["op"], None) is None:
+                self.ended.append(i)
+        self.begun = list(begun.values())
 
 
 def _unknown(values: Sequence[Any]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from amanda.tools._libraries import astype, do, get_dtype_name
 from amanda.tools._libraries import numpy as np
@@ -17,6 +17,18 @@ KEPT = 64
 """Vectors that wait to be merged."""
 _REAL = "fiub"
 """Kinds of element types of NumPy that hold real numbers."""
+
+
+_Counted = tuple[Any, bool]
+"""Counts of numbers, and True if they are by keys, else by bins."""
+
+
+class _Part(NamedTuple):
+    """A block of NumPy and what was measured of it; vector: None of a block that is not finite."""
+
+    block: Any
+    vector: Any
+    counted: _Counted | None
 
 
 def numbers(tensor: Any) -> Any:
@@ -58,24 +70,44 @@ class Accumulator:
 
     def _add_array(self, row: Any) -> None:
         """Take in a row of NumPy."""
+        for part in self._parts(row):
+            self._take(part)
+
+    def _parts(self, row: Any) -> Iterator[_Part]:
+        """Yield what is measured of blocks of a row of NumPy."""
         for start in range(0, len(row), CACHED_BLOCK):
             block = row[start : start + CACHED_BLOCK]
             vector = of_block(block)
-            if vector is None:
-                self._add_block(_widened(block))
-                continue
-            self._add_vector(vector, "cpu")
-            if self._bins is not None:
-                self._count(block, int(vector[-1]))
+            counted = None if vector is None else self._counted(block, int(vector[-1]))
+            yield _Part(block, vector, counted)
 
-    def _count(self, block: Any, zeros: int) -> None:
-        """Count finite numbers of NumPy by their bins."""
-        assert self._bins is not None
-        is_counted = (
-            self._keys is not None and block.dtype == np.float32 and self._keys.add_block(block, zeros)
-        )
-        if not is_counted:
-            self._add_counts(counts_of(_widened(block), self._bins), "cpu")
+    def _take(self, part: _Part) -> None:
+        """Take in what was measured of a block."""
+        if part.vector is None:
+            self._add_block(_widened(part.block))
+        else:
+            self._add_vector(part.vector, "cpu")
+            self._add_counted(part.counted)
+
+    def _counted(self, block: Any, zeros: int) -> _Counted | None:
+        """Count finite numbers of NumPy by their bins; None without bins."""
+        if self._bins is None:
+            return None
+        if self._keys is not None and block.dtype == np.float32:
+            told = self._keys.told(block, zeros)
+            if told is not None:
+                return told, True
+        return counts_of(_widened(block), self._bins), False
+
+    def _add_counted(self, counted: _Counted | None) -> None:
+        if counted is None:
+            return
+        found, by_keys = counted
+        if by_keys:
+            assert self._keys is not None
+            self._keys.add(found)
+        else:
+            self._add_counts(found, "cpu")
 
     def _add_block(self, block: Any) -> None:
         finite = do("isfinite", block)
@@ -97,15 +129,27 @@ class Accumulator:
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
         """Take the numbers of tensors in, each into an accumulator with the same bins; a hot path.
 
-        Small tensors on the host are measured together.
+        Small tensors on the host are measured together, and memory that several tensors share once.
         """
         small: list[tuple[Accumulator, Any]] = []
+        large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
             array = tensors_of(tensor).shared(tensor)
-            if array is None or array.dtype != np.float32 or not 0 < array.size <= SMALL:
+            if array is not None and array.dtype.kind in "iub" and array.size <= SMALL:
+                single = array.astype(np.float32)
+                array = single if np.array_equal(single, array) else array
+            if array is None or array.dtype != np.float32 or not array.size:
                 accumulator.add(tensor)
-            else:
+            elif array.size <= SMALL:
                 small.append((accumulator, array.reshape(-1)))
+            else:
+                row = array.reshape(-1)
+                memory = row.__array_interface__["data"][0], row.size
+                large.setdefault(memory, []).append((accumulator, row))
+        for alike in large.values():
+            for part in alike[0][0]._parts(alike[0][1]):
+                for accumulator, _ in alike:
+                    accumulator._take(part)
         if not small:
             return
         finite = are_finite([row for _, row in small])
@@ -126,13 +170,13 @@ class Accumulator:
         if keys is not None:
             every = Keys.of(np.concatenate(rows), bins)
             if keys.are_told(every, int(table[:, -1].sum())):
-                parts = np.split(every, np.cumsum(table[:-1, 0].astype(int)))
-                for accumulator, part in zip(accumulators, parts, strict=True):
+                ends = np.cumsum(table[:, 0].astype(int)).tolist()
+                for accumulator, start, end in zip(accumulators, [0, *ends], ends, strict=False):
                     assert accumulator._keys is not None
-                    accumulator._keys.add(part.copy())  # a view would keep those of all
+                    accumulator._keys.add(every[start:end].copy())  # a view would keep those of all
                 return
         for accumulator, row, vector in zip(accumulators, rows, table, strict=True):
-            accumulator._count(row, int(vector[-1]))
+            accumulator._add_counted(accumulator._counted(row, int(vector[-1])))
 
     def statistics(self) -> Statistics:
         """Of all that was added; waits for the devices."""
@@ -143,7 +187,8 @@ class Accumulator:
                 found = Statistics.of_vector(vectors[0].tolist())
                 total = total.merged(found) if total.elements else found
                 continue
-            table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
+            call = _on_numpy if isinstance(vectors[0], np.ndarray) else do
+            table = tensors_of(vectors[0]).to_numpy(call("stack", vectors))
             total = total.merged(Statistics.of_vector(_folded(table).tolist()))
         return total
 
@@ -192,14 +237,20 @@ def _folded(table: Any) -> Any:
     """Return the vector of several sets of numbers together, each a row; Chan's formula for many."""
     if table.shape[0] == 1:
         return table[0]
+    call = _on_numpy if isinstance(table, np.ndarray) else do
     count, mean, m2 = table[:, 0], table[:, 1], table[:, 2]
-    total = do("sum", count)
-    centre = do("sum", count * mean) / do("maximum", total, total * 0 + 1)
+    total = call("sum", count)
+    centre = call("sum", count * mean) / call("maximum", total, total * 0 + 1)
     distance = mean - centre
-    return do("stack", [
-        total, centre, do("sum", m2 + count * distance * distance), do("sum", table[:, 3]),
-        do("min", table[:, 4]), do("max", table[:, 5]), *(do("sum", table[:, i]) for i in range(6, 10)),
+    return call("stack", [
+        total, centre, call("sum", m2 + count * distance * distance), call("sum", table[:, 3]),
+        call("min", table[:, 4]), call("max", table[:, 5]), *(call("sum", table[:, i]) for i in range(6, 10)),
     ])  # fmt: skip
+
+
+def _on_numpy(name: str, *args: Any) -> Any:
+    """Call a function of NumPy, without autoray's question of whose arrays these are."""
+    return getattr(np, name)(*args)
 
 
 def _binned(block: Any, finite: Any, bins: Bins) -> Any:

@@ -50,11 +50,11 @@ def of_block(block: Array) -> Array | None:
     count = block.size
     wide, scratch, flags = _memory.wide[:count], _memory.scratch[:count], _memory.flags[:count]
     np.copyto(wide, block)
-    total = wide.sum()
+    total = np.add.reduce(wide)
     mean = total / count
     np.subtract(wide, mean, out=scratch)
-    squares = np.square(scratch, out=scratch).sum()
-    absolute = total if least >= 0 else -total if most <= 0 else np.abs(wide, out=scratch).sum()
+    squares = np.add.reduce(np.square(scratch, out=scratch))
+    absolute = total if least >= 0 else -total if most <= 0 else np.add.reduce(np.abs(wide, out=scratch))
     zeros = np.count_nonzero(np.equal(block, 0, out=flags))
     return np.array([count, mean, squares, absolute, least, most, 0, 0, 0, zeros])
 
@@ -133,25 +133,26 @@ class Keys:
         """Return True if bins follow from keys of numbers of which so many are 0."""
         return int(np.count_nonzero((keys & (self._side - 1)) == 0)) == zeros
 
-    def add_block(self, block: Array, zeros: int) -> bool:
-        """Count up to CACHED_BLOCK numbers, `zeros` of them 0; return False where keys do not tell bins."""
+    def told(self, block: Array, zeros: int) -> Array | None:
+        """Return the keys of up to SMALL numbers, or counts of more by their keys; `zeros` of these are 0.
+
+        None where keys do not tell bins.
+        """
         if len(block) <= SMALL:
             keys = self.of(block, self._bins)
-            if is_told := self.are_told(keys, zeros):
-                self.add(keys)
-            return is_told
+            return keys if self.are_told(keys, zeros) else None
         wide = _memory.keys[: len(block)]
         np.right_shift(block.view(np.uint32), _MANTISSA - self._bins.bits, out=wide, casting="unsafe")
         found = np.bincount(wide, minlength=2 * self._side)
-        if found[0] + found[self._side] != zeros:
-            return False
-        self._add_counts(found)
-        return True
+        return found if found[0] + found[self._side] == zeros else None
 
-    def add(self, keys: Array) -> None:
-        """Count numbers by their keys."""
-        self._waiting.append(keys)
-        self._left -= len(keys)
+    def add(self, told: Array) -> None:
+        """Count numbers by their keys, or add counts."""
+        if told.dtype != np.uint16:
+            self._add_counts(told)
+            return
+        self._waiting.append(told)
+        self._left -= len(told)
         if self._left <= 0:
             self._count()
 
@@ -164,15 +165,19 @@ class Keys:
         """Add counts by keys to those by bins, in which keys of one sign follow one another."""
         if not len(self._counts):
             self._counts = np.zeros(self._bins.total, np.int64)
-        bins, counts = self._bins.side, self._counts
+        bins, counts, side = self._bins.side, self._counts, self._side
         first = (127 + LOWEST) << self._bins.bits
         end = first + (OCTAVES << self._bins.bits)
-        for sign, keys in ((1, found[: self._side]), (-1, found[self._side :])):
-            outwards = counts[bins:] if sign > 0 else counts[bins::-1]
-            outwards[0] += keys[0]
-            outwards[1] += keys[1:first].sum()
-            outwards[2:bins] += keys[first:end]
-            outwards[bins] += keys[end:].sum()
+        starts = [0, 1, first, end]
+        zero, low, _, high, zero_below, low_below, _, high_below = np.add.reduceat(
+            found, [*starts, *(side + one for one in starts)]
+        ).tolist()
+        counts[bins + 2 : -1] += found[first:end]
+        counts[bins - 2 : 0 : -1] += found[side + first : side + end]
+        for i, count in ((bins, zero + zero_below), (bins + 1, low), (bins - 1, low_below),
+                         (-1, high), (0, high_below)):  # fmt: skip
+            if count:
+                counts[i] += count
 
     def counts(self) -> Array | int:
         """Return how many numbers are in each bin; 0 where there are no numbers."""

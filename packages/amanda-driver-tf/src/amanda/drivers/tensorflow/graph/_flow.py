@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ._side import enum, is_plain
+from ._side import at, enum, is_plain
 from ._slots import Node
 
 if TYPE_CHECKING:
@@ -84,11 +84,15 @@ def _each(
     selected = side.selected([action.select for action in actions]) if actions else ()
     values = {i: value for value in selected for i in side.flat([value]) if i in positions}
     for i, value in values.items():
-        gives = [value] if is_plain(side.symbols[i]) else []
+        shares = all(one.observer for one in actions) and insertions.shares(op, [side.symbols[i]])
+        gives = [value] if is_plain(side.symbols[i]) and not shares else []
         place = Node(actions, facts, side.count, [value], [None], gives)
         place.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [side.symbols[i].dtype.base_dtype for _ in gives]
         kind = enum(side.symbols[i])
+        if shares:
+            insertions.observe(op, place, [refs[i]], [side.symbols[i]], at(side).ahead)
+            continue
         name = insertions.add(op, place, [refs[i]], [kind], [kind for _ in gives], True, True, ())
         if gives:
             found[i] = insertions.output_of(name, 0)

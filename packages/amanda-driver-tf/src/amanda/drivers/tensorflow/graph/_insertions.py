@@ -18,6 +18,21 @@ from ._traced import Traced
 from ._waits import Waits
 
 
+class _Pack:
+    """Observers that will share a node.
+
+    given: index and type of each tensor of the node, by how it is read.  names: of the operations that they
+    are at; True where the node waits for the operation.
+    """
+
+    def __init__(self, number: str) -> None:
+        self.number = number
+        self.members: list[tuple[Node, Sequence[int]]] = []
+        self.given: dict[str, tuple[int, int]] = {}
+        self.names: dict[str, bool] = {}
+        self.nbytes = 0
+
+
 class Insertions:
     """The nodes inserted into one body.
 
@@ -38,13 +53,8 @@ class Insertions:
         self.sources: dict[str, tuple[Any, int, int]] = {}
         self.forward: Mapping[str, str] = {}
         self.waits = Waits(body, self.made)
-        self._pack: list[tuple[Node, Sequence[int]]] = []
-        self._given: dict[str, tuple[int, int]] = {}
-        self._packed_at: dict[str, None] = {}
-        self._packed_bytes = 0
+        self._packs: dict[Hashable, _Pack] = {}
         self._flushed: dict[Hashable, str] = {}
-        self._group: Hashable = ()
-        self._number = body.number
 
     def source_of(self, ref: str) -> tuple[Any, int, int] | None:
         """Return the place that keeps a value, its side and position there; None where none does."""
@@ -75,47 +85,59 @@ class Insertions:
         self.made += routine.call(name, refs, waits, gives, output)
         return name
 
+    def shares(self, op: tf.Operation, tensors: Sequence[Any]) -> bool:
+        """Return True if observers of some values of an operation share a node with others."""
+        return self.body.frames is None or self.body.frames.group(op, tensors) is not None
+
     def observe(
         self, op: tf.Operation, node: Node, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
         """Make routines see values without a part in what computes them."""
-        group = () if self.body.frames is None else self.body.frames.group(op)
-        if group != self._group:
-            self.flush()
-        self._group = group
+        frames = self.body.frames
+        group = () if frames is None else frames.group(op, tensors)
         if group is None:
             packed = Packed([(node, range(len(refs)))])
             self.add(op, packed, refs, [enum(one) for one in tensors], (), ahead)
             return
-        fresh = {ref: one for ref, one in zip(refs, tensors, strict=True) if ref not in self._given}
-        size = sum(map(nbytes, fresh.values()))
-        self._number = self.body.number_at(op, ahead)
-        if self._pack and self._packed_bytes + size > self.rewriting.budget:
-            self.flush()
-            fresh = dict(zip(refs, tensors, strict=True))
-            size = sum(map(nbytes, fresh.values()))
-        self._given |= {ref: (i, enum(fresh[ref])) for i, ref in enumerate(fresh, len(self._given))}
-        self._pack.append((node, [self._given[ref][0] for ref in refs]))
-        self._packed_at[self.body.node_name(op)] = None
-        self._packed_bytes += size
+        name = self.body.node_name(op)
+        forward = self.forward.get(name)
+        for other in [one for one in self._packs if one != group]:
+            if forward in self._packs[other].names or frames.encloses(other, group):
+                self._flush(other)
+        pack = self._packs.get(group)
+        sizes = {ref: nbytes(one) for ref, one in zip(refs, tensors, strict=True)}
+        if pack is not None:
+            size = sum(size for ref, size in sizes.items() if ref not in pack.given)
+            if pack.nbytes + size > self.rewriting.budget:
+                self._flush(group)
+                pack = None
+        if pack is None:
+            pack = self._packs[group] = _Pack(self.body.number_at(op, ahead))
+        for ref, one in zip(refs, tensors, strict=True):
+            if ref not in pack.given:
+                pack.given[ref] = len(pack.given), enum(one)
+                pack.nbytes += sizes[ref]
+        pack.members.append((node, [pack.given[ref][0] for ref in refs]))
+        pack.names[name] = pack.names.get(name, False) or frames is None or not frames.is_flow(op)
 
     def flush(self) -> None:
-        """Make one node of the observers that have gathered; a tensor that several observe enters it once."""
-        if not self._pack:
-            return
-        packed, names = Packed(self._pack), list(self._packed_at)
-        refs, types = list(self._given), [kind for _, kind in self._given.values()]
-        waits = [f"^{name}" for name in names]
-        if self._group in self._flushed:  # observers run in the order of their ops
-            waits.append(f"^{self._flushed[self._group]}")
-        number = self._number
-        waits += [one for name in names for one in self._after_forward(name, number)]
-        node = self._calling(packed, number, refs, list(dict.fromkeys(waits)), types, ())
-        self.waits.note(node.name, names[0], number)
-        for name in names:
+        """Make the nodes of all observers that have gathered."""
+        for group in list(self._packs):
+            self._flush(group)
+
+    def _flush(self, group: Hashable) -> None:
+        """Make one node of a group's observers; a tensor that several observe enters it once."""
+        pack = self._packs.pop(group)
+        refs, types = list(pack.given), [kind for _, kind in pack.given.values()]
+        waits = [f"^{name}" for name, is_waited_for in pack.names.items() if is_waited_for]
+        if group in self._flushed:  # observers run in the order of their ops
+            waits.append(f"^{self._flushed[group]}")
+        waits += [one for name in pack.names for one in self._after_forward(name, pack.number)]
+        node = self._calling(Packed(pack.members), pack.number, refs, list(dict.fromkeys(waits)), types, ())
+        self.waits.note(node.name, next(iter(pack.names)), pack.number)
+        for name in pack.names:
             self.inserted.setdefault(name, []).append(node.name)
-        self._pack, self._given, self._packed_at, self._packed_bytes = [], {}, {}, 0
-        self._flushed[self._group] = node.name
+        self._flushed[group] = node.name
 
     def add(
         self,
@@ -137,8 +159,8 @@ class Insertions:
         number = self.body.number_at(op, ahead)
         if waits is None:
             waits = self._waits(name, refs) if ahead else [f"^{name}"]
-        if self.forward.get(name) in self._packed_at:
-            self.flush()
+        for group in [one for one, pack in self._packs.items() if self.forward.get(name) in pack.names]:
+            self._flush(group)
         waits = list(dict.fromkeys([*waits, *self._after_forward(name, number)]))
         node = self._calling(inserted, number, refs, waits, given, gives)
         self.waits.note(node.name, name, number)

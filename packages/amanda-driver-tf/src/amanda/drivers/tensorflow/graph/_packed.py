@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from amanda.backend import Action, Execution, Executions, Insertion, Observed, failed, matched, picked_by
 
 from ._handles import borrowed
+
+if TYPE_CHECKING:
+    from amanda.plan.gathered import RunOf
 
 
 class _Observer:
@@ -43,12 +46,45 @@ class _Observer:
             for one in layout
         ]
 
-    def failed(
-        self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]
-    ) -> BaseException | None:
-        """Note the op on an exception of the observer; return the one to raise instead, if there is one."""
+    def explain(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> None:
+        """Note the op on an exception of the observer; raise another one where that says more."""
         every = self.place.values([flat[i] for i in self.indices])
-        return failed(error, self.action, every, values, self.facts)
+        told = failed(error, self.action, every, values, self.facts)
+        if told is not None:
+            raise told from error
+
+
+class _Together:
+    """Observers of one tool with the same gathered form.
+
+    prepared: what the gathered form keeps for them from run to run.
+    """
+
+    __slots__ = ("action", "is_laid_out", "observers", "prepared")
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
+        self.observers: list[_Observer] = []
+        self.prepared: dict[Any, Any] = {}
+        self.is_laid_out = False  # until the first execution, which may raise
+
+
+class _Lazily(Sequence[Observed]):
+    """What observers see in one run, each made when it is asked for."""
+
+    def __init__(self, observers: Sequence[_Observer], flat: Sequence[Any], run_of: RunOf) -> None:
+        self._observers = observers
+        self._flat = flat
+        self._run_of = run_of
+
+    def __len__(self) -> int:
+        return len(self._observers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        one = self._observers[index]
+        return Observed(one.values(self._flat), one.kwargs, one, self._run_of)
 
 
 class Packed:
@@ -60,41 +96,55 @@ class Packed:
     def __init__(self, members: Sequence[tuple[Insertion, Sequence[int]]]) -> None:
         """Take places, and for each the indices of its tensors among those of the node."""
         self.borrows: Sequence[int] = ()
-        self._observers = [
-            _Observer(action, place, indices) for place, indices in members for action in place.actions
-        ]
+        self._alone: list[_Observer] = []
+        self._together: dict[Any, _Together] = {}
+        for place, indices in members:
+            for action in place.actions:
+                one = _Observer(action, place, indices)
+                if action.gathered is None:
+                    self._alone.append(one)
+                elif not action.opening:
+                    key = action.gathered, id(action.tool)
+                    self._together.setdefault(key, _Together(action)).observers.append(one)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Hand each observer its tensors; a hot path."""
         flat = borrowed(execution, flat, self.borrows)
-        gathered: dict[Callable[..., Any], tuple[Action, Executions]] = {}
 
         def run_of(one: _Observer) -> dict[Any, Any]:
             return one.place.run_of(execution, rounds)
 
-        for one in self._observers:
+        for one in self._alone:
             action = one.action
             values: Sequence[Any] = ()
             if not execution.runs_action(action):
                 continue
             try:
                 values = one.values(flat)
-                if action.gathered is not None:
-                    found = gathered.get(action.gathered)
-                    if found is None:
-                        found = gathered[action.gathered] = action, Executions()
-                    found[1].append(Observed(values, one.kwargs, one, run_of))
-                    continue
                 kwargs = {**one.kwargs, "run": run_of(one)} if action.takes_run else one.kwargs
                 with action.tool._amanda.lock:
                     result = action.func(*values, **kwargs)
                 if result is not None:
                     matched(action, result, values)
             except BaseException as error:
-                told = one.failed(error, flat, values)
-                if told is not None:
-                    raise told from error
+                one.explain(error, flat, values)
                 raise
-        for action, executions in gathered.values():
-            executions.observe(action)
+        for together in self._together.values():
+            if execution.runs_action(together.action):
+                self._lay_out(together, flat)
+                seen = _Lazily(together.observers, flat, run_of)
+                Executions(seen, flat, together.prepared).observe(together.action)
         return []
+
+    @staticmethod
+    def _lay_out(together: _Together, flat: Sequence[Any]) -> None:
+        """Find what each observer selects."""
+        if together.is_laid_out:
+            return
+        for one in together.observers:
+            try:
+                one.values(flat)
+            except BaseException as error:
+                one.explain(error, flat, ())
+                raise
+        together.is_laid_out = True

@@ -148,7 +148,7 @@ def _with_draws(graph: Any, parted: Partition, rewriting: Rewriting, frames: Fra
     torn = [f"{name} of a function" for name in draws(rewriting.library)]
     for node in parted.torn:
         op = graph.get_operation_by_name(node.name)
-        if can_draw(op) and frames.group(op) == OUTSIDE:
+        if can_draw(op) and frames.group(op, ()) == OUTSIDE:
             slot = rewriting.add(Draw(node.name))
             stand_ins[node.name] = drawing(node, op, slot, NUMBER)
         else:

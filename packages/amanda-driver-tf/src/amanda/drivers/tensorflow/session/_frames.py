@@ -21,6 +21,7 @@ Frame = tuple[str, ...]
 Guard = tuple[str, int]
 OUTSIDE: Hashable = (), frozenset()
 """Group of the operations outside of all loops and branches."""
+_FLOW = ("Enter", "Exit", "Switch", "_SwitchN", "Merge", "NextIteration")
 _node = partial(new_node, T=DT_INT64)
 
 
@@ -76,11 +77,34 @@ class Frames:
             for i in range(2):
                 self._guards[op.name, i] = guards | {(predicate, i)}
 
-    def group(self, op: Any) -> Hashable:
-        """Return a key of the operations that run in the same rounds and branches; None for a lone one."""
-        if op.type.removeprefix("Ref") in ("Enter", "Exit", "Switch", "Merge", "NextIteration"):
+    @staticmethod
+    def is_flow(op: Any) -> bool:
+        """Return True for an operation some of whose values are dead, or in another frame than others."""
+        return op.type.removeprefix("Ref") in _FLOW
+
+    def group(self, op: Any, values: Sequence[Any]) -> Hashable:
+        """Return a key of what runs in the same rounds and branches as some values of an operation.
+
+        None where it is alone: at what leads into a loop, whose number is another one, and where the
+        operation waits for others, or the values are of several frames.
+        """
+        if not self.is_flow(op):
+            return self._frame[op.name], self._guards.get((op.name, 0), frozenset())
+        made = {(one.op.name, one.value_index) for one in values}
+        frames = {self._frame.get(name) for name, _ in made}
+        begins = op.type in ("Merge", "RefMerge") and enters(op) and any(one.op is not op for one in values)
+        alone = begins or op.control_inputs or op.type in ("Enter", "RefEnter", "_SwitchN")
+        if alone or len(frames) != 1 or not made <= self._guards.keys():
             return None
-        return self._frame[op.name], self._guards.get((op.name, 0), frozenset())
+        return frames.pop(), frozenset[Guard]().union(*(self._guards[one] for one in made))
+
+    def encloses(self, outer: Any, inner: Any) -> bool:
+        """Return True if a group lies in a loop or a branch that another group is around of."""
+        (frame, guards), (deeper, more) = outer, inner
+        if frame != deeper:
+            return bool(deeper[: len(frame)] == frame)
+        condition = f"{self._conditions.get(frame)}:0"  # of the loop itself, which each round asks
+        return bool(guards < {one for one in more if one[0] != condition})
 
     def depth_at(self, op: Any) -> int:
         """Return how many loops are around an operation, as far as the number there tells their rounds."""
