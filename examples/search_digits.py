@@ -195,8 +195,8 @@ def darts(kind, known, seed, trials):
             for batch, other in pairs:
                 weights(*batch)
                 alphas(*other)
-        found.append(tool.settle(limits={"flops": tool.flops(first(tool))}))
-    return best(net, tool, known, found)
+        found.append(list(tool.settle(limits={"flops": tool.flops(first(tool))}).values()))
+    return best(net, tool, known, [dict(zip(tool.space, labels, strict=True)) for labels in found])
 
 
 class FromStart:

@@ -13,7 +13,7 @@ def test_found_models_have_the_flops_of_the_start_at_most(
     name: str, example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searching = example("search_digits")
-    for option, value in {"EPOCHS": 8, "SEARCHED": 2, "RUNS": 1, "FOLDS": 2}.items():
+    for option, value in {"EPOCHS": 8, "SEARCHED": 2, "RUNS": 2, "FOLDS": 2, "BEST": 2, "AGAIN": 1}.items():
         monkeypatch.setattr(searching, option, value)
     found = searching.compare(getattr(searching, name), seed=0, trials=4, finals=1)
     accuracy, flops, architecture = found.pop("start")
