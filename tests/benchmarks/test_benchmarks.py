@@ -189,6 +189,13 @@ def test_a_cost_is_found_in_noise_that_all_variants_share(benchmark_modules: Non
     assert quotient_of_differences(dear, dearer, bare).middle == pytest.approx(0.25, abs=0.02)
 
 
+def test_values_of_other_rounds_are_over_the_median_of_the_base(benchmark_modules: None) -> None:
+    from _estimates import quotient
+
+    assert quotient([2.0, 6.0, 4.0], [1.0, 3.0, 2.0]).middle == 2
+    assert quotient([6.0, 6.0], [1.0, 3.0, 2.0]).middle == 3
+
+
 def test_a_patch_leaves_torch_as_it_was(benchmark_modules: None) -> None:
     import torch
     from _others import HOLDERS, MonkeyPatch  # type: ignore[import-not-found]
