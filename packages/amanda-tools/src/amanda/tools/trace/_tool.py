@@ -130,7 +130,8 @@ class TraceTool(amanda.Tool):
         return place
 
     def _new_place(self, context: amanda.OpContext) -> ProgramOp:
-        facts, backward = self.following(context).values.facts(context), context.is_backward()
+        values, backward = self.following(context).values, context.is_backward()
+        facts = values.facts(context)
         op = Op(
             -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
             facts.name, -1, context.get_scope(), context.get_source(), (), (),
@@ -138,8 +139,7 @@ class TraceTool(amanda.Tool):
             attributes=plain(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip
         forward = self._places.get((context.get_op_id(), None)) if backward else None
-        symbolic = not context.is_eager()
-        return ProgramOp(op, facts, str(context.namespace), symbolic, forward)
+        return ProgramOp(op, facts, str(context.namespace), values.is_symbolic(context), forward)
 
 
 class GraphSoFar:

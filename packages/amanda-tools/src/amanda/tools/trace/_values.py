@@ -46,6 +46,10 @@ class Values:
         self._shape = shape
         self._dtype = dtype
 
+    def is_symbolic(self, context: amanda.OpContext) -> bool:
+        """Return True for an op of a graph, which is analysed on symbols."""
+        return not context.is_eager()
+
     def facts(self, context: amanda.OpContext) -> Facts:
         """Return the facts of an op, forward or backward."""
         if context.is_backward():

@@ -1,0 +1,46 @@
+"""Values of JAX: arrays, and the symbols of programs that are traced."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import amanda
+from amanda.tools.kit import leaves
+from amanda.tools.trace._values import Ask, Facts, Values
+
+
+class FrameworkValues(Values):
+    """Answers of JAX, whose weights are known by their slots in a model or in arguments."""
+
+    def __init__(self, shape: Ask, dtype: Ask) -> None:
+        super().__init__(shape, dtype)
+        self._weights: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def is_symbolic(self, context: amanda.OpContext) -> bool:
+        """Return True for an op that is traced into a program: its inputs and outputs are symbols."""
+        import jax
+
+        values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+        return any(isinstance(one, jax.core.Tracer) for one in leaves(values))
+
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op, and note which of its inputs are weights."""
+        if context.is_forward():
+            for index, value in enumerate(context.get_inputs()):
+                variable = None if isinstance(value, (list, tuple)) else context.get_variable(index)
+                if variable is not None and self._dtype(value) is not None:
+                    reference = weakref.ref(value, partial(self._forget, id(value)))
+                    self._weights[id(value)] = reference, str(context.get_variable_path(variable))
+        return super().facts(context)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._weights.pop(key, None)
+
+    def origin(self, tensor: Any) -> tuple[str, str | None]:
+        """Return kind and path of a weight."""
+        known = self._weights.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return "input", None
+        return "parameter", known[1]
