@@ -105,8 +105,13 @@ def test_masks_are_in_the_program_of_every_step() -> None:
     assert all((weight == 0).mean() == pytest.approx(0.5, abs=0.01) for weight in seen)
 
 
-def test_a_graph_has_the_forward_and_the_backward_ops() -> None:
-    tool = TraceTool()
-    trained(tool)
-    types = {op.type for op in tool.result.graph.ops}
-    assert {"conv2d", "relu", "linear", "linear_backward", "conv2d_backward"} <= types
+def test_a_graph_has_the_ops_of_the_program() -> None:
+    graphs = []
+    for _ in range(3):  # threads of XLA call routines in another order each time
+        tool = TraceTool()
+        trained(tool)
+        graphs.append(sorted((op.type, op.module) for op in tool.result.graph.ops))
+    assert graphs[0] == graphs[1] == graphs[2]
+    wanted = {("conv2d", "conv"), ("relu", ""), ("linear", "linear"), ("linear_backward", "linear")}
+    assert wanted <= set(graphs[0])
+    assert [type for type, _ in graphs[0]].count("conv2d_backward") == 1
