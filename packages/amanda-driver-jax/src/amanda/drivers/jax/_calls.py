@@ -11,6 +11,7 @@ from jax._src import core
 
 from ._autodiff import Made
 from ._operation import Operation
+from ._programs import inserted
 
 LISTS = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
@@ -56,7 +57,7 @@ class PrimitiveCall(Call):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Bind the primitive; its outputs show their cotangents where a tool wants them."""
-        return self.formed(self.compute(inputs))
+        return self._tapped(self.compute(inputs))
 
     def compute(self, inputs: Sequence[Any]) -> Any:
         """Bind the primitive for a replacement."""
@@ -72,11 +73,15 @@ class PrimitiveCall(Call):
         return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
 
     def formed(self, result: Any) -> Any:
-        """Return a result in the op's form, with taps on it."""
+        """Return a replacement's result in the op's form, with taps on it."""
+        inserted()
         if self._primitive.name in CUSTOM and not self._ran:
             self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
+        return self._tapped(result)
+
+    def _tapped(self, result: Any) -> Any:
         made = Made.current()
         return result if made is None else made.tap_outputs(result)
 

@@ -1,8 +1,10 @@
 """Cache keys: code that is traced under tools is traced for them, and what was compiled before stays."""
 
+import gc
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from amanda import interceptor
@@ -16,6 +18,44 @@ Its value is where functions that are made in a scope keep their executables, so
 setting of our own would change the keys of what is compiled already."""
 _UNSET: Any = config.config_ext.unset
 _CAPACITY = 8192
+BACKWARD = "backward"
+"""Purpose of the key under which backward passes are traced, whose ops are not analysed."""
+
+
+class Renewed:
+    """Functions of the user under other names, by which JAX's caches keep what is traced for some tools.
+
+    JAX forgets an entry with the function that it is for, so the entries die with the tools.
+    """
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function by which a user's function is known."""
+        if function not in self._all:
+            self._all[function] = _renewed(weakref.ref(function), function)
+        return self._all[function]
+
+    def forget(self) -> None:
+        """Drop the executables that JAX's native code keeps by the user's functions.
+
+        Those of the user among them are found again in JAX's other caches, at the next call.
+        """
+        functions = list(self._all)
+        self._all.clear()
+        for one in gc.get_referrers(*functions) if functions else ():
+            if type(one).__name__ == "PjitFunction":
+                one._clear_cache()
+
+
+def _renewed(reference: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def renewed(*args: Any, **kwargs: Any) -> Any:
+        return reference()(*args, **kwargs)
+
+    wraps(function)(renewed)
+    del renewed.__wrapped__  # type: ignore[attr-defined]
+    return renewed
 
 
 class Contexts:
@@ -23,6 +63,7 @@ class Contexts:
 
     def __init__(self) -> None:
         self._keys: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+        self._renewed: weakref.WeakKeyDictionary[Any, Renewed] = weakref.WeakKeyDictionary()
 
     def follow(self) -> None:
         """Put the key of what is in force on this thread into JAX's setting."""
@@ -32,23 +73,22 @@ class Contexts:
         else:
             _CONFIG.set_local(_UNSET)
 
-    def key(self, state: State, values: Hashable = None) -> Any:
-        """Return the key for a state: the same for the same tools, another each time without the cache.
-
-        values: which of the values that traceable routines have read.
-        """
+    def key(self, state: State, purpose: str = "") -> Any:
+        """Return the key for a state: the same for the same tools, another each time without the cache."""
         if not state.cache:
             return pjit.make_jit_cpp_cache(_CAPACITY)
         keys = self._keys.setdefault(state.layer, {})
-        switches = state.autodiff, values
+        switches = state.autodiff, purpose
         if switches not in keys:
             keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
         return keys[switches]
 
-    @property
-    def current(self) -> Any:
-        """The key that is in force on this thread."""
-        return _CONFIG.value
+    def renewed(self, state: State) -> Renewed:
+        """Return the functions by which JAX keeps what is traced for the tools of a state."""
+        if state.layer not in self._renewed:
+            self._renewed[state.layer] = made = Renewed()
+            weakref.finalize(state.layer, made.forget).atexit = False
+        return self._renewed[state.layer]
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
 from . import _private
-from ._autodiff import Made, follow_backward
+from ._autodiff import Made, execution, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, rule_of
 from ._contexts import Contexts, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
+from ._programs import inserted
 from ._reads import is_pure
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, primal
@@ -52,8 +53,8 @@ class JaxDriver(Arrays, EagerDriver):
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
         _private.check()
         self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
-        follow_jit(self.attributes)
-        follow_backward(self.attributes)
+        follow_jit(self.attributes, self._contexts)
+        follow_backward(self.attributes, self._contexts)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
         self.attributes.on_restore(leave)
@@ -73,14 +74,14 @@ class JaxDriver(Arrays, EagerDriver):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
                 activation.state.report("inside of shard_map", MAPPED)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
-                with interceptor.Suspension(), under(None):
+                with interceptor.Suspension(), under():
                     return original(primitive, *args, **params)
             name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            with under(None):
-                return detour(*args, **params)
+            with under(), execution() as carrying:
+                return carrying(detour(*args, **params))
 
         return bind
 
@@ -114,7 +115,10 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
-        if action.differentiable or autodiff or not is_staged() or (action.traceable and is_pure(action)):
+        if not is_staged():
+            return None
+        inserted()
+        if action.differentiable or autodiff or (action.traceable and not action.takes_run and is_pure(action)):
             return None
         return run_later(action, values, facts, run, shapes)
 
@@ -133,7 +137,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
         """Leave the trace with the taps."""
-        made.trace = trace
+        made.attach(trace)
 
     def variable_of(self, value: Any) -> Any:
         """The array that a model holds, or the argument of the function that is traced."""

@@ -23,6 +23,7 @@ from ._traces import base, is_tensor
 _RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
+_NUMBER = jax.ShapeDtypeStruct((), np.uint32)
 _TOKEN = jax.ShapeDtypeStruct((0,), np.bool_)
 
 
@@ -72,7 +73,7 @@ class Runs:
         self._last = 0
         self._all: dict[int, dict[str, Any]] = {}
 
-    def begin(self) -> tuple[Any]:
+    def begin(self, *_: Any) -> tuple[Any]:
         """Return the number of a new execution."""
         with self._lock:
             self._last += 1
@@ -117,6 +118,9 @@ class Job:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return the arrays that take the place of those that it was given."""
         numbers, own = (arrays[:1], arrays[1:]) if self._action.takes_run else ((), arrays)
+        return *(np.asarray(one) for one in numbers), *self._given(numbers, own)
+
+    def _given(self, numbers: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
         given = tuple(np.asarray(one) for one in own[: len(self._places)])
         if FAILURES.pending() or any(scope.closed for scope in self._state.scopes):
             return given
@@ -139,8 +143,8 @@ class Job:
 
     def observe(self, *arrays: Any) -> Any:
         """Run a routine that changes nothing."""
-        self(*arrays)
-        return (np.zeros((0,), np.bool_),)
+        numbers = self(*arrays)[: self._action.takes_run]
+        return *numbers, np.zeros((0,), np.bool_)
 
 
 def run_later(
@@ -152,14 +156,17 @@ def run_later(
     leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
     job = Job(action, facts, State.current(), leaves, tree, shapes)
     arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
-    number = [_number(run)] if action.takes_run else []
+    number = [_number(run, values)] if action.takes_run else []
+    told = [_NUMBER] if action.takes_run else []
     avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
     if action.observer or not arrays:
         with core.set_current_trace(base()):
-            (token,) = call(job.observe, (_TOKEN,), *number, *(arrays or _dependence(values)))
+            *number, token = call(job.observe, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
+        run.update({_EXECUTION: one for one in number})
         return _tied(values, token)
     with core.set_current_trace(base()):
-        given = iter(call(job, avals, *number, *arrays))
+        given = iter(call(job, (*told, *avals), *number, *arrays))
+    run.update({_EXECUTION: next(given) for _ in number})
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
@@ -186,11 +193,11 @@ def _dependence(values: list[Any]) -> list[Any]:
     return [jax.lax.slice(row, (0,), (0,))]
 
 
-def _number(run: dict[str, Any]) -> Any:
-    """Return the symbol of the number of an execution, which its routines share."""
+def _number(run: dict[str, Any], values: list[Any]) -> Any:
+    """Return the symbol of the number of an execution, which goes from one of its routines to the next."""
     if _EXECUTION not in run:
         with core.set_current_trace(base()):
-            (run[_EXECUTION],) = call(RUNS.begin, (jax.ShapeDtypeStruct((), np.uint32),))
+            (run[_EXECUTION],) = call(RUNS.begin, (_NUMBER,), *_dependence(values))
     return run[_EXECUTION]
 
 

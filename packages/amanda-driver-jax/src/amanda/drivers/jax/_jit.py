@@ -1,6 +1,7 @@
-"""Functions under jit: traced anew for the tools; JAX's own, and inner ones, are part of their caller."""
+"""Functions under jit: traced anew for the tools, and the user's own where nothing was put into them."""
 
 import sys
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
@@ -9,25 +10,26 @@ from typing import Any, NamedTuple
 import jax
 from amanda import interceptor
 from amanda.backend import Attributes
-from jax._src import core, dtypes, pjit, stages
+from jax._src import core, pjit, stages
 from jax._src.sharding_impls import UnspecifiedValue
 
-from ._contexts import under
-from ._traces import is_within_jit
+from ._contexts import Contexts, under
+from ._programs import counting, part
+from ._traces import is_tangent, is_within_jit
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
 
 class _Part(NamedTuple):
-    """Stands for the program of a function whose ops are those of its caller.  info: of its jit."""
+    """Stands for the program of a function of JAX's own that runs op by op.  info: of its jit."""
 
     info: Any
 
 
-def follow_jit(attributes: Attributes) -> None:
+def follow_jit(attributes: Attributes, contexts: Contexts) -> None:
     """Trace functions with tools in force, and report executables that were made ahead of time."""
-    attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
+    attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params, contexts))
     attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
     attributes.set(stages.Compiled, "__call__", _reported(stages.Compiled.__call__))
     attributes.when_imported("jax._src.export._export", lambda: _report_exported(attributes))
@@ -38,64 +40,56 @@ def _report_exported(attributes: Attributes) -> None:
     attributes.set(kind, "call", _reported(kind.call))
 
 
-def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., Any]:
+    changed: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(fun, info, args, kwargs)
-        if sys._getframe(1).f_code.co_name == "jit_trace":
-            with interceptor.Suspension(), under(None):
+        asked = sys._getframe(1).f_code.co_name == "jit_trace"
+        if asked or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
+            with interceptor.Suspension(), under():
                 return original(fun, info, args, kwargs)
-        if _is_part(fun, info):
+        within = is_within_jit()
+        if not within and _is_of_jax(fun, info):
             return _Part(info), []
-        interceptor.reset_root()
-        return original(fun, info, args, kwargs)
+        if within:
+            function = part(fun, args, kwargs)
+        else:
+            function = contexts.renewed(activation.state).of(fun)
+            interceptor.reset_root()
+        with counting() as counts:
+            program, flat = original(function, info, args, kwargs)
+        insertions, taps = changed.setdefault(program.params["jaxpr"], counts)
+        if insertions or (taps and not core.trace_state_clean()):
+            return program, flat
+        with interceptor.Suspension(), under():  # nothing is in it: the program is the user's own
+            return original(fun, info, args, kwargs)
 
     return _infer_params
 
 
-def _is_part(fun: Any, info: Any) -> bool:
-    """Return True for a function whose ops are those of its caller: it runs as under `jax.disable_jit`."""
+def _is_of_jax(fun: Any, info: Any) -> bool:
     placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
     if any(one is not None and not isinstance(one, UnspecifiedValue) for one in placed):
         return False
-    return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax" or is_within_jit()
+    return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax"
 
 
 def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is _Part:
-            info = p.info
-            if is_within_jit():
-                args, kwargs = _staged(info, args, kwargs)
             results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
             return results, None, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
-        with interceptor.Suspension(), under(None):
+        with interceptor.Suspension(), under():
             return original(p, args_flat, fun, args, kwargs)
 
     return _run_python_pjit
-
-
-def _staged(info: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return arguments as the function is traced with them: numbers are symbols, unless they are static."""
-    static = {i % len(args) for i in info.static_argnums} if args else set()
-    own = [one if i in static else jax.tree_util.tree_map(_symbol, one) for i, one in enumerate(args)]
-    names = info.static_argnames
-    return own, {
-        name: one if name in names else jax.tree_util.tree_map(_symbol, one) for name, one in kwargs.items()
-    }
-
-
-def _symbol(value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, core.Tracer)
-        else core.trace_ctx.trace.stage_value(dtypes.canonicalize_value(value))
-    )
 
 
 def _as_array(value: Any) -> Any:
@@ -110,7 +104,7 @@ def _reported(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         name = getattr(self, "fun_name", None) or type(self).__name__
         activation.state.report(f"inside of the compiled {name}", AHEAD)
-        with interceptor.Suspension(), under(None):
+        with interceptor.Suspension(), under():
             return original(self, *args, **kwargs)
 
     return call

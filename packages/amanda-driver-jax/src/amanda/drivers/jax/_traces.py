@@ -10,6 +10,8 @@ from jax._src import core
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
+from ._programs import passed
+
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
@@ -71,6 +73,9 @@ def argument_name(value: Any) -> str | None:
     if not isinstance(value, pe.DynamicJaxprTracer):
         return None
     frame = value._trace.frame
+    outer = passed(value)
+    if outer is not None:
+        return argument_name(outer)
     names = frame.debug_info.arg_names if frame.debug_info is not None else None
     index = next((i for i, one in enumerate(frame.invars) if one is value.val), None)
     return names[index] if names is not None and index is not None and index < len(names) else None
