@@ -5,11 +5,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
+
+from ._reads import Variants, traced
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.
@@ -22,6 +24,13 @@ BACKWARD = "backward"
 """Purpose of the key under which backward passes are traced, whose ops are not analysed."""
 
 
+class Function(NamedTuple):
+    """A function of the user under another name.  variants: of its programs."""
+
+    call: Callable[..., Any]
+    variants: Variants
+
+
 class Renewed:
     """Functions of the user under other names, by which JAX's caches keep what is traced for some tools.
 
@@ -29,12 +38,12 @@ class Renewed:
     """
 
     def __init__(self) -> None:
-        self._all: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+        self._all: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def of(self, function: Callable[..., Any]) -> Function:
         """Return the function by which a user's function is known."""
         if function not in self._all:
-            self._all[function] = _renewed(weakref.ref(function), function)
+            self._all[function] = Function(_renewed(weakref.ref(function), function), Variants())
         return self._all[function]
 
     def forget(self) -> None:
@@ -53,7 +62,7 @@ def _renewed(reference: Callable[[], Any], function: Callable[..., Any]) -> Call
     def renewed(*args: Any, **kwargs: Any) -> Any:
         return reference()(*args, **kwargs)
 
-    wraps(function)(renewed)
+    renewed = wraps(function)(traced(renewed))
     del renewed.__wrapped__  # type: ignore[attr-defined]
     return renewed
 
@@ -73,8 +82,11 @@ class Contexts:
         else:
             _CONFIG.set_local(_UNSET)
 
-    def key(self, state: State, purpose: str = "") -> Any:
-        """Return the key for a state: the same for the same tools, another each time without the cache."""
+    def key(self, state: State, purpose: Hashable = 0) -> Any:
+        """Return the key for a state: the same for the same tools, another each time without the cache.
+
+        purpose: number of the variant, or BACKWARD.
+        """
         if not state.cache:
             return pjit.make_jit_cpp_cache(_CAPACITY)
         keys = self._keys.setdefault(state.layer, {})

@@ -6,6 +6,7 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
+from amanda.plan import run_routine
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
@@ -19,9 +20,9 @@ from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
 from ._programs import inserted
-from ._reads import is_pure
+from ._reads import LiftedArrays, followed, is_pure
 from ._tensors import Arrays
-from ._traces import is_staged, is_tangent, primal
+from ._traces import is_staged, is_tangent, is_within_jit, primal
 from ._weights import path_of, variable_of
 
 PROGRAMS = frozenset(
@@ -115,11 +116,19 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
+        inserted()
         if not is_staged():
             return None
-        inserted()
-        if action.differentiable or autodiff or (action.traceable and not action.takes_run and is_pure(action)):
+        if action.differentiable or autodiff:
+            followed(action)
             return None
+        if action.traceable and not action.takes_run:
+            if not is_within_jit() or is_pure(action):
+                return None
+            variant = followed(action)
+            if variant is not None:
+                lifted = LiftedArrays(variant)
+                return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
         return run_later(action, values, facts, run, shapes)
 
     def shown(self, values: list[Any]) -> list[Any]:

@@ -3,18 +3,20 @@
 import sys
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from contextlib import nullcontext
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes
+from amanda.backend import Attributes, State
 from jax._src import core, pjit, stages
 from jax._src.sharding_impls import UnspecifiedValue
 
 from ._contexts import Contexts, under
 from ._programs import counting, part
+from ._reads import Program, Variant, with_inputs
 from ._traces import is_tangent, is_within_jit
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
@@ -22,9 +24,24 @@ _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
 
 class _Part(NamedTuple):
-    """Stands for the program of a function of JAX's own that runs op by op.  info: of its jit."""
+    """Stands for the program of a function of JAX's own that runs op by op.  infer: gives its program."""
 
-    info: Any
+    infer: Callable[[], Any]
+
+
+class _Guarded(NamedTuple):
+    """A program that Python has to look at before each call.  params: JAX's."""
+
+    params: Any
+
+
+class _Found(NamedTuple):
+    """What tracing a program has found: routines and taps in it, what is read for it at each call."""
+
+    insertions: int
+    taps: int
+    program: Program | None = None
+    guards: bool = False
 
 
 def follow_jit(attributes: Attributes, contexts: Contexts) -> None:
@@ -41,7 +58,10 @@ def _report_exported(attributes: Attributes) -> None:
 
 
 def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., Any]:
-    changed: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
+
+    def variant_key(state: State, variant: Variant) -> Any:
+        return under(contexts.key(state, variant.number)) if variant.number else nullcontext()
 
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
@@ -54,17 +74,26 @@ def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., 
                 return original(fun, info, args, kwargs)
         within = is_within_jit()
         if not within and _is_of_jax(fun, info):
-            return _Part(info), []
+            return _Part(partial(original, fun, info, args, kwargs)), []
         if within:
-            function = part(fun, args, kwargs)
+            with counting() as counts:
+                program, flat = original(part(fun, args, kwargs), info, args, kwargs)
+            found = _Found(*counts)
         else:
-            function = contexts.renewed(activation.state).of(fun)
             interceptor.reset_root()
-        with counting() as counts:
-            program, flat = original(function, info, args, kwargs)
-        insertions, taps = changed.setdefault(program.params["jaxpr"], counts)
-        if insertions or (taps and not core.trace_state_clean()):
-            return program, flat
+            function, variants = contexts.renewed(activation.state).of(fun)
+            with variants.current() as variant:
+                with counting() as counts, variant_key(activation.state, variant):
+                    program, flat = original(function, info, args, kwargs)
+                closed = program.params["jaxpr"]
+                if closed not in known:
+                    own = with_inputs(program, variant.inputs)
+                    known[closed] = _Found(*counts, own, variant.reads.guards)
+            found = known[closed]
+        if found.program is not None:
+            return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
+        if found.insertions or (found.taps and not core.trace_state_clean()):
+            return _Guarded(program) if found.guards else program, flat
         with interceptor.Suspension(), under():  # nothing is in it: the program is the user's own
             return original(fun, info, args, kwargs)
 
@@ -82,8 +111,18 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is _Part:
-            results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
+            with counting() as counts:
+                results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
+            if not any(counts):  # the function itself, which XLA fuses
+                with interceptor.Suspension(), under():
+                    results, *_ = original(*p.infer(), fun, args, kwargs)
             return results, None, None, None, _NO_PROGRAM, None, None, ()
+        if type(p) is _Guarded:
+            p = p.params
+            with interceptor.Suspension(), under():
+                flat = pjit.jit_p.bind(*args_flat, **p.params)
+            results = jax.tree_util.tree_unflatten(p.out_tree, flat)
+            return results, flat, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
         with interceptor.Suspension(), under():
