@@ -81,7 +81,7 @@ class Made:
         return tapped if listed else tapped[0]
 
     def carrying(self, outputs: Any) -> Any:
-        """Return an op's outputs; a backward pass through them is given the symbols in the execution's `run`."""
+        """Return an op's outputs, through which the symbols in `run` come to a backward pass."""
         assert self.trace is not None
         leaves, tree = jax.tree_util.tree_flatten(self.trace.run)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
@@ -121,10 +121,10 @@ class Made:
         for position, cotangent in zip(positions, cotangents, strict=True):
             grads[position] = cotangent
         if side == "outputs":
-            assert trace.facts is not None
             if is_staged():
                 trace = copy(trace)
                 trace.run = self._run(carried)
+            assert trace.facts is not None
             op = backward_operation(trace.facts.op.__name__)
             step = BackwardStep(self._driver, trace, op, 0, state)
             if not step.wanted:

@@ -63,7 +63,7 @@ def _renewed(reference: Callable[[], Any], function: Callable[..., Any]) -> Call
         return reference()(*args, **kwargs)
 
     renewed = wraps(function)(traced(renewed))
-    del renewed.__wrapped__  # type: ignore[attr-defined]
+    del renewed.__wrapped__
     return renewed
 
 

@@ -1,13 +1,15 @@
 """The driver itself: which primitives it intercepts and how each bind reaches the core."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import jax
 from amanda import interceptor
 from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
-from amanda.plan import run_routine
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
+from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
@@ -127,8 +129,9 @@ class JaxDriver(Arrays, EagerDriver):
                 return None
             variant = followed(action)
             if variant is not None:
-                lifted = LiftedArrays(variant)
-                return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
+                with suppress(jax.errors.ConcretizationTypeError):  # it decides by what it computes
+                    lifted = LiftedArrays(variant)
+                    return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
         return run_later(action, values, facts, run, shapes)
 
     def shown(self, values: list[Any]) -> list[Any]:

@@ -162,11 +162,12 @@ def run_later(
     if action.observer or not arrays:
         with core.set_current_trace(base()):
             *number, token = call(job.observe, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
-        run.update({_EXECUTION: one for one in number})
+        run.update(zip((_EXECUTION,), number, strict=False))
         return _tied(values, token)
     with core.set_current_trace(base()):
-        given = iter(call(job, (*told, *avals), *number, *arrays))
-    run.update({_EXECUTION: next(given) for _ in number})
+        results = call(job, (*told, *avals), *number, *arrays)
+    run.update(zip((_EXECUTION,), results[: len(told)], strict=False))
+    given = iter(results[len(told) :])
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):

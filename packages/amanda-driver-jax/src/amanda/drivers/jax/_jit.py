@@ -15,7 +15,7 @@ from jax._src import core, pjit, stages
 from jax._src.sharding_impls import UnspecifiedValue
 
 from ._contexts import Contexts, under
-from ._programs import counting, part
+from ._programs import Counts, counting, part
 from ._reads import Program, Variant, with_inputs
 from ._traces import is_tangent, is_within_jit
 
@@ -36,10 +36,9 @@ class _Guarded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What tracing a program has found: routines and taps in it, what is read for it at each call."""
+    """What tracing a program has found: what is in it, and what is read for it at each call."""
 
-    insertions: int
-    taps: int
+    counts: Counts
     program: Program | None = None
     guards: bool = False
 
@@ -78,7 +77,7 @@ def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., 
         if within:
             with counting() as counts:
                 program, flat = original(part(fun, args, kwargs), info, args, kwargs)
-            found = _Found(*counts)
+            found = _Found(counts)
         else:
             interceptor.reset_root()
             function, variants = contexts.renewed(activation.state).of(fun)
@@ -88,11 +87,11 @@ def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., 
                 closed = program.params["jaxpr"]
                 if closed not in known:
                     own = with_inputs(program, variant.inputs)
-                    known[closed] = _Found(*counts, own, variant.reads.guards)
+                    known[closed] = _Found(counts, own, variant.reads.guards)
             found = known[closed]
         if found.program is not None:
             return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
-        if found.insertions or (found.taps and not core.trace_state_clean()):
+        if found.counts.insertions or (found.counts.taps and not core.trace_state_clean()):
             return _Guarded(program) if found.guards else program, flat
         with interceptor.Suspension(), under():  # nothing is in it: the program is the user's own
             return original(fun, info, args, kwargs)
@@ -113,7 +112,7 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
         if type(p) is _Part:
             with counting() as counts:
                 results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
-            if not any(counts):  # the function itself, which XLA fuses
+            if not (counts.insertions or counts.taps):  # the function itself, which XLA fuses
                 with interceptor.Suspension(), under():
                     results, *_ = original(*p.infer(), fun, args, kwargs)
             return results, None, None, None, _NO_PROGRAM, None, None, ()

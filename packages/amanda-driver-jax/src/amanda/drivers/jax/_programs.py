@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -22,6 +23,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@dataclass
+class Counts:
+    """Routines and taps that were put into a program."""
+
+    insertions: int
+    taps: int
+
+
 def inserted() -> None:
     """Note that a routine is in the program that is traced."""
     _thread.insertions += 1
@@ -33,11 +42,12 @@ def tapped() -> None:
 
 
 @contextmanager
-def counting() -> Iterator[list[int]]:
-    """Context that gives a list of the insertions and the taps in it, when it is left."""
-    before, counts = (_thread.insertions, _thread.taps), [0, 0]
+def counting() -> Iterator[Counts]:
+    """Context that counts, until it is left."""
+    counts = Counts(-_thread.insertions, -_thread.taps)
     yield counts
-    counts[:] = _thread.insertions - before[0], _thread.taps - before[1]
+    counts.insertions += _thread.insertions
+    counts.taps += _thread.taps
 
 
 def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:

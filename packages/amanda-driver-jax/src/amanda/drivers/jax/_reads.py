@@ -69,7 +69,7 @@ def writes(action: Action) -> bool:
 
 
 class Variant:
-    """The programs of one function while values that routines read are as they were.  number: tells it apart."""
+    """The programs of one function while values that routines read are as they were."""
 
     def __init__(self, number: int) -> None:
         self.number = number
