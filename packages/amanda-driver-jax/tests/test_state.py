@@ -1,4 +1,4 @@
-"""Traceable routines that read their tool: arrays are inputs of the program, other values are guards on it."""
+"""Traceable routines that read their tool: arrays are inputs of the program, other values guard it."""
 
 from __future__ import annotations
 

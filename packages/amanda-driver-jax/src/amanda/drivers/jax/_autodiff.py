@@ -14,10 +14,10 @@ from amanda.plan import spread
 from jax._src import core
 from jax._src.interpreters import ad
 
-from ._contexts import BACKWARD, Contexts, under
+from ._contexts import BACKWARD, Programs, key_of, under
 from ._operation import backward_operation
 from ._taps import tap
-from ._traces import is_staged, is_tensor, primal
+from ._traces import is_staged, is_tensor, is_within_jit, primal
 
 
 class _Thread(threading.local):
@@ -44,11 +44,11 @@ class Made:
         self._driver = driver
         self._counts = {"outputs": 0, "inputs": 0}
         self._carried: tuple[list[Any], list[int], Any] = [], [], None
-        self.trace: Trace | None = None
+        self._trace: Callable[[], Trace | None] = lambda: None
 
     def attach(self, trace: Trace) -> None:
         """Take the record of the execution."""
-        self.trace = trace
+        self._trace = Programs.of(trace.layer).keep(self, trace) if is_within_jit() else lambda: trace
         _thread.attached = self
 
     def __enter__(self) -> "Made":
@@ -82,8 +82,9 @@ class Made:
 
     def carrying(self, outputs: Any) -> Any:
         """Return an op's outputs, through which the symbols in `run` come to a backward pass."""
-        assert self.trace is not None
-        leaves, tree = jax.tree_util.tree_flatten(self.trace.run)
+        trace = self._trace()
+        assert trace is not None
+        leaves, tree = jax.tree_util.tree_flatten(trace.run)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
         if not places:
             return outputs
@@ -103,8 +104,9 @@ class Made:
 
     def _run(self, carried: Sequence[Any]) -> dict[str, Any]:
         if not carried:
-            assert self.trace is not None
-            return {name: one for name, one in self.trace.run.items() if not isinstance(one, core.Tracer)}
+            trace = self._trace()
+            assert trace is not None
+            return {name: one for name, one in trace.run.items() if not isinstance(one, core.Tracer)}
         leaves, places, tree = self._carried
         known = dict(zip(places, carried, strict=True))
         run = [known.get(i, leaf) for i, leaf in enumerate(leaves)]
@@ -114,7 +116,7 @@ class Made:
         self, side: str, positions: Sequence[int], cotangents: list[Any], carried: Sequence[Any]
     ) -> list[Any]:
         """Return the cotangents that go on, after the routines of the open scopes' tools."""
-        state, trace = _thread.state, self.trace
+        state, trace = _thread.state, self._trace()
         if state is None or trace is None:
             return cotangents
         grads = [None] * self._counts[side]
@@ -155,7 +157,7 @@ def _like(value: Any, cotangent: Any) -> Any:
     return value if value is cotangent else jax.numpy.asarray(value, cotangent.dtype)
 
 
-def followed(original: Callable[..., Any], contexts: Contexts) -> Callable[..., Any]:
+def followed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs backward passes, without its own ops among the user's."""
 
     @wraps(original)
@@ -164,7 +166,7 @@ def followed(original: Callable[..., Any], contexts: Contexts) -> Callable[..., 
         if activation is None:
             return original(*args)
         before, _thread.state = _thread.state, activation.state
-        key = contexts.key(activation.state, BACKWARD)
+        key = key_of(activation.state, BACKWARD)
         try:
             with interceptor.Suspension(), under(key):
                 return original(*args)
@@ -178,6 +180,6 @@ def followed(original: Callable[..., Any], contexts: Contexts) -> Callable[..., 
     return backward_pass3
 
 
-def follow_backward(attributes: Any, contexts: Contexts) -> None:
+def follow_backward(attributes: Any) -> None:
     """Make every backward pass bring cotangents to the taps that it comes through."""
-    attributes.set(ad, "backward_pass3", followed(ad.backward_pass3, contexts))
+    attributes.set(ad, "backward_pass3", followed(ad.backward_pass3))

@@ -31,76 +31,79 @@ class Function(NamedTuple):
     variants: Variants
 
 
-class Renewed:
-    """Functions of the user under other names, by which JAX's caches keep what is traced for some tools.
+class Programs:
+    """What is kept of the programs that were traced for a layer of tools; the layer alone holds it.
 
-    JAX forgets an entry with the function that it is for, so the entries die with the tools.
+    JAX's caches hold programs for as long as the functions under other names live, so a program holds
+    nothing of the tools: of routines and executions it has tokens.
     """
 
     def __init__(self) -> None:
-        self._all: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+        self._keys: dict[Hashable, Any] = {}
+        self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        weakref.finalize(self, _forget, self._users).atexit = False
 
-    def of(self, function: Callable[..., Any]) -> Function:
-        """Return the function by which a user's function is known."""
-        if function not in self._all:
-            self._all[function] = Function(_renewed(weakref.ref(function), function), Variants())
-        return self._all[function]
+    @staticmethod
+    def of(layer: Any) -> "Programs":
+        """Return those of a layer."""
+        programs: Programs = layer.rewrites.setdefault(Programs, Programs())
+        return programs
 
-    def forget(self) -> None:
-        """Drop the executables that JAX's native code keeps by the user's functions.
+    def key(self, switches: Hashable) -> Any:
+        """Return the key for some switches."""
+        if switches not in self._keys:
+            self._keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
+        return self._keys[switches]
 
-        Those of the user among them are found again in JAX's other caches, at the next call.
-        """
-        functions = list(self._all)
-        self._all.clear()
-        for one in gc.get_referrers(*functions) if functions else ():
-            if type(one).__name__ == "PjitFunction":
-                one._clear_cache()
+    def function(self, function: Callable[..., Any]) -> Function:
+        """Return the function by which JAX knows a user's function for these tools."""
+        if function not in self._functions:
+            self._functions[function] = Function(_renewed(function), Variants())
+            self._users.add(function)
+        return self._functions[function]
+
+    def keep(self, token: Any, value: Any) -> Any:
+        """Keep a value while there is its token; return a weak reference to the value."""
+        self._kept[token] = value
+        return weakref.ref(value)
 
 
-def _renewed(reference: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    def renewed(*args: Any, **kwargs: Any) -> Any:
-        return reference()(*args, **kwargs)
-
-    renewed = wraps(function)(traced(renewed))
+def _renewed(function: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.ref(function)
+    renewed = wraps(function)(traced(lambda *args, **kwargs: reference()(*args, **kwargs)))  # type: ignore[misc]
     del renewed.__wrapped__
     return renewed
 
 
-class Contexts:
-    """The key under which each thread traces: one for each layer of tools and setting of the switches."""
+def _forget(functions: weakref.WeakSet[Any]) -> None:
+    """Drop the executables that JAX's native code keeps by the user's functions.
 
-    def __init__(self) -> None:
-        self._keys: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-        self._renewed: weakref.WeakKeyDictionary[Any, Renewed] = weakref.WeakKeyDictionary()
+    Those of the user among them are found again in JAX's other caches, at the next call.
+    """
+    for one in gc.get_referrers(*functions) if functions else ():
+        if type(one).__name__ == "PjitFunction":
+            one._clear_cache()
 
-    def follow(self) -> None:
-        """Put the key of what is in force on this thread into JAX's setting."""
-        activation = interceptor.ACTIVATION.get(None)
-        if activation is not None and activation.active:
-            _CONFIG.set_local(self.key(activation.state))
-        else:
-            _CONFIG.set_local(_UNSET)
 
-    def key(self, state: State, purpose: Hashable = 0) -> Any:
-        """Return the key for a state: the same for the same tools, another each time without the cache.
+def key_of(state: State, purpose: Hashable = 0) -> Any:
+    """Return the key for a state: the same for the same tools, another each time without the cache.
 
-        purpose: number of the variant, or BACKWARD.
-        """
-        if not state.cache:
-            return pjit.make_jit_cpp_cache(_CAPACITY)
-        keys = self._keys.setdefault(state.layer, {})
-        switches = state.autodiff, purpose
-        if switches not in keys:
-            keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
-        return keys[switches]
+    purpose: number of the variant, or BACKWARD.
+    """
+    if not state.cache:
+        return pjit.make_jit_cpp_cache(_CAPACITY)
+    return Programs.of(state.layer).key((state.autodiff, purpose))
 
-    def renewed(self, state: State) -> Renewed:
-        """Return the functions by which JAX keeps what is traced for the tools of a state."""
-        if state.layer not in self._renewed:
-            self._renewed[state.layer] = made = Renewed()
-            weakref.finalize(state.layer, made.forget).atexit = False
-        return self._renewed[state.layer]
+
+def follow() -> None:
+    """Trace on this thread for the tools that are in force on it."""
+    activation = interceptor.ACTIVATION.get(None)
+    if activation is not None and activation.active:
+        _CONFIG.set_local(key_of(activation.state))
+    else:
+        leave()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from jax._src.interpreters import partial_eval as pe
 from . import _private
 from ._autodiff import Made, execution, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, rule_of
-from ._contexts import Contexts, leave, under
+from ._contexts import follow, key_of, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
@@ -49,23 +49,22 @@ class JaxDriver(Arrays, EagerDriver):
     def __init__(self) -> None:
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
-        self._contexts = Contexts()
         self._places = Places()
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
         _private.check()
         self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
-        follow_jit(self.attributes, self._contexts)
-        follow_backward(self.attributes, self._contexts)
+        follow_jit(self.attributes)
+        follow_backward(self.attributes)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
         self.attributes.on_restore(leave)
-        self._contexts.follow()
+        follow()
 
     def switched(self) -> None:
         """Trace on this thread for the tools that are in force now."""
-        self._contexts.follow()
+        follow()
 
     def _bind(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
@@ -100,7 +99,7 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
-        with under(self._contexts.key(State.current())):
+        with under(key_of(State.current())):
             return original(primitive, *args, **params)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

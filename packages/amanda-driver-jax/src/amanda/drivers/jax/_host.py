@@ -16,6 +16,7 @@ from jax._src import callback, core, dispatch, effects
 from jax._src.interpreters import pxla
 
 from ._called import call
+from ._contexts import Programs
 from ._taps import straight, tie
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
@@ -94,6 +95,26 @@ class Runs:
 RUNS = Runs()
 
 
+class Token:
+    """Stands in a program for a routine, which is the tools' to keep: no program holds a tool.
+
+    numbers: 1 if the routine is given the number of an execution, else 0.
+    """
+
+    def __init__(self, numbers: int, state: State, job: "Job") -> None:
+        self._numbers = numbers
+        self._job = Programs.of(state.layer).keep(self, job)
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        """Run the routine; return what takes the place of what it was given."""
+        job = self._job()
+        return arrays if job is None else job(*arrays)
+
+    def observe(self, *arrays: Any) -> tuple[Any, ...]:
+        """Run a routine that changes nothing."""
+        return *self(*arrays)[: self._numbers], np.zeros((0,), np.bool_)
+
+
 class Job:
     """One routine of one op, called at each execution with arrays of NumPy.
 
@@ -141,11 +162,6 @@ class Job:
         changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
         return tuple(np.asarray(changed[place]) for place in self._places)
 
-    def observe(self, *arrays: Any) -> Any:
-        """Run a routine that changes nothing."""
-        numbers = self(*arrays)[: self._action.takes_run]
-        return *numbers, np.zeros((0,), np.bool_)
-
 
 def run_later(
     action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], shapes: Hashable
@@ -154,7 +170,8 @@ def run_later(
     positions = range(len(values)) if action.select is None else action.select
     picked = [values[i] for i in positions]
     leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
-    job = Job(action, facts, State.current(), leaves, tree, shapes)
+    state = State.current()
+    job = Token(int(action.takes_run), state, Job(action, facts, state, leaves, tree, shapes))
     arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
     number = [_number(run, values)] if action.takes_run else []
     told = [_NUMBER] if action.takes_run else []

@@ -14,7 +14,7 @@ from amanda.backend import Attributes, State
 from jax._src import core, pjit, stages
 from jax._src.sharding_impls import UnspecifiedValue
 
-from ._contexts import Contexts, under
+from ._contexts import Programs, key_of, under
 from ._programs import Counts, counting, part
 from ._reads import Program, Variant, with_inputs
 from ._traces import is_tangent, is_within_jit
@@ -43,12 +43,27 @@ class _Found(NamedTuple):
     guards: bool = False
 
 
-def follow_jit(attributes: Attributes, contexts: Contexts) -> None:
+def follow_jit(attributes: Attributes) -> None:
     """Trace functions with tools in force, and report executables that were made ahead of time."""
-    attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params, contexts))
+    attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
     attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
     attributes.set(stages.Compiled, "__call__", _reported(stages.Compiled.__call__))
     attributes.when_imported("jax._src.export._export", lambda: _report_exported(attributes))
+    attributes.when_imported("jax._src.pallas.pallas_call", lambda: _leave_kernels(attributes))
+
+
+def _leave_kernels(attributes: Attributes) -> None:
+    module = sys.modules["jax._src.pallas.pallas_call"]
+    attributes.set(module, "_trace_kernel_to_jaxpr", _suspended(module._trace_kernel_to_jaxpr))
+
+
+def _suspended(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.Suspension(), under():
+            return original(*args, **kwargs)
+
+    return trace
 
 
 def _report_exported(attributes: Attributes) -> None:
@@ -56,11 +71,11 @@ def _report_exported(attributes: Attributes) -> None:
     attributes.set(kind, "call", _reported(kind.call))
 
 
-def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., Any]:
+def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     known: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
     def variant_key(state: State, variant: Variant) -> Any:
-        return under(contexts.key(state, variant.number)) if variant.number else nullcontext()
+        return under(key_of(state, variant.number)) if variant.number else nullcontext()
 
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
@@ -80,7 +95,7 @@ def _tracing(original: Callable[..., Any], contexts: Contexts) -> Callable[..., 
             found = _Found(counts)
         else:
             interceptor.reset_root()
-            function, variants = contexts.renewed(activation.state).of(fun)
+            function, variants = Programs.of(activation.state.layer).function(fun)
             with variants.current() as variant:
                 with counting() as counts, variant_key(activation.state, variant):
                     program, flat = original(function, info, args, kwargs)
