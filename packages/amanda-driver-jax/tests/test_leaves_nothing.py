@@ -93,26 +93,50 @@ def test_a_thousand_scopes_keep_memory_flat() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 40_000  # KiB
 
 
-def test_the_program_that_was_traced_for_a_tool_dies_with_it() -> None:
-    class Marker:
-        """Something that a traced program holds."""
+class Reading(Doubling):
+    """Scales, in the program, by an array that it holds."""
 
-    marks: list[weakref.ref[Marker]] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = jnp.ones((2, 3))
+        self.add_inst_for_op(self.insert_reading)
 
-    def insert(context: amanda.OpContext) -> None:
-        mark = Marker()
-        marks.append(weakref.ref(mark))
-        context.insert_before_op(lambda *_: mark and None)
+    def insert_reading(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "tanh":
+            context.insert_after_op(self.scaled)
 
-    tool = amanda.Tool()
-    tool.add_inst_for_op(insert)
-    step = jax.jit(dense)
+    @amanda.traceable
+    def scaled(self, x: Any) -> Any:
+        """Return a value, scaled."""
+        return x * self.scale
+
+
+class Called(amanda.Tool):
+    """Is called at each op, and at each backward op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = 0
+        self.add_inst_for_op(lambda context: context.insert_before_op(self.call))
+        self.add_inst_for_op(lambda context: context.insert_before_backward_op(self.call), backward=True)
+
+    def call(self, *values: Any, run: dict[str, Any]) -> None:
+        self.called += 1
+
+
+@pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "grad"])
+@pytest.mark.parametrize("make", [Doubling, Reading, Called])
+def test_a_tool_dies_though_jax_keeps_programs(make: type[amanda.Tool], how: str) -> None:
+    grad = jax.grad(jax.jit(dense)) if how == "grad of jit" else jax.grad(dense)
+    step, tool = jax.jit(grad) if how == "jit of grad" else grad, make()
     with amanda.apply(tool):
         step(W, X)
-    del tool, insert
+    if isinstance(tool, Called):
+        assert tool.called
+    reference = weakref.ref(tool)
+    del tool
     gc.collect()
-    assert marks
-    assert not any(one() for one in marks)
+    assert reference() is None
 
 
 def test_nothing_is_traced_or_compiled_again_after_a_scope() -> None:

@@ -17,7 +17,7 @@ from jax._src.interpreters import ad
 from ._contexts import BACKWARD, Programs, key_of, under
 from ._operation import backward_operation
 from ._taps import tap
-from ._traces import is_staged, is_tensor, is_within_jit, primal
+from ._traces import is_staged, is_tensor, primal
 
 
 class _Thread(threading.local):
@@ -48,7 +48,7 @@ class Made:
 
     def attach(self, trace: Trace) -> None:
         """Take the record of the execution."""
-        self._trace = Programs.of(trace.layer).keep(self, trace) if is_within_jit() else lambda: trace
+        self._trace = Programs.of(trace.layer).keep(self, trace)
         _thread.attached = self
 
     def __enter__(self) -> "Made":

@@ -36,9 +36,12 @@ class Programs:
 
     JAX's caches hold programs for as long as the functions under other names live, so a program holds
     nothing of the tools: of routines and executions it has tokens.
+
+    found: what tracing has found of each program.
     """
 
     def __init__(self) -> None:
+        self.found: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._keys: dict[Hashable, Any] = {}
         self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -13,7 +13,6 @@ from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
-from . import _private
 from ._autodiff import Made, execution, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, rule_of
 from ._contexts import follow, key_of, leave, under
@@ -23,6 +22,7 @@ from ._modules import Places, enclose_modules, path
 from ._operation import operation
 from ._programs import inserted
 from ._reads import LiftedArrays, followed, is_pure
+from ._requirements import check
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, is_within_jit, primal
 from ._weights import path_of, variable_of
@@ -53,7 +53,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
-        _private.check()
+        check()
         self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
         follow_jit(self.attributes)
         follow_backward(self.attributes)

@@ -1,7 +1,6 @@
 """Functions under jit: traced anew for the tools, and the user's own where nothing was put into them."""
 
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
@@ -11,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 from amanda import interceptor
 from amanda.backend import Attributes, State
-from jax._src import core, pjit, stages
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src import core, pjit
 
 from ._contexts import Programs, key_of, under
 from ._programs import Counts, counting, part
 from ._reads import Program, Variant, with_inputs
+from ._requirements import wrap
 from ._traces import is_tangent, is_within_jit
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
@@ -47,14 +46,9 @@ def follow_jit(attributes: Attributes) -> None:
     """Trace functions with tools in force, and report executables that were made ahead of time."""
     attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
     attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
-    attributes.set(stages.Compiled, "__call__", _reported(stages.Compiled.__call__))
-    attributes.when_imported("jax._src.export._export", lambda: _report_exported(attributes))
-    attributes.when_imported("jax._src.pallas.pallas_call", lambda: _leave_kernels(attributes))
-
-
-def _leave_kernels(attributes: Attributes) -> None:
-    module = sys.modules["jax._src.pallas.pallas_call"]
-    attributes.set(module, "_trace_kernel_to_jaxpr", _suspended(module._trace_kernel_to_jaxpr))
+    wrap(attributes, "stages", "Compiled.__call__", _reported)
+    wrap(attributes, "export._export", "Exported.call", _reported)
+    wrap(attributes, "pallas.pallas_call", "_trace_kernel_to_jaxpr", _suspended)
 
 
 def _suspended(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,14 +60,7 @@ def _suspended(original: Callable[..., Any]) -> Callable[..., Any]:
     return trace
 
 
-def _report_exported(attributes: Attributes) -> None:
-    kind = sys.modules["jax._src.export._export"].Exported
-    attributes.set(kind, "call", _reported(kind.call))
-
-
 def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
-    known: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
-
     def variant_key(state: State, variant: Variant) -> Any:
         return under(key_of(state, variant.number)) if variant.number else nullcontext()
 
@@ -95,15 +82,16 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
             found = _Found(counts)
         else:
             interceptor.reset_root()
-            function, variants = Programs.of(activation.state.layer).function(fun)
+            programs = Programs.of(activation.state.layer)
+            function, variants = programs.function(fun)
             with variants.current() as variant:
                 with counting() as counts, variant_key(activation.state, variant):
                     program, flat = original(function, info, args, kwargs)
                 closed = program.params["jaxpr"]
-                if closed not in known:
+                if closed not in programs.found:
                     own = with_inputs(program, variant.inputs)
-                    known[closed] = _Found(counts, own, variant.reads.guards)
-            found = known[closed]
+                    programs.found[closed] = _Found(counts, own, variant.reads.guards)
+            found = programs.found[closed]
         if found.program is not None:
             return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
         if found.counts.insertions or (found.counts.taps and not core.trace_state_clean()):
@@ -116,7 +104,7 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_jax(fun: Any, info: Any) -> bool:
     placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
-    if any(one is not None and not isinstance(one, UnspecifiedValue) for one in placed):
+    if any(one is not None and one is not pjit.UNSPECIFIED for one in placed):
         return False
     return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax"
 
