@@ -256,3 +256,12 @@ def test_functions_of_jax_are_fused_as_without_a_tool_that_inserts_nothing() -> 
     with amanda.apply(empty):
         assert run() == plain
     assert len(counted) == len(plain)
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda one: one])
+def test_a_function_that_its_rule_calls_is_executed_once(how: Any) -> None:
+    step, tool = how(jax.grad(lambda x: squared(squared(x)).sum())), Counting()
+    with amanda.apply(tool):
+        step(X)
+    assert tool.forward["custom_jvp_call"] == tool.backward["custom_jvp_call_transpose"] == 2
+    assert tool.forward["mul"] == 4

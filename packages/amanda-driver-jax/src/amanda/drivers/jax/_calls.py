@@ -1,6 +1,9 @@
 """Calls of primitives: inputs and attributes as JAX binds them."""
 
-from collections.abc import Callable, Sequence
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from jax._src import core
 from ._autodiff import Made
 from ._operation import Operation
 from ._programs import inserted
+from ._traces import primal
 
 LISTS = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
@@ -110,6 +114,39 @@ def rule_of(primitive: str, params: dict[str, Any]) -> str:
     info = params["subfuns"][0].debug_info
     _, _, place = str(info.func_src_info).rpartition(" at ")
     return str(info.func_name) if place.startswith(_JAX) else primitive
+
+
+class _Thread(threading.local):
+    """rules: functions whose derivative is computed by their rule, and the values that it is computed at."""
+
+    def __init__(self) -> None:
+        self.rules: list[tuple[str, list[Any]]] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def ruled(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> Iterator[None]:
+    """Context in which JAX runs a function, or its rule instead where derivatives are computed."""
+    _thread.rules.append((_source(primitive, params), list(map(primal, args))))
+    try:
+        yield
+    finally:
+        _thread.rules.pop()
+
+
+def is_by_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Return True for a function that its own rule for `jvp` calls: the op is under way."""
+    if primitive != "custom_jvp_call" or not _thread.rules:
+        return False
+    source, values = _thread.rules[-1]
+    same = len(args) == len(values) and all(map(operator.is_, args, values))
+    return same and source == _source(primitive, params)
+
+
+def _source(primitive: str, params: dict[str, Any]) -> str:
+    return f"{primitive} {params['subfuns'][0].debug_info.func_src_info}"
 
 
 _JAX = str(Path(jax.__file__).parent)

@@ -14,7 +14,7 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
 from ._autodiff import Made, execution, follow_backward
-from ._calls import CUSTOM, PrimitiveCall, rule_of
+from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, ruled
 from ._contexts import follow, key_of, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
@@ -78,6 +78,8 @@ class JaxDriver(Arrays, EagerDriver):
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with interceptor.Suspension(), under():
                     return original(primitive, *args, **params)
+            if is_by_rule(primitive.name, args, params):
+                return self._call_custom(original, primitive, *args, **params)
             name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
             detour = self._detours.get((primitive, name))
             if detour is None:
@@ -99,7 +101,7 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
-        with under(key_of(State.current())):
+        with under(key_of(State.current())), ruled(primitive.name, args, params):
             return original(primitive, *args, **params)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
