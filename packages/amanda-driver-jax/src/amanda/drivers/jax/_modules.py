@@ -14,7 +14,7 @@ from amanda.backend import Attributes, digest
 from amanda.interceptor import Enclosure
 from jax._src import core
 
-from ._traces import argument_name, base, is_within_jit, primal
+from ._traces import argument_name, argument_of, is_within_jit, primal
 
 BASES = (
     ("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"),
@@ -73,8 +73,8 @@ class Places:
 
         They are told apart by the first of their arrays that is an argument of the function.
         """
-        trace = base() if is_within_jit() else core.trace_ctx.trace
         first = next(filter(None, (_argument(one) for _, one in held_arrays(module))), None)
+        trace = core.trace_ctx.trace if first is None or not is_within_jit() else first[1]
         if first is None or trace is core.eval_trace:
             return 0
         met = self._met.setdefault(trace, {}).setdefault(kind, [])
@@ -83,12 +83,12 @@ class Places:
         return next(i for i, one in enumerate(met) if one is first[0])
 
 
-def _argument(value: Any) -> tuple[Any] | None:
-    """Return what an array is told by, if it is an argument of the function that is traced."""
-    value = primal(value)
+def _argument(value: Any) -> tuple[Any, Any] | None:
+    """Return what an array is told by, and its trace, if it is an argument of the function that is traced."""
+    value = argument_of(value)
     if isinstance(value, jax.core.Tracer):
-        return (value.val,) if argument_name(value) is not None else None
-    return (value,) if isinstance(value, jax.Array) else None
+        return (value.val, value._trace) if argument_name(value) is not None else None
+    return (value, core.trace_ctx.trace) if isinstance(value, jax.Array) else None
 
 
 def _is_made_anew(module: Any) -> bool:
