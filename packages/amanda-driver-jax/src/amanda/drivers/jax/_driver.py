@@ -25,7 +25,7 @@ from ._reads import LiftedArrays, followed, is_pure
 from ._requirements import check
 from ._taps import ORIGINALS
 from ._tensors import Arrays
-from ._traces import is_staged, is_tangent, is_within_jit, primal
+from ._traces import is_staged, is_tangent, is_within_jit
 from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(
@@ -61,6 +61,7 @@ class JaxDriver(Arrays, EagerDriver):
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
         self.attributes.on_restore(leave)
+        self.attributes.on_restore(ORIGINALS.clear)
         follow()
 
     def switched(self) -> None:
@@ -170,7 +171,7 @@ class JaxDriver(Arrays, EagerDriver):
 
 
 def _shown(value: Any) -> Any:
-    return ORIGINALS.of(primal(value))
+    return ORIGINALS.of(value)
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:

@@ -13,9 +13,10 @@ from amanda.backend import Attributes, State
 from jax._src import core, pjit
 
 from ._contexts import Programs, follow, key_of, under
-from ._programs import Counts, counting, part
+from ._programs import Counts, counting, made, part
 from ._reads import Program, Variant, with_inputs
 from ._requirements import wrap
+from ._taps import ORIGINALS
 from ._traces import is_tangent, is_within_jit
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
@@ -116,20 +117,27 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
             with counting() as counts:
                 results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
             if not (counts.insertions or counts.taps):  # the function itself, which XLA fuses
+                own = jax.tree_util.tree_leaves(results)
                 with interceptor.Suspension(), under():
                     results, *_ = original(*p.infer(), fun, args, kwargs)
+                ORIGINALS.note_all(results, own)
             return results, None, None, None, _NO_PROGRAM, None, None, ()
+        own = made()
         if type(p) is _Guarded:
             p = p.params
             with interceptor.Suspension(), under():
                 flat = pjit.jit_p.bind(*args_flat, **p.params)
             results = jax.tree_util.tree_unflatten(p.out_tree, flat)
+            ORIGINALS.note_all(results, own)
             return results, flat, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
         with interceptor.Suspension(), under():
             results = original(p, args_flat, fun, args, kwargs)
-        follow()
+        if is_within_jit():
+            ORIGINALS.note_all(results[0], own)
+        elif core.trace_state_clean():
+            follow()  # a tool may have had ops analysed again
         return results
 
     return _run_python_pjit

@@ -12,12 +12,16 @@ from jax._src import core
 
 
 class _Thread(threading.local):
-    """insertions, taps: put into programs so far.  calls: the jitted functions that are traced as parts."""
+    """insertions, taps: put into programs so far.  calls: the jitted functions that are traced as parts.
+
+    made: what the part gave that was traced last, until the program around it has symbols for that.
+    """
 
     def __init__(self) -> None:
         self.insertions = 0
         self.taps = 0
         self.calls: list[tuple[Any, list[Any], list[Any]]] = []
+        self.made: list[Any] = []
 
 
 _thread = _Thread()
@@ -61,13 +65,21 @@ def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., 
         inner = jax.tree_util.tree_leaves((args, kwargs))
         _thread.calls.append((core.trace_ctx.trace, inner, outer))
         try:
-            return function(*args, **kwargs)
+            results = function(*args, **kwargs)
         finally:
             _thread.calls.pop()
+        _thread.made = jax.tree_util.tree_leaves(results)
+        return results
 
     wraps(function)(traced)
     del traced.__wrapped__  # type: ignore[attr-defined]
     return traced
+
+
+def made() -> list[Any]:
+    """Return what the part gave that was traced last, once."""
+    found, _thread.made = _thread.made, []
+    return found
 
 
 def passed(value: Any) -> Any:

@@ -4,6 +4,7 @@
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
 
 from ._programs import tapped
-from ._traces import primal
+from ._traces import argument_of, primal
 
 
 class Mark(Protocol):
@@ -36,23 +37,44 @@ class Mark(Protocol):
 
 
 class Originals:
-    """Which symbol of the program each symbol stands for that a primitive of this module has made."""
+    """Which symbol, or array, each one stands for that was made in its place, or that a part has given.
+
+    Of arrays the last few are kept, which ops are about to read: each of them takes memory.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+        self._last: deque[Any] = deque(maxlen=16)
 
     def note(self, made: Any, value: Any) -> Any:
         """Record that a value was made in the place of another; return it."""
-        own, other = primal(made), primal(value)
-        if own is not other and isinstance(own, core.Tracer):
-            kept = weakref.ref(own, partial(self._forget, id(own)))
-            self._known[id(own)] = kept, self.of(other)
+        own, other = primal(made), self.of(value)
+        if own is not other and all(isinstance(one, (core.Tracer, jax.Array)) for one in (own, other)):
+            reference = weakref.ref(own, partial(self._forget, id(own)))
+            if isinstance(other, core.Tracer):
+                self._known[id(own)] = reference, lambda: other
+            else:
+                self._last.append(other)
+                self._known[id(own)] = reference, weakref.ref(other)
         return made
 
+    def note_all(self, made: Any, values: Sequence[Any]) -> None:
+        """Record that the leaves of a result were made in the place of others."""
+        leaves = jax.tree_util.tree_leaves(made)
+        if len(leaves) == len(values):
+            for one, value in zip(leaves, values, strict=True):
+                self.note(one, value)
+
     def of(self, value: Any) -> Any:
-        """Return the symbol that a value stands for; itself where it stands for no other."""
+        """Return what a value stands for in the outermost function: itself where it stands for no other."""
+        value = argument_of(value)
         known = self._known.get(id(value))
-        return known[1] if known is not None and known[0]() is value else value
+        found = known[1]() if known is not None and known[0]() is value else None
+        return value if found is None else found
+
+    def clear(self) -> None:
+        """Let go of every array."""
+        self._last.clear()
 
     def _forget(self, key: int, _: Any) -> None:
         self._known.pop(key, None)
