@@ -155,7 +155,7 @@ def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) ->
         masked = model(IMAGES)
     assert tool.finalize(model).model is model
     other.finalize(reference)
-    assert np.array_equal(model(IMAGES), masked)
+    assert np.allclose(model(IMAGES), masked, atol=1e-5)  # the order of sums is XLA's
     assert_weights_agree(model, reference)
     assert (np.asarray(model.linear.kernel[...]) == 0).mean() >= 0.25
 
@@ -311,7 +311,7 @@ def test_two_models_of_one_class_have_masks_of_their_own(jit: bool) -> None:
 def test_ops_are_analysed_again_when_a_scope_is_entered_again() -> None:
     tool, analysed = amanda.Tool(), []
     tool.add_inst_for_op(lambda context: analysed.append(context.get_op_type()))
-    program, x = jax.jit(jnp.tanh), jnp.ones(3)
+    program, x = jax.jit(lambda x: jnp.tanh(x)), jnp.ones(3)
     with amanda.apply(tool):
         program(x)
         program(x)

@@ -202,3 +202,66 @@ def test_transformations_compute_what_they_do_without_a_tool(
     assert all(np.allclose(one, other, rtol=1e-6) for one, other in zip(under, plain, strict=True))
     assert tool.forward[op] == times
     assert not list(scope.report)
+
+
+nested = jax.jit(lambda w, x: jnp.tanh(x @ w))
+
+
+def twice(w: Any, x: Any) -> Any:
+    return (nested(w, x) + nested(w, x + 1)).sum()
+
+
+@pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "grad"])
+@pytest.mark.parametrize("program", [*TIMES, twice], ids=lambda one: one.__name__)
+def test_run_goes_from_the_forward_to_the_backward_op_in_every_program(
+    program: Callable[..., Any], how: str
+) -> None:
+    tool, handed = amanda.Tool(), []
+
+    def before(x: Any, run: dict[str, Any]) -> None:
+        run["sum"] = float(np.sum(x))
+
+    def after(y: Any, run: dict[str, Any]) -> None:
+        run["done"] = True
+
+    def forward(context: Any) -> None:
+        if context.get_op_type() == "tanh":
+            context.insert_before_op(before)
+            context.insert_after_op(after)
+
+    def backward(context: Any) -> None:
+        if context.get_op_type() == "tanh":
+            context.insert_before_backward_op(lambda g, run: handed.append((run["sum"], run["done"])))
+
+    tool.add_inst_for_op(forward)
+    tool.add_inst_for_op(backward, backward=True)
+    grad = jax.grad(jax.jit(program)) if how == "grad of jit" else jax.grad(program)
+    step = jax.jit(grad) if how == "jit of grad" else grad
+    with amanda.apply(tool):
+        step(W, X)
+        step(W, X)
+    times = {**TIMES, twice: 2}[program]
+    assert len(handed) == 2 * times
+    assert len(set(handed)) == (times if program is not scanned else 5)
+
+
+def test_functions_of_jax_are_fused_as_without_a_tool_that_inserts_nothing() -> None:
+    x = np.random.default_rng(0).normal(size=(64, 129)).astype(np.float32)
+    run = lambda: [np.asarray(one(x)).tobytes() for one in (jnp.var, jax.nn.softmax, jnp.linalg.norm)]  # noqa: E731
+    plain = run()
+    with amanda.apply(Counting()):
+        counted = run()
+    empty = amanda.Tool()
+    empty.add_inst_for_op(lambda context: None)
+    with amanda.apply(empty):
+        assert run() == plain
+    assert len(counted) == len(plain)
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda one: one])
+def test_a_function_that_its_rule_calls_is_executed_once(how: Any) -> None:
+    step, tool = how(jax.grad(lambda x: squared(squared(x)).sum())), Counting()
+    with amanda.apply(tool):
+        step(X)
+    assert tool.forward["custom_jvp_call"] == tool.backward["custom_jvp_call_transpose"] == 2
+    assert tool.forward["mul"] == 4

@@ -1,6 +1,9 @@
 """Calls of primitives: inputs and attributes as JAX binds them."""
 
-from collections.abc import Callable, Sequence
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from jax._src import core
 
 from ._autodiff import Made
 from ._operation import Operation
+from ._programs import inserted
+from ._traces import primal
 
 LISTS = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
@@ -56,7 +61,7 @@ class PrimitiveCall(Call):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Bind the primitive; its outputs show their cotangents where a tool wants them."""
-        return self.formed(self.compute(inputs))
+        return self._tapped(self.compute(inputs))
 
     def compute(self, inputs: Sequence[Any]) -> Any:
         """Bind the primitive for a replacement."""
@@ -72,11 +77,15 @@ class PrimitiveCall(Call):
         return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
 
     def formed(self, result: Any) -> Any:
-        """Return a result in the op's form, with taps on it."""
+        """Return a replacement's result in the op's form, with taps on it."""
+        inserted()
         if self._primitive.name in CUSTOM and not self._ran:
             self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
+        return self._tapped(result)
+
+    def _tapped(self, result: Any) -> Any:
         made = Made.current()
         return result if made is None else made.tap_outputs(result)
 
@@ -105,6 +114,39 @@ def rule_of(primitive: str, params: dict[str, Any]) -> str:
     info = params["subfuns"][0].debug_info
     _, _, place = str(info.func_src_info).rpartition(" at ")
     return str(info.func_name) if place.startswith(_JAX) else primitive
+
+
+class _Thread(threading.local):
+    """rules: functions whose derivative is computed by their rule, and the values that it is computed at."""
+
+    def __init__(self) -> None:
+        self.rules: list[tuple[str, list[Any]]] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def ruled(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> Iterator[None]:
+    """Context in which JAX runs a function, or its rule instead where derivatives are computed."""
+    _thread.rules.append((_source(primitive, params), list(map(primal, args))))
+    try:
+        yield
+    finally:
+        _thread.rules.pop()
+
+
+def is_by_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Return True for a function that its own rule for `jvp` calls: the op is under way."""
+    if primitive != "custom_jvp_call" or not _thread.rules:
+        return False
+    source, values = _thread.rules[-1]
+    same = len(args) == len(values) and all(map(operator.is_, args, values))
+    return same and source == _source(primitive, params)
+
+
+def _source(primitive: str, params: dict[str, Any]) -> str:
+    return f"{primitive} {params['subfuns'][0].debug_info.func_src_info}"
 
 
 _JAX = str(Path(jax.__file__).parent)

@@ -1,12 +1,17 @@
 """Cache keys: code that is traced under tools is traced for them, and what was compiled before stays."""
 
-from collections.abc import Hashable, Iterator
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
+
+from ._reads import Variants, traced
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.
@@ -15,36 +20,93 @@ Its value is where functions that are made in a scope keep their executables, so
 setting of our own would change the keys of what is compiled already."""
 _UNSET: Any = config.config_ext.unset
 _CAPACITY = 8192
+BACKWARD = "backward"
+"""Purpose of the key under which backward passes are traced, whose ops are not analysed."""
 
 
-class Contexts:
-    """The key under which each thread traces: one for each layer of tools and setting of the switches."""
+class Function(NamedTuple):
+    """A function of the user under another name.  variants: of its programs."""
 
-    def follow(self) -> None:
-        """Put the key of what is in force on this thread into JAX's setting."""
-        activation = interceptor.ACTIVATION.get(None)
-        if activation is not None and activation.active:
-            _CONFIG.set_local(self.key(activation.state))
-        else:
-            _CONFIG.set_local(_UNSET)
+    call: Callable[..., Any]
+    variants: Variants
 
-    def key(self, state: State, values: Hashable = None) -> Any:
-        """Return the key for a state: the same for the same tools, another each time without the cache.
 
-        values: which of the values that traceable routines have read.
-        """
-        if not state.cache:
-            return pjit.make_jit_cpp_cache(_CAPACITY)
-        keys = state.layer.rewrites.setdefault(self, {})  # which `Tool.analyse_again` clears
-        switches = state.autodiff, values
-        if switches not in keys:
-            keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
-        return keys[switches]
+class Programs:
+    """What is kept of the programs that were traced for a layer of tools; the layer alone holds it.
 
-    @property
-    def current(self) -> Any:
-        """The key that is in force on this thread."""
-        return _CONFIG.value
+    JAX's caches hold programs for as long as the functions under other names live, so a program holds
+    nothing of the tools: of routines and executions it has tokens.
+
+    found: what tracing has found of each program.
+    """
+
+    def __init__(self) -> None:
+        self.found: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._keys: dict[Hashable, Any] = {}
+        self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        weakref.finalize(self, _forget, self._users).atexit = False
+
+    @staticmethod
+    def of(layer: Any) -> "Programs":
+        """Return those of a layer."""
+        programs: Programs = layer.rewrites.setdefault(Programs, Programs())
+        return programs
+
+    def key(self, switches: Hashable) -> Any:
+        """Return the key for some switches."""
+        if switches not in self._keys:
+            self._keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
+        return self._keys[switches]
+
+    def function(self, function: Callable[..., Any]) -> Function:
+        """Return the function by which JAX knows a user's function for these tools."""
+        if function not in self._functions:
+            self._functions[function] = Function(_renewed(function), Variants())
+            self._users.add(function)
+        return self._functions[function]
+
+    def keep(self, token: Any, value: Any) -> Any:
+        """Keep a value while there is its token; return a weak reference to the value."""
+        self._kept[token] = value
+        return weakref.ref(value)
+
+
+def _renewed(function: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.ref(function)
+    renewed = wraps(function)(traced(lambda *args, **kwargs: reference()(*args, **kwargs)))  # type: ignore[misc]
+    del renewed.__wrapped__
+    return renewed
+
+
+def _forget(functions: weakref.WeakSet[Any]) -> None:
+    """Drop the executables that JAX's native code keeps by the user's functions.
+
+    Those of the user among them are found again in JAX's other caches, at the next call.
+    """
+    for one in gc.get_referrers(*functions) if functions else ():
+        if type(one).__name__ == "PjitFunction":
+            one._clear_cache()
+
+
+def key_of(state: State, purpose: Hashable = 0) -> Any:
+    """Return the key for a state: the same for the same tools, another each time without the cache.
+
+    purpose: number of the variant, or BACKWARD.
+    """
+    if not state.cache:
+        return pjit.make_jit_cpp_cache(_CAPACITY)
+    return Programs.of(state.layer).key((state.autodiff, purpose))
+
+
+def follow() -> None:
+    """Trace on this thread for the tools that are in force on it."""
+    activation = interceptor.ACTIVATION.get(None)
+    if activation is not None and activation.active:
+        _CONFIG.set_local(key_of(activation.state))
+    else:
+        leave()
 
 
 @contextmanager

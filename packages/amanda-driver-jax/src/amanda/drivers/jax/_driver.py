@@ -1,27 +1,31 @@
 """The driver itself: which primitives it intercepts and how each bind reaches the core."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import jax
 from amanda import interceptor
 from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
+from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
-from . import _private
-from ._autodiff import Made, follow_backward
-from ._calls import CUSTOM, PrimitiveCall, rule_of
-from ._contexts import Contexts, leave, under
+from ._autodiff import Made, execution, follow_backward
+from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, ruled
+from ._contexts import follow, key_of, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
-from ._reads import is_pure
+from ._programs import inserted
+from ._reads import LiftedArrays, followed, is_pure
+from ._requirements import check
 from ._taps import ORIGINALS
 from ._tensors import Arrays
-from ._traces import is_staged, is_tangent, primal
+from ._traces import is_staged, is_tangent, is_within_jit
 from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(
@@ -46,23 +50,23 @@ class JaxDriver(Arrays, EagerDriver):
     def __init__(self) -> None:
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
-        self._contexts = Contexts()
         self._places = Places()
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
-        _private.check()
+        check()
         self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
-        follow_jit(self.attributes, self._contexts.follow)
+        follow_jit(self.attributes)
         follow_backward(self.attributes)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
         self.attributes.on_restore(leave)
-        self._contexts.follow()
+        self.attributes.on_restore(ORIGINALS.clear)
+        follow()
 
     def switched(self) -> None:
         """Trace on this thread for the tools that are in force now."""
-        self._contexts.follow()
+        follow()
 
     def _bind(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
@@ -74,14 +78,16 @@ class JaxDriver(Arrays, EagerDriver):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
                 activation.state.report("inside of shard_map", MAPPED)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
-                with interceptor.Suspension(), under(None):
+                with interceptor.Suspension(), under():
                     return original(primitive, *args, **params)
+            if is_by_rule(primitive.name, args, params):
+                return self._call_custom(original, primitive, *args, **params)
             name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            with under(None):
-                made = detour(*args, **params)
+            with under(), execution() as carrying:
+                made = carrying(detour(*args, **params))
             if name in CONVERSIONS:
                 CONVERTED.follow(args[0], made, interceptor.subjects())
             return made
@@ -100,7 +106,7 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
-        with under(self._contexts.key(State.current())):
+        with under(key_of(State.current())), ruled(primitive.name, args, params):
             return original(primitive, *args, **params)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -118,8 +124,20 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
-        if action.differentiable or autodiff or not is_staged() or (action.traceable and is_pure(action)):
+        inserted()
+        if not is_staged():
             return None
+        if action.differentiable or autodiff:
+            followed(action)
+            return None
+        if action.traceable and not action.takes_run:
+            if not is_within_jit() or is_pure(action):
+                return None
+            variant = followed(action)
+            if variant is not None:
+                with suppress(jax.errors.ConcretizationTypeError):  # it decides by what it computes
+                    lifted = LiftedArrays(variant)
+                    return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
         return run_later(action, values, facts, run, shapes)
 
     def shown(self, values: list[Any]) -> list[Any]:
@@ -137,7 +155,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
         """Leave the trace with the taps."""
-        made.trace = trace
+        made.attach(trace)
 
     def variable_of(self, value: Any) -> Any:
         """The array that a model holds, or the argument of the function that is traced."""
@@ -153,7 +171,7 @@ class JaxDriver(Arrays, EagerDriver):
 
 
 def _shown(value: Any) -> Any:
-    return ORIGINALS.of(primal(value))
+    return ORIGINALS.of(value)
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:

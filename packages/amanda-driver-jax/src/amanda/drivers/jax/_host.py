@@ -16,6 +16,7 @@ from jax._src import callback, core, dispatch, effects
 from jax._src.interpreters import pxla
 
 from ._called import call
+from ._contexts import Programs
 from ._taps import straight, tie
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
@@ -23,6 +24,7 @@ from ._traces import base, is_tensor
 _RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
+_NUMBER = jax.ShapeDtypeStruct((), np.uint32)
 _TOKEN = jax.ShapeDtypeStruct((0,), np.bool_)
 
 
@@ -72,7 +74,7 @@ class Runs:
         self._last = 0
         self._all: dict[int, dict[str, Any]] = {}
 
-    def begin(self) -> tuple[Any]:
+    def begin(self, *_: Any) -> tuple[Any]:
         """Return the number of a new execution."""
         with self._lock:
             self._last += 1
@@ -91,6 +93,26 @@ class Runs:
 
 
 RUNS = Runs()
+
+
+class Token:
+    """Stands in a program for a routine, which is the tools' to keep: no program holds a tool.
+
+    numbers: 1 if the routine is given the number of an execution, else 0.
+    """
+
+    def __init__(self, numbers: int, state: State, job: "Job") -> None:
+        self._numbers = numbers
+        self._job = Programs.of(state.layer).keep(self, job)
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        """Run the routine; return what takes the place of what it was given."""
+        job = self._job()
+        return arrays if job is None else job(*arrays)
+
+    def observe(self, *arrays: Any) -> tuple[Any, ...]:
+        """Run a routine that changes nothing."""
+        return *self(*arrays)[: self._numbers], np.zeros((0,), np.bool_)
 
 
 class Job:
@@ -117,6 +139,9 @@ class Job:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return the arrays that take the place of those that it was given."""
         numbers, own = (arrays[:1], arrays[1:]) if self._action.takes_run else ((), arrays)
+        return *(np.asarray(one) for one in numbers), *self._given(numbers, own)
+
+    def _given(self, numbers: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
         given = tuple(np.asarray(one) for one in own[: len(self._places)])
         if FAILURES.pending() or any(scope.closed for scope in self._state.scopes):
             return given
@@ -137,11 +162,6 @@ class Job:
         changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
         return tuple(np.asarray(changed[place]) for place in self._places)
 
-    def observe(self, *arrays: Any) -> Any:
-        """Run a routine that changes nothing."""
-        self(*arrays)
-        return (np.zeros((0,), np.bool_),)
-
 
 def run_later(
     action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], shapes: Hashable
@@ -150,16 +170,21 @@ def run_later(
     positions = range(len(values)) if action.select is None else action.select
     picked = [values[i] for i in positions]
     leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
-    job = Job(action, facts, State.current(), leaves, tree, shapes)
+    state = State.current()
+    job = Token(int(action.takes_run), state, Job(action, facts, state, leaves, tree, shapes))
     arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
-    number = [_number(run)] if action.takes_run else []
+    number = [_number(run, values)] if action.takes_run else []
+    told = [_NUMBER] if action.takes_run else []
     avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
     if action.observer or not arrays:
         with core.set_current_trace(base()):
-            (token,) = call(job.observe, (_TOKEN,), *number, *(arrays or _dependence(values)))
+            *number, token = call(job.observe, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
+        run.update(zip((_EXECUTION,), number, strict=False))
         return _tied(values, token)
     with core.set_current_trace(base()):
-        given = iter(call(job, avals, *number, *arrays))
+        results = call(job, (*told, *avals), *number, *arrays)
+    run.update(zip((_EXECUTION,), results[: len(told)], strict=False))
+    given = iter(results[len(told) :])
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
@@ -186,11 +211,11 @@ def _dependence(values: list[Any]) -> list[Any]:
     return [jax.lax.slice(row, (0,), (0,))]
 
 
-def _number(run: dict[str, Any]) -> Any:
-    """Return the symbol of the number of an execution, which its routines share."""
+def _number(run: dict[str, Any], values: list[Any]) -> Any:
+    """Return the symbol of the number of an execution, which goes from one of its routines to the next."""
     if _EXECUTION not in run:
         with core.set_current_trace(base()):
-            (run[_EXECUTION],) = call(RUNS.begin, (jax.ShapeDtypeStruct((), np.uint32),))
+            (run[_EXECUTION],) = call(RUNS.begin, (_NUMBER,), *_dependence(values))
     return run[_EXECUTION]
 
 

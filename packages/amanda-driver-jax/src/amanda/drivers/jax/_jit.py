@@ -1,106 +1,146 @@
-"""Functions under jit: traced anew for the tools; JAX's own, and inner ones, are part of their caller."""
+"""Functions under jit: traced anew for the tools, and the user's own where nothing was put into them."""
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from contextlib import nullcontext
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes
-from jax._src import core, dtypes, pjit, stages
-from jax._src.sharding_impls import UnspecifiedValue
+from amanda.backend import Attributes, State
+from jax._src import core, pjit
 
-from ._contexts import under
-from ._traces import is_within_jit
+from ._contexts import Programs, follow, key_of, under
+from ._programs import Counts, counting, made, part
+from ._reads import Program, Variant, with_inputs
+from ._requirements import wrap
+from ._taps import ORIGINALS
+from ._traces import is_tangent, is_within_jit
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
 
 class _Part(NamedTuple):
-    """Stands for the program of a function whose ops are those of its caller.  info: of its jit."""
+    """Stands for the program of a function of JAX's own that runs op by op.  infer: gives its program."""
 
-    info: Any
+    infer: Callable[[], Any]
 
 
-def follow_jit(attributes: Attributes, settle: Callable[[], None]) -> None:
-    """Trace functions with tools in force, and report executables that were made ahead of time.
+class _Guarded(NamedTuple):
+    """A program that Python has to look at before each call.  params: JAX's."""
 
-    settle: called behind each function that was traced, or that has routines in Python.
-    """
+    params: Any
+
+
+class _Found(NamedTuple):
+    """What tracing a program has found: what is in it, and what is read for it at each call."""
+
+    counts: Counts
+    program: Program | None = None
+    guards: bool = False
+
+
+def follow_jit(attributes: Attributes) -> None:
+    """Trace functions with tools in force, and report executables that were made ahead of time."""
     attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
-    attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit, settle))
-    attributes.set(stages.Compiled, "__call__", _reported(stages.Compiled.__call__))
-    attributes.when_imported("jax._src.export._export", lambda: _report_exported(attributes))
+    attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
+    wrap(attributes, "stages", "Compiled.__call__", _reported)
+    wrap(attributes, "export._export", "Exported.call", _reported)
+    wrap(attributes, "pallas.pallas_call", "_trace_kernel_to_jaxpr", _suspended)
 
 
-def _report_exported(attributes: Attributes) -> None:
-    kind = sys.modules["jax._src.export._export"].Exported
-    attributes.set(kind, "call", _reported(kind.call))
+def _suspended(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.Suspension(), under():
+            return original(*args, **kwargs)
+
+    return trace
 
 
 def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def variant_key(state: State, variant: Variant) -> Any:
+        return under(key_of(state, variant.number)) if variant.number else nullcontext()
+
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(fun, info, args, kwargs)
-        if sys._getframe(1).f_code.co_name == "jit_trace":
-            with interceptor.Suspension(), under(None):
+        asked = sys._getframe(1).f_code.co_name == "jit_trace"
+        if asked or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
+            with interceptor.Suspension(), under():
                 return original(fun, info, args, kwargs)
-        if _is_part(fun, info):
-            return _Part(info), []
-        interceptor.reset_root()
-        return original(fun, info, args, kwargs)
+        within = is_within_jit()
+        if not within and _is_of_jax(fun, info):
+            return _Part(partial(original, fun, info, args, kwargs)), []
+        if within:
+            with counting() as counts:
+                program, flat = original(part(fun, args, kwargs), info, args, kwargs)
+            found = _Found(counts)
+        else:
+            interceptor.reset_root()
+            programs = Programs.of(activation.state.layer)
+            function, variants = programs.function(fun)
+            with variants.current() as variant:
+                with counting() as counts, variant_key(activation.state, variant):
+                    program, flat = original(function, info, args, kwargs)
+                closed = program.params["jaxpr"]
+                if closed not in programs.found:
+                    own = with_inputs(program, variant.inputs)
+                    programs.found[closed] = _Found(counts, own, variant.reads.guards)
+            found = programs.found[closed]
+        if found.program is not None:
+            return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
+        if found.counts.insertions or (found.counts.taps and not core.trace_state_clean()):
+            return _Guarded(program) if found.guards else program, flat
+        with interceptor.Suspension(), under():  # nothing is in it: the program is the user's own
+            return original(fun, info, args, kwargs)
 
     return _infer_params
 
 
-def _is_part(fun: Any, info: Any) -> bool:
-    """Return True for a function whose ops are those of its caller: it runs as under `jax.disable_jit`."""
+def _is_of_jax(fun: Any, info: Any) -> bool:
     placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
-    if any(one is not None and not isinstance(one, UnspecifiedValue) for one in placed):
+    if any(one is not None and one is not pjit.UNSPECIFIED for one in placed):
         return False
-    return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax" or is_within_jit()
+    return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax"
 
 
-def _running(original: Callable[..., Any], settle: Callable[[], None]) -> Callable[..., Any]:
+def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is _Part:
-            info = p.info
-            if is_within_jit():
-                args, kwargs = _staged(info, args, kwargs)
-            results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
+            with counting() as counts:
+                results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
+            if not (counts.insertions or counts.taps):  # the function itself, which XLA fuses
+                own = jax.tree_util.tree_leaves(results)
+                with interceptor.Suspension(), under():
+                    results, *_ = original(*p.infer(), fun, args, kwargs)
+                ORIGINALS.note_all(results, own)
             return results, None, None, None, _NO_PROGRAM, None, None, ()
+        own = made()
+        if type(p) is _Guarded:
+            p = p.params
+            with interceptor.Suspension(), under():
+                flat = pjit.jit_p.bind(*args_flat, **p.params)
+            results = jax.tree_util.tree_unflatten(p.out_tree, flat)
+            ORIGINALS.note_all(results, own)
+            return results, flat, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
-        with interceptor.Suspension(), under(None):
+        with interceptor.Suspension(), under():
             results = original(p, args_flat, fun, args, kwargs)
-        settle()
+        if is_within_jit():
+            ORIGINALS.note_all(results[0], own)
+        elif core.trace_state_clean():
+            follow()  # a tool may have had ops analysed again
         return results
 
     return _run_python_pjit
-
-
-def _staged(info: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return arguments as the function is traced with them: numbers are symbols, unless they are static."""
-    static = {i % len(args) for i in info.static_argnums} if args else set()
-    own = [one if i in static else jax.tree_util.tree_map(_symbol, one) for i, one in enumerate(args)]
-    names = info.static_argnames
-    return own, {
-        name: one if name in names else jax.tree_util.tree_map(_symbol, one) for name, one in kwargs.items()
-    }
-
-
-def _symbol(value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, core.Tracer)
-        else core.trace_ctx.trace.stage_value(dtypes.canonicalize_value(value))
-    )
 
 
 def _as_array(value: Any) -> Any:
@@ -115,7 +155,7 @@ def _reported(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         name = getattr(self, "fun_name", None) or type(self).__name__
         activation.state.report(f"inside of the compiled {name}", AHEAD)
-        with interceptor.Suspension(), under(None):
+        with interceptor.Suspension(), under():
             return original(self, *args, **kwargs)
 
     return call

@@ -4,6 +4,7 @@
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -12,37 +13,68 @@ import jax
 from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
 
-from ._traces import primal
+from ._programs import tapped
+from ._traces import argument_of, primal
 
 
 class Mark(Protocol):
     """The op whose cotangents a tap shows."""
 
-    def transposed(self, side: str, positions: Sequence[int], cotangents: list[Any]) -> list[Any]:
+    def bring(self, carried: list[Any]) -> None:
+        """Take the values of the forward pass that a tap was given; cotangents come after them."""
+
+    def brought(self) -> list[Any]:
+        """Return the values of the forward pass."""
+
+    def transposed(
+        self, side: str, positions: Sequence[int], cotangents: list[Any], carried: Sequence[Any]
+    ) -> list[Any]:
         """Return the cotangents that go on instead of these.
 
         side: "outputs" where they enter the backward op, "inputs" where they leave it.
+        carried: values of the forward pass.
         """
 
 
 class Originals:
-    """Which symbol of the program each symbol stands for that a primitive of this module has made."""
+    """Which symbol, or array, each one stands for that was made in its place, or that a part has given.
+
+    Of arrays the last few are kept, which ops are about to read: each of them takes memory.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+        self._last: deque[Any] = deque(maxlen=16)
 
     def note(self, made: Any, value: Any) -> Any:
         """Record that a value was made in the place of another; return it."""
-        own, other = primal(made), primal(value)
-        if own is not other and isinstance(own, core.Tracer):
-            kept = weakref.ref(own, partial(self._forget, id(own)))
-            self._known[id(own)] = kept, self.of(other)
+        own, other = primal(made), self.of(value)
+        if own is not other and all(isinstance(one, (core.Tracer, jax.Array)) for one in (own, other)):
+            reference = weakref.ref(own, partial(self._forget, id(own)))
+            if isinstance(other, core.Tracer):
+                self._known[id(own)] = reference, lambda: other
+            else:
+                self._last.append(other)
+                self._known[id(own)] = reference, weakref.ref(other)
         return made
 
+    def note_all(self, made: Any, values: Sequence[Any]) -> None:
+        """Record that the leaves of a result were made in the place of others."""
+        leaves = jax.tree_util.tree_leaves(made)
+        if len(leaves) == len(values):
+            for one, value in zip(leaves, values, strict=True):
+                self.note(one, value)
+
     def of(self, value: Any) -> Any:
-        """Return the symbol that a value stands for; itself where it stands for no other."""
+        """Return what a value stands for in the outermost function: itself where it stands for no other."""
+        value = argument_of(value)
         known = self._known.get(id(value))
-        return known[1] if known is not None and known[0]() is value else value
+        found = known[1]() if known is not None and known[0]() is value else None
+        return value if found is None else found
+
+    def clear(self) -> None:
+        """Let go of every array."""
+        self._last.clear()
 
     def _forget(self, key: int, _: Any) -> None:
         self._known.pop(key, None)
@@ -67,14 +99,20 @@ def tie(value: Any, token: Any) -> Any:
     return ORIGINALS.note(tie_p.bind(value, token), value) if isinstance(token, core.Tracer) else value
 
 
-def tap(values: Sequence[Any], mark: Mark, side: str) -> list[Any]:
-    """Return the values, whose cotangents are brought to `mark` when a backward pass comes through."""
+def tap(values: Sequence[Any], mark: Mark, side: str, carried: Sequence[Any] = ()) -> list[Any]:
+    """Return the values, whose cotangents are brought to `mark` when a backward pass comes through.
+
+    carried: symbols that the backward pass is given, in whichever program it is traced.
+    """
     places = [i for i, value in enumerate(values) if _has_tangent(value)]
     if not places:
         return list(values)
-    tapped = tap_p.bind(*(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0)
+    tapped()
+    results = tap_p.bind(
+        *carried, *(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0
+    )
     result = list(values)
-    for place, value in zip(places, tapped, strict=True):
+    for place, value in zip(places, results, strict=True):
         result[place] = ORIGINALS.note(value, values[place])
     return result
 
@@ -117,49 +155,59 @@ batching.primitive_batchers[tie_p] = _tie_batched
 mlir.register_lowering(tie_p, lambda ctx, value, token: [value])
 
 
-def _tap(*values: Any, **params: Any) -> list[Any]:
-    return list(values)
+def _split(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Return what a tap carries, and the values that it shows."""
+    count = len(args) - len(positions)
+    return list(args[:count]), list(args[count:])
 
 
-def _tap_avals(*values: Any, **params: Any) -> Any:
-    return list(values)
+def _tap(*args: Any, positions: Any, **params: Any) -> list[Any]:
+    return _split(args, positions)[1]
 
 
 def _tap_jvp(primals: Any, tangents: Any, *, positions: Any, **params: Any) -> Any:
-    wanted = [i for i, one in enumerate(tangents) if type(one) is not ad.Zero]
-    results = list(tangents)
+    (carried, values), (_, results) = _split(primals, positions), _split(tangents, positions)
+    wanted = [i for i, one in enumerate(results) if type(one) is not ad.Zero]
     if wanted:
-        tapped = tap_p.bind(
-            *(tangents[i] for i in wanted), positions=tuple(positions[i] for i in wanted), **params
-        )
-        for i, one in zip(wanted, tapped, strict=True):
+        places = tuple(positions[i] for i in wanted)
+        shown = tap_p.bind(*carried, *(results[i] for i in wanted), positions=places, **params)
+        for i, one in zip(wanted, shown, strict=True):
             results[i] = one
-    return list(primals), results
+    return values, results
 
 
 def _tap_transposed(
-    cotangents: Any, *values: Any, mark: Mark, side: str, positions: Any, mapped: int
+    cotangents: Any, *args: Any, mark: Mark, side: str, positions: Any, mapped: int
 ) -> list[Any]:
+    carried, _ = _split(args, positions)
     if all(type(one) is ad.Zero for one in cotangents):
-        return list(cotangents)
+        return [*(None for _ in carried), *cotangents]
+    if carried:
+        mark.bring(carried)
+        return [*(None for _ in carried), *cotangents]
     given = [ad.instantiate_zeros(one) for one in cotangents]
-    run: Callable[..., list[Any]] = lambda *cts: mark.transposed(side, positions, list(cts))  # noqa: E731
+    run: Callable[..., list[Any]] = partial(mark.transposed, side, positions)
     for _ in range(mapped):
         run = jax.vmap(run)
-    return list(run(*given))
+    return list(run(given, mark.brought()))
 
 
-def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
+def _tap_batched(args: Any, dims: Any, *, positions: Any, mapped: int, **params: Any) -> Any:
     size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
     front = [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
-    return tap_p.bind(*front, mapped=mapped + 1, **params), (0,) * len(front)
+    shown = tap_p.bind(*front, positions=positions, mapped=mapped + 1, **params)
+    return shown, (0,) * len(shown)
+
+
+def _tap_lowered(ctx: Any, *args: Any, positions: Any, **params: Any) -> list[Any]:
+    return _split(args, positions)[1]
 
 
 ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_transposes[tap_p] = partial(ad.linear_transpose2, _tap_transposed)
 batching.primitive_batchers[tap_p] = _tap_batched
-mlir.register_lowering(tap_p, lambda ctx, *values, **params: list(values))
+mlir.register_lowering(tap_p, _tap_lowered)
 straight_p.def_impl(_straight)
 straight_p.def_abstract_eval(_straight_aval)
 tap_p.def_impl(_tap)
-tap_p.def_abstract_eval(_tap_avals)
+tap_p.def_abstract_eval(_tap)

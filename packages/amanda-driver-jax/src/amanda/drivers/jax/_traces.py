@@ -10,6 +10,8 @@ from jax._src import core
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
+from ._programs import passed
+
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
@@ -65,12 +67,22 @@ def needs_gradient(value: Any) -> bool:
     return isinstance(value, pe.DynamicJaxprTracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
+def argument_of(value: Any) -> Any:
+    """Return the symbol in the outermost function that a symbol was passed from; itself where it was not."""
+    value = primal(value)
+    outer = passed(value) if isinstance(value, pe.DynamicJaxprTracer) else None
+    return value if outer is None else argument_of(outer)
+
+
 def argument_name(value: Any) -> str | None:
     """Return JAX's name for the argument of a jitted function that a symbol is: "params['w']"."""
     value = primal(value)
     if not isinstance(value, pe.DynamicJaxprTracer):
         return None
     frame = value._trace.frame
+    outer = passed(value)
+    if outer is not None:
+        return argument_name(outer)
     names = frame.debug_info.arg_names if frame.debug_info is not None else None
     index = next((i for i, one in enumerate(frame.invars) if one is value.val), None)
     return names[index] if names is not None and index is not None and index < len(names) else None

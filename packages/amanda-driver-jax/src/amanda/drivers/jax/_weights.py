@@ -3,12 +3,15 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import jax
+from amanda.backend import State
 
 from ._modules import Place, dotted, held_arrays
-from ._traces import argument_name, primal
+from ._taps import ORIGINALS
+from ._traces import argument_name
 
 CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
 """Primitives whose result is the same weight, in another element type."""
@@ -47,7 +50,7 @@ class Converted:
         """Record that an array was made of another, which may be a weight."""
         found = variable_of(value, subjects)
         if found is not None:
-            made = primal(made)
+            made = ORIGINALS.of(made)
             self._slots[id(made)] = weakref.ref(made, partial(self._forget, id(made))), found
 
     def of(self, value: Any) -> Slot | None:
@@ -60,6 +63,8 @@ class Converted:
 
 
 CONVERTED = Converted()
+_MET: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Place, int]] = weakref.WeakKeyDictionary()
+"""Numbers of the models that the program made, for each layer of tools."""
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
@@ -67,13 +72,13 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
 
     Outside of models it is the slot of a leaf of an argument.
     """
-    value = primal(value)
+    value = ORIGINALS.of(value)
     found = CONVERTED.of(value)
     if found is not None:
         return found
     path, argument = _path(value, subjects), dotted(argument_name(value) or "")
     if path is not None:
-        return slot(subjects[0].root, path)
+        return slot(_root(subjects[0]), path)
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
     return slot("", argument)
@@ -84,8 +89,20 @@ def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
     return lambda variable: variable.path
 
 
+def _root(place: Place) -> str:
+    """Return the class of a model, and its number among those of the class that these tools have met."""
+    number = place.number
+    if number is None:
+        met = _MET.setdefault(State.current().layer, weakref.WeakKeyDictionary())
+        if place not in met:
+            taken = {met[one] for one in met if one.root == place.root}
+            met[place] = next(i for i in count() if i not in taken)
+        number = met[place]
+    return f"{place.root} {number}" if number else place.root
+
+
 def _path(array: Any, subjects: Sequence[Place]) -> str | None:
     model = subjects[0].module if subjects else None
     if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
         return None
-    return next((path for path, leaf in held_arrays(model) if primal(leaf) is array), None)
+    return next((path for path, leaf in held_arrays(model) if ORIGINALS.of(leaf) is array), None)

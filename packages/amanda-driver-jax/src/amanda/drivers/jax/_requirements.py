@@ -1,0 +1,78 @@
+"""Private names of JAX that the driver needs, and what it does not do where one is absent."""
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import jax
+from amanda.backend import Attributes
+from amanda.errors import DriverError
+
+Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
+logger = logging.getLogger("amanda")
+
+ESSENTIAL = {
+    "callback": "IOEffect _IOEffect _callback_op_sharding emit_python_callback",
+    "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
+    "core": "Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace set_current_trace trace_ctx "
+    "trace_state_clean typeof",
+    "dispatch": "runtime_tokens.block_until_ready",
+    "effects": "custom_derivatives_allowed_effects._effect_types remat_allowed_effects._effect_types",
+    "interpreters.ad": "JVPTrace JVPTracer LinearizeTrace LinearizeTracer Zero backward_pass3 "
+    "instantiate_zeros linear_transpose2 primitive_jvps primitive_transposes",
+    "interpreters.batching": "BatchTracer bdim_at_front primitive_batchers",
+    "interpreters.mlir": "register_lowering",
+    "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
+    "separate_consts",
+    "interpreters.pxla": "ExecuteReplicated.__call__",
+    "pjit": "UNSPECIFIED _get_fastpath_data _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
+    "source_info_util": "current",
+}
+"""Names below a module of `jax._src`; without one of these nothing is instrumented."""
+
+OPTIONAL = {
+    ("export._export", "Exported.call"): "exported programs are not reported",
+    ("pallas.pallas_call", "_trace_kernel_to_jaxpr"): "ops inside of Pallas kernels are seen",
+    ("stages", "Compiled.__call__"): "executables that were compiled ahead of time are not reported",
+}
+"""Without one of these, what it says; the log tells it."""
+
+
+def check() -> None:
+    """Raise DriverError that names what the running JAX lacks."""
+    essential = [(module, name) for module, names in ESSENTIAL.items() for name in names.split()]
+    lacking = [f"jax._src.{module}.{name}" for module, name in essential if not _has(module, name)]
+    if lacking:
+        raise DriverError(
+            f"JAX {jax.__version__} lacks {', '.join(lacking)}, on which amanda-driver-jax leans; it is "
+            "written for JAX 0.10.2: install that, or a newer amanda-driver-jax"
+        )
+
+
+def wrap(attributes: Attributes, module: str, path: str, wrapped: Wrapped) -> None:
+    """Put what `wrapped` makes of an optional name in its place, once JAX has imported the module."""
+
+    def place() -> None:
+        if not _has(module, path):
+            told = jax.__version__, module, path, OPTIONAL[module, path]
+            logger.warning("JAX %s lacks jax._src.%s.%s: %s", *told)
+            return
+        owner, _, name = path.rpartition(".")
+        found = sys.modules[f"jax._src.{module}"]
+        holder = attrgetter(owner)(found) if owner else found
+        attributes.set(holder, name, wrapped(getattr(holder, name)))
+
+    attributes.when_imported(f"jax._src.{module}", place)
+
+
+def _has(module: str, name: str) -> bool:
+    """Return True if a module below `jax._src` has a name, which may be a path of attributes."""
+    try:
+        found: Any = import_module(f"jax._src.{module}")
+        attrgetter(name)(found)
+    except (ImportError, AttributeError):
+        return False
+    return True

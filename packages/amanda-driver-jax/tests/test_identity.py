@@ -1,0 +1,136 @@
+"""Bit-identity: a training step of Flax NNX and optax's Adam under tools that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import amanda
+from amanda.drivers.jax import JaxDriver
+from amanda.testing import attached
+
+STEPS = 20
+X = np.random.default_rng(0).normal(size=(8, 8, 8, 1)).astype(np.float32)
+Y = np.arange(8) % 3
+
+
+@pytest.fixture(autouse=True)
+def _attached() -> Iterator[None]:
+    with attached(JaxDriver):
+        yield
+
+
+class Network(nnx.Module):
+    """Convolutions, normalization and layers: what a step of NNX has of nested jitted functions."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.linear = nnx.Linear(64, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        x = nnx.avg_pool(nnx.gelu(self.norm(self.conv(x))), (2, 2), strides=(2, 2))
+        return self.linear(x.reshape(len(x), -1))
+
+
+def trained(*tools: amanda.Tool, steps: int = STEPS) -> list[bytes]:
+    """Return the bits of losses, gradients and parameters of a fresh network, trained under tools."""
+    model = Network()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    kept: list[Any] = []
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(model(x), Y).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value, gradients
+
+    with amanda.apply(*tools):
+        kept += [step(model, optimizer, jnp.asarray(X)) for _ in range(steps)]
+    kept.append(nnx.state((model, optimizer)))
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves(kept)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[bytes]:
+    return trained()
+
+
+class Looking(amanda.Tool):
+    """Looks at every op, forward and backward, and inserts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.add_inst_for_op(self.look, require_outputs=True)
+        self.add_inst_for_op(self.look, backward=True)
+
+    def look(self, context: amanda.OpContext) -> None:
+        self.seen.add(context.get_op_type())
+        if context.is_backward():
+            self.seen.add(context.get_backward_op().__name__)
+
+
+@amanda.traceable
+def handed_back(*values: Any) -> Any:
+    """Return the values themselves."""
+    return list(values)
+
+
+class Native(amanda.Tool):
+    """Puts routines into the program that hand values back, around every op and its backward op."""
+
+    def __init__(self, factor: float | None = None) -> None:
+        super().__init__()
+        self.factor = factor
+        self.inserted = 0
+        self.add_inst_for_op(self.insert)
+        self.add_inst_for_op(self.insert_backward, backward=True)
+
+    def insert(self, context: amanda.OpContext) -> None:
+        self.inserted += 1
+        context.insert_before_op(handed_back)
+        context.insert_after_op(handed_back if self.factor is None else scaled)
+
+    def insert_backward(self, context: amanda.OpContext) -> None:
+        context.insert_before_backward_op(handed_back)
+
+
+@amanda.traceable
+def scaled(*values: Any) -> Any:
+    """Return the values, floating ones with their last bit changed."""
+    return [
+        one * (1 + 2**-20) if hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.floating) else one
+        for one in values
+    ]
+
+
+def test_an_empty_tool_leaves_every_bit(plain: list[bytes]) -> None:
+    assert trained(amanda.Tool()) == plain
+
+
+def test_a_tool_that_looks_leaves_every_bit(plain: list[bytes]) -> None:
+    tool = Looking()
+    assert trained(tool) == plain
+    assert {"conv_general_dilated", "dot_general", "dot_general_transpose", "integer_pow"} <= tool.seen
+
+
+def test_routines_in_the_program_that_hand_values_back_leave_every_bit(plain: list[bytes]) -> None:
+    tool = Native()
+    assert trained(tool) == plain
+    assert tool.inserted > 100
+
+
+def test_a_routine_that_changes_values_is_seen_in_the_bits(plain: list[bytes]) -> None:
+    assert trained(Native(factor=1)) != plain
