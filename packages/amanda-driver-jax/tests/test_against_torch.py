@@ -155,7 +155,7 @@ def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) ->
         masked = model(IMAGES)
     assert tool.finalize(model).model is model
     other.finalize(reference)
-    assert np.array_equal(model(IMAGES), masked)
+    assert np.allclose(model(IMAGES), masked, atol=1e-5)  # the order of sums is XLA's
     assert_weights_agree(model, reference)
     assert (np.asarray(model.linear.kernel[...]) == 0).mean() >= 0.25
 

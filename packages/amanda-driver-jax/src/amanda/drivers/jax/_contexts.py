@@ -35,6 +35,7 @@ class Contexts:
         """
         if not state.cache:
             return pjit.make_jit_cpp_cache(_CAPACITY)
+        assert state.layer is not None
         keys = state.layer.rewrites.setdefault(self, {})  # which `Tool.analyse_again` clears
         switches = state.autodiff, values
         if switches not in keys:

@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
-from itertools import count
 from typing import Any
 
 import jax
@@ -27,14 +26,14 @@ METHODS = frozenset({"__call__", "stateless_call"})
 class Place:
     """A module that is called, by what stays of it: JAX makes modules anew in each function that it traces.
 
-    name: path in the model.  root: of a model, its class, and its number if several are alive.
-    module: the one that is called now.
+    name: path in the model.  root: of a model, its class.  number: of a model that JAX makes, how many of its
+    class are called before it; None of one that the program made.  module: the one that is called now.
     """
 
-    __slots__ = ("__weakref__", "module", "name", "root")
+    __slots__ = ("__weakref__", "module", "name", "number", "root")
 
-    def __init__(self, name: str, root: str = "") -> None:
-        self.name, self.root = name, root
+    def __init__(self, name: str, root: str = "", number: int | None = None) -> None:
+        self.name, self.root, self.number = name, root, number
         self.module: Any = None
 
 
@@ -43,7 +42,7 @@ class Places:
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
-        self._kinds: dict[str, Place] = {}
+        self._kinds: dict[tuple[type, int], Place] = {}
         self._met: weakref.WeakKeyDictionary[Any, dict[type, list[Any]]] = weakref.WeakKeyDictionary()
         self._inner: weakref.WeakKeyDictionary[Place, dict[str, Place]] = weakref.WeakKeyDictionary()
 
@@ -60,13 +59,8 @@ class Places:
         root = f"{kind.__module__}.{kind.__qualname__}"
         if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_anew(module):
             number = self._number(kind, module)
-            root = f"{root} {number}" if number else root
-            return self._kinds.setdefault(root, Place("", root))
-        if module not in self._models:
-            taken = {one.root for one in self._models.values()}
-            names = (f"{root} {i}" if i else root for i in count())
-            self._models[module] = Place("", next(name for name in names if name not in taken))
-        return self._models[module]
+            return self._kinds.setdefault((kind, number), Place("", root, number))
+        return self._models.setdefault(module, Place("", root))
 
     def _number(self, kind: type, module: Any) -> int:
         """Return how many models of a class were called before this one in the function that is traced.
@@ -134,9 +128,9 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
 
 def _followed(base: type, enclose: Callable[[type], None]) -> Any:
     """Return `__init_subclass__` of a base, which encloses the classes that the program makes from now on."""
-    before = vars(base).get("__init_subclass__")
+    before: Any = vars(base).get("__init_subclass__")
 
-    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
         given = super(base, cls).__init_subclass__ if before is None else before.__get__(None, cls)
         given(**kwargs)
         enclose(cls)

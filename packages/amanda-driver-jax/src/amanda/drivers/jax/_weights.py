@@ -3,9 +3,11 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import jax
+from amanda.backend import State
 
 from ._modules import Place, dotted, held_arrays
 from ._traces import argument_name, primal
@@ -60,6 +62,8 @@ class Converted:
 
 
 CONVERTED = Converted()
+_MET: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Place, int]] = weakref.WeakKeyDictionary()
+"""Numbers of the models that the program made, for each layer of tools."""
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
@@ -73,7 +77,7 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
         return found
     path, argument = _path(value, subjects), dotted(argument_name(value) or "")
     if path is not None:
-        return slot(subjects[0].root, path)
+        return slot(_root(subjects[0]), path)
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
     return slot("", argument)
@@ -82,6 +86,18 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
 def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
     """Return what gives the path of a weight."""
     return lambda variable: variable.path
+
+
+def _root(place: Place) -> str:
+    """Return the class of a model, and its number among those of the class that these tools have met."""
+    number = place.number
+    if number is None:
+        met = _MET.setdefault(State.current().layer, weakref.WeakKeyDictionary())
+        if place not in met:
+            taken = {met[one] for one in met if one.root == place.root}
+            met[place] = next(i for i in count() if i not in taken)
+        number = met[place]
+    return f"{place.root} {number}" if number else place.root
 
 
 def _path(array: Any, subjects: Sequence[Place]) -> str | None:
