@@ -126,16 +126,18 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
         attributes.when_imported(module, partial(enclose_base, module, name))
 
 
-def _followed(base: type, enclose: Callable[[type], None]) -> Any:
+def _followed(base: Any, enclose: Callable[[type], None]) -> Any:
     """Return `__init_subclass__` of a base, which encloses the classes that the program makes from now on."""
     before: Any = vars(base).get("__init_subclass__")
 
-    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
-        given = super(base, cls).__init_subclass__ if before is None else before.__get__(None, cls)
-        given(**kwargs)
+    def init_subclass(cls: Any, **kwargs: Any) -> None:
+        if before is None:
+            super(base, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
         enclose(cls)
 
-    return classmethod(__init_subclass__)
+    return classmethod(init_subclass)
 
 
 def _enclosed(original: Any, places: Places, call: Any) -> Any:
