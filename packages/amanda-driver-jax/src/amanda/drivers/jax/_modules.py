@@ -130,7 +130,7 @@ def _followed(base: Any, enclose: Callable[[type], None]) -> Any:
     """Return `__init_subclass__` of a base, which encloses the classes that the program makes from now on."""
     before: Any = vars(base).get("__init_subclass__")
 
-    def init_subclass(cls: Any, **kwargs: Any) -> None:
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
         if before is None:
             super(base, cls).__init_subclass__(**kwargs)
         else:
