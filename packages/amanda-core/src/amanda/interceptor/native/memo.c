@@ -5,7 +5,10 @@
 #define ENTRY_LIMIT 256
 
 int memo_boot(PyObject *names) {
-    return add_type(names, "Hook", &Hook_Type) || add_type(names, "Program", &Program_Type) || add_type(names, "Memo", &Memo_Type) ? -1 : 0;
+    return add_type(names, "Hook", &Hook_Type) || add_type(names, "Program", &Program_Type) ||
+                   add_type(names, "Memo", &Memo_Type) || add_type(names, "Tally", &Tally_Type)
+               ? -1
+               : 0;
 }
 
 static void forget_entries(Memo *self) {
