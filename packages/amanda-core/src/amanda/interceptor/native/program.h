@@ -39,6 +39,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *plans; /* owned */
+    Cell usual;      /* that of the entries which was learned last: in the memo itself it costs no miss of the cache */
     Map entries;     /* key of a call -> owned Program; None: nothing is to be done */
     char sized;      /* whether extents of tensors decide too */
 } Memo;

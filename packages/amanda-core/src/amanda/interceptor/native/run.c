@@ -600,7 +600,8 @@ FLAT PyObject *memo_run(Thread *thread, Call *call) {
     const Reader *reader = call->site->reader;
     int gradients = 0;
     uint64_t key = reader ? reader_key(reader, thread, call->given, memo->sized, &gradients) : 0;
-    PyObject *known = key ? map_get(&memo->entries, key) : NULL;
+    PyObject *known = memo->usual.value;
+    if (unlikely(key != memo->usual.key || !known)) known = key ? map_get(&memo->entries, key) : NULL;
     if (!known) return hand_over(thread, call, key, NULL);
     if (known == Py_None) return call_op(thread, call);
     Py_INCREF(known);

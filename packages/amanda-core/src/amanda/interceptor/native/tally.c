@@ -102,7 +102,7 @@ static uint32_t slot_of(const Tally *tally, uint64_t hash, const Words *words) {
     uint32_t slot = (uint32_t)(hash >> 20) & (tally->slot_count - 1);
     while (tally->slots[slot]) {
         const Row *row = &tally->rows[tally->slots[slot] - 1];
-        if (row->hash == hash && (!words || is_row(tally, row, words))) break;
+        if (row->hash == hash && is_row(tally, row, words)) break;
         slot = (slot + 1) & (tally->slot_count - 1);
     }
     return slot;
@@ -133,12 +133,21 @@ static int make_room(Tally *tally, size_t words) {
     return 0;
 }
 
+static void settle(Tally *tally) {
+    if (tally->last) tally->rows[tally->last - 1].calls += tally->calls;
+    tally->calls = 0;
+}
+
+static void turn_to(Tally *tally, uint32_t row, const Words *words) {
+    settle(tally);
+    tally->last = row;
+    tally->calls = 1;
+    tally->length = words->count > RECENT_LIMIT ? WORD_LIMIT + 1 : words->count;
+    if (tally->length <= RECENT_LIMIT) memcpy(tally->recent, words->items, (size_t)words->count * sizeof(int64_t));
+}
+
 /* 1: counted; 0: they are new, and there are as many as native code counts; -1: out of memory, no exception set */
 static int count_words(Tally *tally, const Words *words, uint32_t limit) {
-    if (tally->last && is_row(tally, &tally->rows[tally->last - 1], words)) {
-        tally->rows[tally->last - 1].calls++;
-        return 1;
-    }
     uint64_t hash = 1;
     for (int i = 0; i < words->count; i++) hash = mix(hash, (uint64_t)words->items[i]);
     if (!tally->slots || !tally->slots[slot_of(tally, hash, words)]) {
@@ -149,12 +158,16 @@ static int count_words(Tally *tally, const Words *words, uint32_t limit) {
         tally->used += (size_t)words->count;
         tally->slots[slot_of(tally, hash, words)] = ++tally->count;
     }
-    tally->last = tally->slots[slot_of(tally, hash, words)];
-    tally->rows[tally->last - 1].calls++;
+    turn_to(tally, tally->slots[slot_of(tally, hash, words)], words);
     return 1;
 }
 
 int tally_count(Tally *tally, const Words *words) {
+    if (tally->last && words->count == tally->length &&
+        !memcmp(tally->recent, words->items, (size_t)words->count * sizeof(int64_t))) {
+        tally->calls++;
+        return 1;
+    }
     return words->count >= 0 && count_words(tally, words, tally->limit) > 0;
 }
 
@@ -191,6 +204,7 @@ static PyObject *tally_add(Tally *self, PyObject *shapes) {
 
 static PyObject *tally_items(Tally *self, PyObject *Py_UNUSED(none)) {
     PyObject *items = PyList_New(0);
+    settle(self);
     for (uint32_t i = 0; items && i < self->count; i++) { /* Python may run meanwhile */
         Words words;
         Row row = self->rows[i];
@@ -217,6 +231,7 @@ static PyObject *tally_clear_rows(Tally *self, PyObject *Py_UNUSED(none)) {
     self->words = NULL;
     self->slots = NULL;
     self->last = self->count = self->slot_count = 0;
+    self->calls = 0;
     self->used = self->room = 0;
     Py_CLEAR(self->others);
     Py_RETURN_NONE;

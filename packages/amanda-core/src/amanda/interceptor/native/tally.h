@@ -22,9 +22,14 @@ typedef struct {
     int length;
 } Row;
 
+#define RECENT_LIMIT 24
+
 typedef struct {
     PyObject_HEAD
-    uint32_t last; /* number of the row of the last execution, and 1; 0: there is none */
+    int64_t calls;                /* of the last row, besides those that it has */
+    uint32_t last;                /* number of the row of the last execution, and 1; 0: there is none */
+    int length;                   /* of its words; WORD_LIMIT + 1: they are too many for `recent` */
+    int64_t recent[RECENT_LIMIT]; /* its words: here they cost no miss of the cache */
     uint32_t count, limit;
     Row *rows;
     int64_t *words;
