@@ -6,14 +6,16 @@
 
 #define VALUE_LIMIT 32
 
+/* What a call reads first lies together, here and below. */
 typedef struct {
-    PyObject *func;           /* owned */
     Tally *tally;             /* borrowed; the func itself, which native code counts in; NULL: it is called */
-    Lock *lock;               /* owned */
-    PyObject *names, *kwargs; /* owned; names: of kwargs; both NULL for none */
     char isolated, everything;
     char shapes;              /* it is given those of the values, by the last of the names */
-    uint8_t count, positional, select[VALUE_LIMIT]; /* the rest of those selected are given by name */
+    uint8_t count, positional; /* the rest of those selected are given by name */
+    PyObject *func;           /* owned */
+    Lock *lock;               /* owned */
+    PyObject *names, *kwargs; /* owned; names: of kwargs; both NULL for none */
+    uint8_t select[VALUE_LIMIT];
 } Step;
 
 typedef struct {
@@ -38,10 +40,10 @@ typedef struct {
    come to: nothing at all, or a program. */
 typedef struct {
     PyObject_HEAD
-    PyObject *plans; /* owned */
-    Cell usual;      /* that of the entries which was learned last: in the memo itself it costs no miss of the cache */
-    Map entries;     /* key of a call -> owned Program; None: nothing is to be done */
     char sized;      /* whether extents of tensors decide too */
+    Cell usual;      /* that of the entries which was learned last: in the memo itself it costs no miss of the cache */
+    PyObject *plans; /* owned */
+    Map entries;     /* key of a call -> owned Program; None: nothing is to be done */
 } Memo;
 
 /* The shapes of one execution, for steps and for marks. */

@@ -513,6 +513,7 @@ FLAT PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, ui
 FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
     Run run;
+    __builtin_prefetch(program->steps);
     run.inputs.made = NULL;
     run.count = -1;
     run.changed = run.held = 0;
@@ -558,6 +559,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
             goto done;
         }
     }
+    if (program->after) __builtin_prefetch(program->steps[program->before].tally);
     PyObject *outputs = run_op(thread, made_with, program, &run, begin);
     if (outputs && program->replaces && (PyTuple_CheckExact(outputs) || PyList_CheckExact(outputs))) {
         result = go_on(thread, call, program, &run, program->before - 1, NULL, outputs); /* it has a form to take */
