@@ -302,7 +302,7 @@ def fuzz(session: nox.Session) -> None:
     plain = {"PYTHONPATH": f"{CORE}/tests/support", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     checked = {**plain, **sanitized}
     names = (
-        "driver", "sees", "restored", "reader", "values_in_place_of_others", "lives_with_processes",
+        "driver", "sees", "restored", "reader", "tally", "values_in_place_of_others", "lives_with_processes",
         "lives_with_programs",
     )  # fmt: skip
     suite = (f"{CORE}/tests", *(f"{TORCH}/tests/test_{name}.py" for name in names))

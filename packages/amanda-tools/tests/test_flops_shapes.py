@@ -220,7 +220,7 @@ def test_costs_are_remembered_of_so_many_shapes_alone(monkeypatch: pytest.Monkey
         for n in range(1, 30):
             model(torch.ones(n))
     assert len(tool._costs) <= 8
-    assert all(len(op._tallies) <= 8 for ops in tool._ops.values() for op in ops.values())
+    assert all(len(op) <= 8 for ops in tool._ops.values() for op in ops.values())
     assert sum(one.calls * (one.flops or 0) for one in tool.result.places if one.type == "relu") == 435
 
 

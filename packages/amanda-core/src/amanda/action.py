@@ -15,6 +15,7 @@ from amanda.plan.action import (
     traceable,
 )
 from amanda.plan.gathered import Executions, Observed, gathered
+from amanda.plan.tally import ShapeTally, Tally
 
 __all__ = [
     "Action",
@@ -23,6 +24,8 @@ __all__ = [
     "InstrumentationPoint",
     "Observed",
     "Routine",
+    "ShapeTally",
+    "Tally",
     "differentiable",
     "gathered",
     "has_parameter",

@@ -9,6 +9,7 @@ from functools import wraps
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from amanda import interceptor
 from amanda.plan.arguments import Parameters, parameters_of
 from amanda.plan.gathered import gathered_form
 
@@ -141,6 +142,8 @@ def has_parameter(func: Routine, name: str, alone: bool = False) -> bool:
     alone: whether it has to be one that only a keyword fills.
     """
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
+    if isinstance(func, interceptor.Tally):
+        function, first = type(func).__call__, 1
     if isinstance(function, FunctionType) and not _is_described_elsewhere(function.__dict__):
         # A tenth of what inspect takes; a tool may record thousands of actions.
         code = function.__code__

@@ -28,7 +28,7 @@ from amanda.interceptor._fallback._sites import (
     keep_failure,
     watch_outside,
 )
-from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable
+from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable, Tally
 
 __all__ = [
     "ACTIVATION",
@@ -47,6 +47,7 @@ __all__ = [
     "Site",
     "Snapshot",
     "Suspension",
+    "Tally",
     "active",
     "add_identity_type",
     "configure",

@@ -31,6 +31,28 @@ class PlanTable:
         return len(self._plans)
 
 
+class Tally:
+    """Executions by the shapes of their values."""
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._calls: dict[Any, int] = {}
+
+    def add(self, shapes: Any) -> None:
+        """Count an execution; a tuple for each side, of a shape for each value."""
+        self._calls[shapes] = self._calls.get(shapes, 0) + 1
+
+    def items(self) -> list[tuple[Any, int]]:
+        """Pairs of shapes and how many executions had them, in the order of the first."""
+        return list(self._calls.items())
+
+    def clear(self) -> None:
+        """Forget the executions."""
+        self._calls = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
 class Lock:
     """A reentrant lock; a process that forks finds it free in the child."""
 

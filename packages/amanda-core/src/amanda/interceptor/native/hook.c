@@ -16,19 +16,30 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Hook *hook = (Hook *)self;
     if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
-    PyObject *shapes = Py_NewRef(hook->shapes);
-    for (Py_ssize_t i = hook->program->shaped ? PyVectorcall_NARGS(flags) : 0; i--;) { /* those that entered come last */
-        if (!PyTuple_Check(args[i])) continue;
-        PyObject *const *items = ((PyTupleObject *)args[i])->ob_item;
-        if (add_shapes(hook->reader, &shapes, items, PyTuple_GET_SIZE(args[i]))) return NULL;
+    Program *program = hook->program;
+    Shapes shapes;
+    shapes.told = NULL;
+    shapes.words.count = program->tallied ? 0 : -1;
+    Py_ssize_t sides = PyVectorcall_NARGS(flags);
+    if (program->tallied) add_words_of(&shapes.words, hook->shapes);
+    for (Py_ssize_t i = sides; shapes.words.count >= 0 && i--;) /* those that entered come last */
+        if (PyTuple_Check(args[i]))
+            reader_words(hook->reader, ((PyTupleObject *)args[i])->ob_item, PyTuple_GET_SIZE(args[i]), &shapes.words);
+    if (program->shaped || (program->tallied && shapes.words.count < 0)) {
+        shapes.told = Py_NewRef(hook->shapes);
+        for (Py_ssize_t i = sides; i--;) {
+            if (!PyTuple_Check(args[i])) continue;
+            PyObject *const *items = ((PyTupleObject *)args[i])->ob_item;
+            if (add_shapes(hook->reader, &shapes.told, items, PyTuple_GET_SIZE(args[i]))) return NULL;
+        }
     }
-    PyObject *done = run_on_values(hook->program, hook->reader, args[0], shapes), *values = done;
+    PyObject *done = run_on_values(program, hook->reader, args[0], &shapes), *values = done;
     if (done && done != Py_None) {
-        values = PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done,
-                                              hook->program->shaped ? shapes : NULL, NULL);
+        PyObject *told = program->shaped || program->tallied ? told_shapes(&shapes) : NULL;
+        values = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done, told, NULL);
         Py_DECREF(done);
     }
-    Py_DECREF(shapes);
+    Py_XDECREF(shapes.told);
     return values;
 }
 
@@ -36,7 +47,7 @@ PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
     PyObject *go_on, *first, *shapes = Py_None;
     if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &go_on, &first, &PyTuple_Type, &shapes)) return NULL;
-    if (self->shaped && shapes == Py_None) return PyErr_Format(PyExc_TypeError, "routines want shapes: give those of the op");
+    if ((self->shaped || self->tallied) && shapes == Py_None) return PyErr_Format(PyExc_TypeError, "routines want shapes: give those of the op");
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
     if (!hook) return NULL;
     hook->vectorcall = call_hook;

@@ -5,12 +5,16 @@
 #define ENTRY_LIMIT 256
 
 int memo_boot(PyObject *names) {
-    return add_type(names, "Hook", &Hook_Type) || add_type(names, "Program", &Program_Type) || add_type(names, "Memo", &Memo_Type) ? -1 : 0;
+    return add_type(names, "Hook", &Hook_Type) || add_type(names, "Program", &Program_Type) ||
+                   add_type(names, "Memo", &Memo_Type) || add_type(names, "Tally", &Tally_Type)
+               ? -1
+               : 0;
 }
 
 static void forget_entries(Memo *self) {
     Map map = self->entries;
     self->entries = (Map){NULL, 0, 0};
+    self->usual = (Cell){0, NULL};
     for (size_t i = 0; i < map.size; i++) Py_XDECREF((PyObject *)map.cells[i].value);
     map_clear(&map);
 }
@@ -26,6 +30,7 @@ static PyObject *memo_learn(Memo *self, PyObject *args) {
     PyObject *old = map_get(&self->entries, key);
     if (map_set(&self->entries, key, known)) return PyErr_NoMemory();
     Py_INCREF(known);
+    self->usual = (Cell){key, known};
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }

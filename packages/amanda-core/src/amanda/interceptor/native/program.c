@@ -23,6 +23,8 @@ static int read_step(Step *step, PyObject *told) {
     step->isolated = (char)isolated;
     step->everything = select == Py_None;
     step->shapes = (char)shapes;
+    if (PyType_IsSubtype(Py_TYPE(func), &Tally_Type) && !step->everything && !step->count && !PyDict_GET_SIZE(kwargs))
+        step->tally = (Tally *)func;
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
     step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
@@ -126,7 +128,8 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         wrong = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
     if (replaces && !wrong) wrong = read_replacement(&program->steps[count], replace);
-    for (Py_ssize_t i = 0; i < count; i++) program->shaped |= program->steps[i].shapes;
+    for (Py_ssize_t i = 0; i < count; i++)
+        *(program->steps[i].tally ? &program->tallied : &program->shaped) |= program->steps[i].shapes;
     if (wrong) Py_CLEAR(program);
     return (PyObject *)program;
 }
@@ -178,7 +181,8 @@ PyTypeObject Program_Type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
               "replace=None, substitutes=False, shaped=False): routines around an op.\n\n"
-              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).\n"
+              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A Tally that is given no\n"
+              "values counts the execution, by shapes if it is given these.\n"
               "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
               "for the one input that is a tuple of the arguments from the first to before the second.\n"

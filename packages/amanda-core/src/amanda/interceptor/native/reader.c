@@ -199,6 +199,42 @@ PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_
     return shapes;
 }
 
+static inline void add_tensor(const Reader *reader, PyObject *value, Words *words) {
+    int64_t rank = 0, *sizes = NULL;
+    const void *handle = tensor_at(reader, value);
+    const char *tensor = laid_out_at(reader, value);
+    if (tensor) rank = *(const int64_t *)(tensor + reader->layout.rank);
+    if (!reader->sizes || (!tensor && reader->rank(handle, &rank)) || reader->sizes(handle, &sizes) ||
+        words->count + 1 + rank > WORD_LIMIT) {
+        words->count = -1;
+        return;
+    }
+    int64_t *into = words->items + words->count;
+    *into++ = rank;
+    for (int64_t i = 0; i < rank; i++) *into++ = sizes[i];
+    words->count += (int)rank + 1;
+}
+
+static void add_listed(const Reader *reader, PyObject *list, Words *words) {
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(list), tensors = 0;
+    for (Py_ssize_t i = 0; i < count; i++) tensors += reader_is_tensor(reader, PySequence_Fast_GET_ITEM(list, i));
+    if (tensors) add_word(words, LISTED); /* the shape of none is that of a scalar */
+    add_word(words, tensors);
+    for (Py_ssize_t i = 0; words->count >= 0 && i < count; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(list, i);
+        if (reader_is_tensor(reader, item)) add_tensor(reader, item, words);
+    }
+}
+
+void reader_words(const Reader *reader, PyObject *const *values, Py_ssize_t count, Words *words) {
+    add_word(words, count);
+    for (Py_ssize_t i = 0; words->count >= 0 && i < count; i++) {
+        if (reader_is_tensor(reader, values[i])) add_tensor(reader, values[i], words);
+        else if (PyTuple_Check(values[i]) || PyList_Check(values[i])) add_listed(reader, values[i], words);
+        else add_word(words, SHAPELESS);
+    }
+}
+
 uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
 
 /* ---- values in the place of others ---- */

@@ -2,6 +2,7 @@
 #ifndef AMANDA_READER_H
 #define AMANDA_READER_H
 #include "amanda.h"
+#include "tally.h"
 
 #define TYPE_LIMIT 16
 #define FUNCTION_LIMIT 8
@@ -67,6 +68,8 @@ static inline const char *laid_out_at(const Reader *reader, PyObject *value) { /
     const char *tensor = *(const char *const *)tensor_at(reader, value);
     return reader->layout.known && *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
 }
+
+void reader_words(const Reader *reader, PyObject *const *values, Py_ssize_t count, Words *words); /* of one more side */
 
 /* ---- versions ---- */
 

@@ -59,9 +59,18 @@ static inline PyObject *call_routine(PyObject *func, PyObject **given, size_t co
     return function->vectorcall((PyObject *)function, given - 1, count + 1, names);
 }
 
-static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
-                        PyObject **values, Py_ssize_t count, PyObject *shapes, PyObject **result) {
+PyObject *told_shapes(Shapes *shapes) {
+    if (!shapes->told) shapes->told = shapes_of_words(&shapes->words);
+    return shapes->told;
+}
+
+static const Words NO_WORDS;
+
+static Outcome call_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
+                         PyObject **values, Py_ssize_t count, Shapes *to_tell, PyObject **result) {
     Step *step = &program->steps[index];
+    PyObject *shapes = step->shapes ? told_shapes(to_tell) : NULL;
+    if (step->shapes && !shapes) return FAILED;
     PyObject *stack[2 + 2 * VALUE_LIMIT], **given = values;
     uint64_t versions[VALUE_LIMIT];
     Py_ssize_t picked = count;
@@ -94,6 +103,13 @@ done:
         tell_failure(program, index);
     }
     return outcome;
+}
+
+static inline Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
+                               PyObject **values, Py_ssize_t count, Shapes *shapes, PyObject **result) {
+    Step *step = &program->steps[index];
+    if (step->tally && tally_count(step->tally, step->shapes ? &shapes->words : &NO_WORDS)) return UNCHANGED;
+    return call_step(thread, reader, gradients, program, index, values, count, shapes, result);
 }
 
 /* ---- running a program ---- */
@@ -159,12 +175,12 @@ typedef struct {
     uint32_t changed; /* which inputs are no more those of the call */
     int held;
     PyObject *holds[VALUE_LIMIT]; /* owned; values that routines gave */
-    PyObject *shapes; /* owned; a tuple of those of the inputs, and once the op has run, of the outputs; NULL: not wanted */
+    Shapes shapes; /* of the inputs, and once the op has run, of the outputs */
 } Run;
 
 static void end_run(Run *run) {
     while (run->held) Py_DECREF(run->holds[--run->held]);
-    Py_XDECREF(run->shapes);
+    Py_XDECREF(run->shapes.told);
     Py_XDECREF(run->inputs.made);
 }
 
@@ -270,12 +286,12 @@ static int leave_trace(const Call *call, const Program *program, const Run *run,
                        uint64_t end, PyObject *outputs) {
     int marks = Py_IS_TYPE(program->trace, &Leaving_Type);
     if (marks && !marks_written(program->trace))
-        return leave_mark(program->trace, begin, start, end, outputs, NULL, run->shapes);
+        return leave_mark(program->trace, begin, start, end, outputs, NULL, run->shapes.told);
     Values inputs;
     inputs.made = NULL;
     Py_ssize_t count = gather_inputs(program, call->given, &inputs);
     if (marks && count > 0) {
-        int wrong = leave_mark(program->trace, begin, start, end, outputs, inputs.items[0], run->shapes);
+        int wrong = leave_mark(program->trace, begin, start, end, outputs, inputs.items[0], run->shapes.told);
         Py_XDECREF(inputs.made);
         return wrong;
     }
@@ -304,26 +320,37 @@ int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values,
 /* What the op gave, once the shapes of its outputs have been told; takes over the reference. */
 static PyObject *add_shapes_of(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
     PyObject *const *values;
-    PyObject *before = Py_XNewRef(program->shapes), *inputs = run->shapes; /* a tuple of one */
     Py_ssize_t count = spread_outputs(reader, &outputs, &values);
     if (count < 0) {
         values = &outputs;
         count = 1;
     }
-    PyObject *first = PyTuple_GET_ITEM(inputs, 0), *own;
+    if (program->tallied && run->shapes.words.count >= 0) {
+        int inputs = run->shapes.words.count;
+        reader_words(reader, values, count, &run->shapes.words);
+        if (run->shapes.words.count >= 0 && !run->shapes.told) return outputs;
+        if (!run->shapes.told) {
+            run->shapes.words.count = inputs; /* of those of the outputs not all are words */
+            if (!told_shapes(&run->shapes)) Py_CLEAR(outputs);
+            run->shapes.words.count = -1;
+            if (!outputs) return NULL;
+        }
+    }
+    PyObject *inputs = run->shapes.told; /* a tuple of one */
+    PyObject *before = Py_XNewRef(program->shapes), *first = PyTuple_GET_ITEM(inputs, 0), *own;
     own = reader_shapes(reader, values, count, before ? PyTuple_GET_ITEM(before, 1) : NULL);
     int same = own && before && PyTuple_GET_ITEM(before, 0) == first && PyTuple_GET_ITEM(before, 1) == own;
-    run->shapes = same ? Py_NewRef(before) : own ? PyTuple_Pack(2, first, own) : NULL;
+    run->shapes.told = same ? Py_NewRef(before) : own ? PyTuple_Pack(2, first, own) : NULL;
     Py_XDECREF(own);
-    if (!run->shapes) Py_CLEAR(outputs);
-    else if (!same) Py_XSETREF(program->shapes, Py_NewRef(run->shapes));
+    if (!run->shapes.told) Py_CLEAR(outputs);
+    else if (!same) Py_XSETREF(program->shapes, Py_NewRef(run->shapes.told));
     Py_DECREF(inputs);
     Py_XDECREF(before);
     return outputs;
 }
 
 static inline PyObject *with_shapes(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
-    return outputs && program->shaped ? add_shapes_of(reader, program, run, outputs) : outputs;
+    return outputs && (program->shaped || program->tallied) ? add_shapes_of(reader, program, run, outputs) : outputs;
 }
 
 /* The op, and word of the backward ops that it made. */
@@ -346,7 +373,7 @@ static int run_before(Thread *thread, Call *call, int gradients, Program *progra
     const Reader *reader = call->site->reader;
     PyObject *result = NULL;
     for (int i = 0; i < program->before; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, run->inputs.items, run->count, run->shapes, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, run->inputs.items, run->count, &run->shapes, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) return 0;
         int put = outcome == CHANGED && program->substitutes
@@ -440,7 +467,7 @@ static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *p
     PyObject *const output = count == 1 ? kept.items[0] : NULL;
     int end = program->before + program->after;
     for (int i = program->before; !changed && i < end; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, run->shapes, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &run->shapes, &result);
         if (outcome == UNCHANGED) continue;
         PyObject *now = alone && count ? kept.items[0] : NULL;
         if (now && outcome == CHANGED && run->count < 0) run->count = gather_inputs(program, call->given, &run->inputs);
@@ -486,27 +513,33 @@ FLAT PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, ui
 FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
     Run run;
+    __builtin_prefetch(program->steps);
     run.inputs.made = NULL;
     run.count = -1;
     run.changed = run.held = 0;
-    run.shapes = NULL;
+    run.shapes.told = NULL;
+    run.shapes.words.count = 0;
     if (program->refuse != Py_None) {
         int refused = is_refused(thread, call->given, program);
         if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
-    if (program->before || program->replaces || program->shaped) {
+    if (program->before || program->replaces || program->shaped || program->tallied) {
         run.count = gather_inputs(program, call->given, &run.inputs);
         if (run.count < 0) {
             Py_XDECREF(run.inputs.made);
             return PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
         }
-        if (program->shaped) {
+        if (program->tallied) {
+            run.shapes.words.count = 0;
+            reader_words(reader, run.inputs.items, run.count, &run.shapes.words);
+        }
+        if (program->shaped || run.shapes.words.count < 0) {
             PyObject *own = reader_shapes(reader, run.inputs.items, run.count,
                                           program->shapes ? PyTuple_GET_ITEM(program->shapes, 0) : NULL);
-            run.shapes = own ? PyTuple_Pack(1, own) : NULL;
+            run.shapes.told = own ? PyTuple_Pack(1, own) : NULL;
             Py_XDECREF(own);
-            if (!run.shapes) {
+            if (!run.shapes.told) {
                 end_run(&run);
                 return NULL;
             }
@@ -526,6 +559,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
             goto done;
         }
     }
+    if (program->after) __builtin_prefetch(program->steps[program->before].tally);
     PyObject *outputs = run_op(thread, made_with, program, &run, begin);
     if (outputs && program->replaces && (PyTuple_CheckExact(outputs) || PyList_CheckExact(outputs))) {
         result = go_on(thread, call, program, &run, program->before - 1, NULL, outputs); /* it has a form to take */
@@ -540,7 +574,7 @@ done:
 }
 
 /* The steps on values that belong to no call: None, or what Python goes on from. */
-PyObject *run_on_values(Program *self, const Reader *reader, PyObject *values, PyObject *shapes) {
+PyObject *run_on_values(Program *self, const Reader *reader, PyObject *values, Shapes *shapes) {
     PyObject *result = NULL;
     Values given;
     Py_ssize_t count = PyTuple_GET_SIZE(values);
@@ -568,7 +602,8 @@ FLAT PyObject *memo_run(Thread *thread, Call *call) {
     const Reader *reader = call->site->reader;
     int gradients = 0;
     uint64_t key = reader ? reader_key(reader, thread, call->given, memo->sized, &gradients) : 0;
-    PyObject *known = key ? map_get(&memo->entries, key) : NULL;
+    PyObject *known = memo->usual.value;
+    if (unlikely(key != memo->usual.key || !known)) known = key ? map_get(&memo->entries, key) : NULL;
     if (!known) return hand_over(thread, call, key, NULL);
     if (known == Py_None) return call_op(thread, call);
     Py_INCREF(known);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -64,18 +65,16 @@ class At(dict[str, Any]):
         return self._sides[3]
 
 
-class ByShape:
+class ByShape(amanda.ShapeTally):
     """Executions of an op, or of a backward op, by their shapes; costs are found when they are read.
 
     context: of its analysis.  sides: the values of the analysis: inputs and outputs, or gradients.
     measure: gives the place of an `At`, as far as shapes decide.
     costs: of all ops: what shapes decide, by all that decides it.
     settle: takes the places over where there are many.  of: the op of a backward op.
-
-    shapes, tally: of the last execution; native code gives the same tuple as long as shapes stay.
     """
 
-    __slots__ = ("_context", "_costs", "_forms", "_measure", "_settle", "_tallies", "key", "shapes", "tally")
+    __slots__ = ("_context", "_costs", "_forms", "_measure", "_settle", "key")
 
     def __init__(
         self,
@@ -86,49 +85,33 @@ class ByShape:
         settle: Callable[[ByShape], None],
         of: ByShape | None = None,
     ) -> None:
-        self.clear()
+        super().__init__(KNOWN)
         self._context = context
         self._measure = measure
         self._costs = costs
         self._settle = settle
         own = [[_form(value) for value in side] for side in sides]
-        self._forms: list[list[Callable[[Any], Any]]] = [*(of._forms if of else ()), *own]
+        self._forms: list[list[Callable[[Any], Any]]] = [*(() if of is None else of._forms), *own]
         kinds = [getattr(one, "dtype", None) for one in leaves(sides)]
-        forward = of.key if of else (context.get_op_type(), context["type"], context["in_place"])
+        forward = of.key if of is not None else (context.get_op_type(), context["type"], context["in_place"])
         node = getattr(context.get_backward_op(), "__name__", "")
         is_view = context["is_view"]((), ())
+        kind = is_view if of is None else context["backward_type"]
         self.key: tuple[Hashable, ...] = (
-            forward, context["phase"], measure.__name__, node, context["backward_type"] if of else is_view,
-            context.get_backward_order(), context["parameters"], *kinds,
+            forward, context["phase"], measure.__name__, node, kind, context.get_backward_order(),
+            context["parameters"], *kinds,
         )  # fmt: skip
 
-    def clear(self) -> None:
-        """Forget the executions."""
-        self._tallies: dict[tuple[Any, ...], list[int]] = {}
-        self.shapes: tuple[Any, ...] | None = None
-        self.tally = [0]
-
-    @amanda.observer
-    def count(self, *, shapes: tuple[Any, ...]) -> None:
+    def __call__(self, *, shapes: tuple[Any, ...]) -> None:
         """Count an execution with these shapes."""
-        if shapes is not self.shapes:
-            self._turn_to(shapes)
-        self.tally[0] += 1
-
-    def _turn_to(self, shapes: tuple[Any, ...]) -> None:
-        if shapes != self.shapes:
-            tally = self._tallies.get(shapes)
-            if tally is None:
-                if len(self._tallies) >= KNOWN:
-                    self._settle(self)
-                tally = self._tallies[shapes] = [0]
-            self.tally = tally
-        self.shapes = shapes
+        super().__call__(shapes=shapes)
+        if len(self) > KNOWN:
+            self._settle(self)
 
     def places(self) -> Iterator[OpCost]:
         """Yield where the executions are counted, those of equal shapes together."""
         scope, source = self._context.get_scope(), self._context.get_source()
-        for shapes, (calls,) in list(self._tallies.items()):
+        for shapes, calls in self.items():
             cost = self.cost(shapes)
             yield OpCost(
                 cost.phase, cost.type, scope, source, calls, cost.macs, cost.flops, cost.parameters,
@@ -146,6 +129,21 @@ class ByShape:
             context = At(self._context, [_formed(forms, side) for forms, side in sides])
             known = self._costs[key] = self._measure(context, shapes)
         return known
+
+
+class OfAnyShape(amanda.Tally):
+    """Executions of an op whose cost is that of `place` for all shapes."""
+
+    __slots__ = ("_place", "key")
+
+    def __init__(self, place: OpCost, key: Hashable) -> None:
+        super().__init__()
+        self._place = place
+        self.key = key
+
+    def places(self) -> Iterator[OpCost]:
+        """Yield where the executions are counted."""
+        yield replace(self._place, calls=self.calls)
 
 
 class Once:

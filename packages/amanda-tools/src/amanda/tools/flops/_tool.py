@@ -9,7 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops import _pytorch
-from amanda.tools.flops._by_shape import At, ByShape, Once, are_plain, is_settled
+from amanda.tools.flops._by_shape import At, ByShape, OfAnyShape, Once, are_plain, is_settled
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size, tensors
 from amanda.tools.flops._facts import bytes_moved, bytes_of, can_tell, formula_of, is_free, shapes_of
 from amanda.tools.flops._formulas import attention_backward, no_cost
@@ -52,7 +52,7 @@ class FlopsTool(amanda.Tool):
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
-        self._ops: dict[int, dict[Hashable, ByShape]] = {}  # by id of the op; also its backward ops
+        self._ops: dict[int, dict[Hashable, ByShape | OfAnyShape]] = {}  # by its id; its backward ops too
         self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
         self._unseen: dict[Hashable, OpCost] = {}
         self._products = 0  # ops analysed so far that are products
@@ -84,12 +84,12 @@ class FlopsTool(amanda.Tool):
         for op in self._ops.pop(op_id, {}).values():
             self._settle(op)
 
-    def _settle(self, op: ByShape) -> None:
+    def _settle(self, op: ByShape | OfAnyShape) -> None:
         """Find the costs of what was counted of an op by shape, and count it there."""
         _add(self._places, op)
         op.clear()
 
-    def _by_shape(self, context: amanda.OpContext, op: ByShape) -> ByShape:
+    def _tally(self, context: amanda.OpContext, op: ByShape | OfAnyShape) -> ByShape | OfAnyShape:
         """Return what counts executions of ops with this id and key."""
         return self._ops.setdefault(context.get_op_id(), {}).setdefault(op.key, op)
 
@@ -164,13 +164,11 @@ class FlopsTool(amanda.Tool):
         sides = [context.get_inputs(), outputs]
         op = ByShape(context, sides, self._place_at, self._costs, self._settle)
         context["by_shape"] = op
-        place = self._shared(self._place_of(context, names, shapes))
+        place = self._place_of(context, names, shapes)
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
         self._products += bool(place.macs)
-        if is_free(context, names):
-            context.insert_after_op(self._count, outputs=[], place=place)
-        else:
-            context.insert_after_op(self._by_shape(context, op).count, outputs=[])
+        counted = OfAnyShape(place, _key(place)) if is_free(context, names) else op
+        context.insert_after_op(self._tally(context, counted), outputs=[])
 
     def _place_at(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
         """Return where executions with the shapes of a context are counted."""
@@ -254,7 +252,7 @@ class FlopsTool(amanda.Tool):
         if is_told:
             of = context["by_shape"]
             op = ByShape(context, given, self._gradients_at, self._costs, self._settle, of)
-            context.insert_after_backward_op(self._by_shape(context, op).count, grad_inputs=[])
+            context.insert_after_backward_op(self._tally(context, op), grad_inputs=[])
             return
         unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
         context.insert_after_backward_op(Once(place, self._shared(unknown)).count, grad_inputs=[])
@@ -354,8 +352,8 @@ def _macs_of_each_gradient(context: amanda.OpContext) -> int:
     return given * (context["cost"].macs if context["cost"] else 0)
 
 
-def _add(places: dict[Hashable, OpCost], op: ByShape) -> None:
-    """Add what was counted of an op by shape to the places of its costs."""
+def _add(places: dict[Hashable, OpCost], op: ByShape | OfAnyShape) -> None:
+    """Add what was counted of an op to the places of its costs."""
     for place in op.places():
         places.setdefault((_key(place), ""), replace(place, calls=0)).calls += place.calls
 
