@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,5 +266,4 @@ assert step(w, x) == plain
 
 def test_shard_map_on_four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    children.run([sys.executable, "-c", SHARDED], check=True)

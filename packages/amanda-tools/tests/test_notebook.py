@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 import amanda
@@ -18,6 +18,7 @@ from amanda.tools.flops import FlopsResult
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A shell with the extension, and a model."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # of another environment IPython warns
     monkeypatch.chdir(tmp_path)
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
     shell.run_cell("%load_ext amanda")
@@ -84,4 +85,4 @@ def test_without_the_tools_the_extension_names_them(monkeypatch: pytest.MonkeyPa
 
 def test_importing_amanda_does_not_import_ipython() -> None:
     code = "import sys, amanda; assert not {'IPython', 'amanda.tools.notebook'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    children.run([sys.executable, "-c", code], check=True)

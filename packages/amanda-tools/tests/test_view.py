@@ -216,13 +216,17 @@ def test_a_diff_has_what_its_view_draws(tmp_path: Path) -> None:
 TOOLS = [tool.name for tool in amanda.list_tools() if tool.distribution == "amanda-tools"]
 
 
+NEEDED: dict[str, Any] = {"quantize": {"method": "dynamic"}, "patch": {"module": "0"}}
+"""Options that a tool cannot do without."""
+
+
 @pytest.mark.parametrize("name", [name for name in TOOLS if "mapping" not in name])
 def test_what_any_tool_tells_can_be_shown(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where some write by default
     import torch
     from torch import nn
 
-    tool = amanda.load_tool(name, **({"method": "dynamic"} if name == "quantize" else {}))
+    tool = amanda.load_tool(name, **NEEDED.get(name, {}))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with amanda.apply(tool):
         model(torch.rand(3, 4) / torch.tensor(0.0)).sum().backward()

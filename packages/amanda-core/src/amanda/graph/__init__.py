@@ -11,5 +11,6 @@ Beside `amanda.backend` a driver may import what is in `__all__`, where the fram
 from amanda.graph.driver import Copy
 from amanda.graph.guards import History
 from amanda.graph.insertion import Table
+from amanda.graph.reads import Reading
 
-__all__ = ["Copy", "History", "Table"]
+__all__ = ["Copy", "History", "Reading", "Table"]

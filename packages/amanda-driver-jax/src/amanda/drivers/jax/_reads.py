@@ -12,8 +12,7 @@ import numpy as np
 import jax
 from amanda import interceptor
 from amanda.backend import Action, Reads
-from amanda.graph import History
-from amanda.graph.reads import Reading
+from amanda.graph import History, Reading
 from jax._src import core, pjit, source_info_util
 from jax._src.interpreters import partial_eval as pe
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import amanda
+from amanda.tools.kit._requirements import check
 
 
 class Float64Tool(amanda.Tool):
@@ -33,6 +34,7 @@ class Float64Tool(amanda.Tool):
 
 
 def _modes(narrow: set[str]) -> Any:
+    check("diff", "torch")
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -32,7 +32,7 @@ class Start:
         for one in gc.get_objects():
             kind = type(one)
             if issubclass(kind, torch.nn.Module) and "_parameters" in one.__dict__:
-                for tensor in (*one._parameters.values(), *one._buffers.values()):
+                for tensor in (*one.parameters(recurse=False), *one.buffers(recurse=False)):
                     if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
                         found[id(tensor)] = tensor
             elif issubclass(kind, torch.optim.Optimizer) and hasattr(one, "state"):

@@ -15,6 +15,13 @@ _RECORD = ("tensorflow.python.eager.record:record_operation",)
 REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
     ("coverage", "torch"): ("torch:nn.Module._call_impl",),
     ("coverage", "keras"): ("keras.src.layers.layer:Layer._flatten_layers",),
+    ("diff", "torch"): (
+        "torch:_C._current_graph_task_id",
+        "torch:ops.aten._to_copy.default._schema",
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+    ),
     ("flops", "torch"): (
         *_MEMORY,
         "torch:Tensor._nested_tensor_size",
@@ -35,6 +42,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "tensorflow.python.framework.ops:EagerTensor._datatype_enum",
         "tensorflow.python.framework.ops:EagerTensor._handle_data",
         "tensorflow.python.framework.ops:EagerTensor._numpy",
+        "tensorflow.python.framework.ops:EagerTensor._numpy_internal",
         "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     ),
     ("nan", "torch"): ("torch:Tensor._version",),

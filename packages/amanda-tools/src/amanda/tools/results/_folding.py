@@ -28,7 +28,7 @@ def groups_of(columns: Sequence[Column], rows: Rows, order: str) -> list[Rows]:
     found: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
     seen = Counter[tuple[Any, ...]]()
     for row in rows:
-        told = tuple(row[i] for i in texts)
+        told = tuple(str(row[i]) for i in texts)  # lists of packed weights are among them
         place = (row[module], *told)
         key = (_INDEX.sub("*", row[module], count=1), seen[place], *told)
         seen[place] += 1

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from amanda.backend import Action, Execution, Executions, Insertion, Observed, failed, matched, picked_by
 
 from ._handles import borrowed
 
-if TYPE_CHECKING:
-    from amanda.plan.gathered import RunOf
+RunOf = Callable[[Any], dict[Any, Any]]
+"""Gives what an observer keeps from run to run."""
 
 
 class _Observer:
