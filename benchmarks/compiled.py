@@ -57,11 +57,11 @@ class Masked(nn.Module):
         return weight * self.mask
 
 
-def masked(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose layers have masks, as users of PyTorch write them."""
+def masked(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Linear)) -> nn.Module:
+    """Return a copy of a model whose layers of some kinds have masks, as users of PyTorch write them."""
     model = copy.deepcopy(model)
     for layer in list(model.modules()):
-        if isinstance(layer, nn.Conv2d | nn.Linear):
+        if isinstance(layer, kinds):
             register_parametrization(layer, "weight", Masked(layer.weight.detach()))
     return model
 

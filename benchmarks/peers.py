@@ -45,7 +45,25 @@ TITLE = "{}, training"
 Step = Callable[[], object]
 
 
-def models() -> dict[str, tuple[nn.Module, Tensor]]:
+class Experts(nn.Module):
+    """Products with 32 of 64 matrices, which are gathered anew at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 256, 512) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens after their expert.  x: (32, tokens, 256)."""
+        return torch.bmm(x, self.weight[torch.randperm(64)[:32]])
+
+
+WEIGHTED = (nn.Conv2d, nn.Linear, Experts)
+
+
+Models = dict[str, tuple[nn.Module, Tensor]]
+
+
+def models() -> Models:
     """Return models with random weights, each with its input."""
     let_torchvision_load()
     import timm
@@ -61,10 +79,30 @@ def models() -> dict[str, tuple[nn.Module, Tensor]]:
     }
 
 
+def small_models() -> Models:
+    """Return models of many small ops, and one that gathers weights, each with its input."""
+    let_torchvision_load()
+    import timm
+    from transformers import BertConfig, BertModel, ElectraConfig, ElectraModel
+
+    tiny: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512}
+    bert = BertConfig(num_hidden_layers=2, num_attention_heads=2, **tiny)
+    electra = ElectraConfig(num_hidden_layers=4, num_attention_heads=4, embedding_size=128, **tiny)
+    words = torch.randint(0, 1000, (2, 32))
+    mlp = nn.Sequential(*(one for _ in range(20) for one in (nn.Linear(64, 64), nn.ReLU())))
+    return {
+        "MobileNetV2, batch of 8": (timm.create_model("mobilenetv2_100"), torch.rand(8, 3, 96, 96)),
+        "BERT-tiny": (BertModel(bert), words),
+        "ELECTRA-tiny": (ElectraModel(electra), words),
+        "MLP of 20 layers": (mlp, torch.rand(32, 64)),
+        "32 of 64 experts, gathered": (Experts(), torch.rand(32, 8, 256)),
+    }
+
+
 def quantized(model: nn.Module) -> nn.Module:
     """Return a copy of a model that is quantised in training, as torch.ao does it."""
     model = copy.deepcopy(model)
-    for layer in [one for one in model.modules() if isinstance(one, nn.Linear | nn.Conv2d)]:
+    for layer in [one for one in model.modules() if isinstance(one, WEIGHTED)]:
         register_parametrization(layer, "weight", default_per_channel_weight_fake_quant(ch_axis=0))
         inputs = default_fake_quant()
         layer.register_forward_pre_hook(lambda _, given, inputs=inputs: (inputs(given[0]), *given[1:]))
@@ -76,7 +114,7 @@ def compared(program: Callable[[nn.Module], Step], model: nn.Module) -> Times:
     under = {**controls(), **scopes(TOOLS), **PEERS}
     steps = dict.fromkeys(under, program(model))
     steps["torch.ao FakeQuantize"] = program(quantized(model))
-    steps["torch.nn.utils.parametrize"] = program(masked(model))
+    steps["torch.nn.utils.parametrize"] = program(masked(model, WEIGHTED))
     return interleaved(under, lambda name: seconds(steps[name]), 60, most=40)
 
 
@@ -111,7 +149,7 @@ def look(name: str) -> Times:
     from fvcore.nn import FlopCountAnalysis
 
     pin_to_one_core()
-    model, given = models()[name]
+    model, given = {**models(), **small_models()}[name]
     looks = {
         "fvcore": lambda: FlopCountAnalysis(model, given).total(),
         "TorchLens": lambda: torchlens.trace(copy.deepcopy(model), given),
@@ -131,7 +169,12 @@ def benchmark() -> dict[str, Any]:
             found[f"{name}, 16 new tokens"] = compared(generating(given[:, :8]), model.eval())
     progress("  Keras")
     found["Keras, fit"] = fit()
-    for name in [] if QUICK else models():
-        progress(f"  {name}, fvcore and TorchLens")
-        found[TITLE.format(name)] |= in_own_process(Path(__file__).with_name("peers_look.py"), name)
-    return {"programs": found}
+    small: dict[str, Any] = {}
+    for name, (model, given) in list(small_models().items())[: 1 if QUICK else None]:
+        progress(f"  {name}")
+        small[TITLE.format(name)] = compared(functools.partial(training, example=given), model)
+    for into, those in ((found, models()), (small, small_models())):
+        for name in [] if QUICK else those:
+            progress(f"  {name}, fvcore and TorchLens")
+            into[TITLE.format(name)] |= in_own_process(Path(__file__).with_name("peers_look.py"), name)
+    return {"programs": found, "small": small}
