@@ -395,7 +395,8 @@ def recipes(session: nox.Session) -> None:
     share(session)
     install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    session.run("python", "-m", "pytest", *WITH_SLOW, "tests/docs", "-k", "recipes", *session.posargs, env=env)
+    chosen = (*WITH_SLOW, "tests/docs", "-k", "recipes", *session.posargs)
+    session.run("python", "-m", "pytest", *chosen, env=env)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
