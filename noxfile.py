@@ -353,6 +353,7 @@ def release(session: nox.Session) -> None:
         session.run("auditwheel", "repair", "--wheel-dir", str(dist), str(core))
         core.unlink()
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    session.run("python", ".ci/conda.py", str(dist))
     in_empty_environments(session, dist, "tests/packaging/test_installs.py", "torch")
 
 
