@@ -3,7 +3,7 @@
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
 tests_slow, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
-dist, wheels, release, templates, third_party, docs, bench, paper, gpu.
+dist, wheels, release, templates, third_party, docs, recipes, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -353,7 +353,8 @@ def release(session: nox.Session) -> None:
         session.run("auditwheel", "repair", "--wheel-dir", str(dist), str(core))
         core.unlink()
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    in_empty_environments(session, dist, "tests/packaging/test_installs.py")
+    session.run("python", ".ci/conda.py", str(dist))
+    in_empty_environments(session, dist, "tests/packaging/test_installs.py", "torch")
 
 
 @nox.session(requires=["dist"])
@@ -389,6 +390,16 @@ def docs(session: nox.Session) -> None:
     session.run("python", "-m", "amanda_docs", *session.posargs, env={"PYTHONPATH": str(ROOT / "website")})
 
 
+@nox.session(requires=["dev"])
+def recipes(session: nox.Session) -> None:
+    """Run every recipe of docs/, also those of libraries that the shared environment lacks."""
+    share(session)
+    install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    chosen = (*WITH_SLOW, "tests/docs", "-k", "recipes", *session.posargs)
+    session.run("python", "-m", "pytest", *chosen, env=env)
+
+
 @nox.session(venv_backend="none", requires=["dev"])
 def bench(session: nox.Session) -> None:
     """Measure everything into docs/benchmarks.md; after -- the names of some, or --quick."""
@@ -415,11 +426,11 @@ def share(session: nox.Session) -> None:
     Path(own, "shared.pth").write_text(f"{shared}\n")
 
 
-def in_empty_environments(session: nox.Session, dist: Path, tests: str) -> None:
+def in_empty_environments(session: nox.Session, dist: Path, tests: str, *groups: str) -> None:
     """Run tests that install what is in a folder, with what others make of it at hand."""
     wheelhouse = Path(session.virtualenv.location, "wheelhouse")
     pip = ("-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheelhouse))
-    wanted = ("cffi", "pluggy", "pytest", *group("tools"))
+    wanted = ("cffi", "pluggy", "pytest", *group("tools", *groups))
     session.run("python", *pip, "--constraint", "constraints.txt", *wanted)
     given = {"AMANDA_WHEELS": str(dist), "AMANDA_WHEELHOUSE": str(wheelhouse)}
     session.run("python", "-m", "pytest", tests, "-m", "installs", *session.posargs, env=given)

@@ -14,14 +14,18 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [("command.md", 5), ("tools/diff.md", 3), ("recipes/ci.md", 1), ("recipes/ddp.md", 2)]
+SCRIPTS = {"amanda": "amanda", "pytest": "pytest", "torchrun": "torch.distributed.run"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "commands"), [("command.md", 5), ("tools/diff.md", 3)])
+@pytest.mark.parametrize(("page", "commands"), PAGES)
 def test_commands_print_what_the_page_says(page: str, commands: int, tmp_path: Path) -> None:
-    (tmp_path / "amanda").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m amanda "$@"\n')
-    (tmp_path / "amanda").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for name, module in SCRIPTS.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
     run = 0
     for language, text in BLOCK.findall((DOCS / page).read_text()):
         if language != "console":

@@ -32,11 +32,24 @@ PAGES = ["../README.md"] + [
     for page in sorted(DOCS.rglob("*.md"))
     if "```python\n" in page.read_text()
 ]
+RECIPES = [page for page in PAGES if page.startswith("recipes/")]
+OPTIONAL = ("diffusers", "lightning", "sentence_transformers", "torch_geometric")
+"""Libraries that `nox -s recipes` installs: elsewhere a recipe that imports one is skipped."""
 APART = {"migrating.md"}
 """Pages that import what patches torch, and leaves it so: each in a process of its own."""
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", RECIPES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of what libraries call
+def test_recipes_print_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for library in OPTIONAL:
+        if re.search(rf"^(import|from) {library}\b", (DOCS / page).read_text(), re.MULTILINE):
+            pytest.importorskip(library)
+    check(page)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RECIPES])
 def test_snippets_print_what_the_page_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

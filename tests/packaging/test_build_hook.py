@@ -36,7 +36,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(
 ) -> None:
     done = build(tmp_path, **env, AMANDA_REQUIRE_NATIVE="0")
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.glob("*.whl")] == ["amanda_core-0.1.0-py3-none-any.whl"]
+    assert [path.name for path in tmp_path.glob("*.whl")] == ["amanda_core-0.2.0-py3-none-any.whl"]
     assert "the pure-Python fallback takes its place" in done.stdout + done.stderr
 
 

@@ -11,6 +11,12 @@ from .conftest import Empty
 pytestmark = pytest.mark.installs
 
 CORE = {"amanda-core", "cffi", "pluggy", "pycparser"}
+TRAIN = """
+import torch
+model = torch.nn.Linear(4, 2)
+for _ in range(3):
+    model(torch.rand(8, 4)).sum().backward()
+"""
 IMPORT_TOOLS = """
 import importlib, pkgutil, amanda.tools
 names = [module.name for module in pkgutil.iter_modules(amanda.tools.__path__)]
@@ -35,6 +41,19 @@ def test_the_core_with_one_driver_comes_with_nothing_else(empty: Empty) -> None:
     assert done.returncode == 0, done.stdout
     assert "tensorflow is not installed: pip install tensorflow" in done.stdout
     assert "torch" not in done.stdout
+
+
+def test_pytorch_and_the_tools_come_with_two_extras_and_count_a_program(empty: Empty, tmp_path: Path) -> None:
+    empty.install("amanda-core[torch,tools]")
+    assert {"amanda-core", "amanda-driver-torch", "amanda-tools"} == {
+        name for name in empty.installed() if name.startswith("amanda")
+    }
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = empty.run("amanda", "run", "flops", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert f"{3 * 8 * 4 * 2 * 2} MACs" in done.stdout  # forward, and the gradient of the weight
+    done = empty.run("amanda", "doctor")
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_tool_is_imported_where_there_is_no_framework(empty: Empty) -> None:

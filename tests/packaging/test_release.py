@@ -57,6 +57,23 @@ def test_the_changelog_is_of_this_version(distribution: Path) -> None:
     assert towncrier["start_string"] in (distribution / towncrier["filename"]).read_text()
 
 
+def test_the_changelog_of_the_project_begins_with_the_version_of_the_core() -> None:
+    core = settings(ROOT / "packages/amanda-core")["project"]["version"]
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == core
+
+
+def test_pushes_and_pull_requests_run_the_suite() -> None:
+    workflow = yaml.load((ROOT / ".github/workflows/tests.yml").read_text(), yaml.BaseLoader)
+    assert {"push", "pull_request"} == set(workflow["on"])
+    matrix = workflow["jobs"]["suite"]["strategy"]["matrix"]
+    assert {one["os"] for one in matrix["include"]} | set(matrix["os"]) == {
+        f"{system}-latest" for system in ("ubuntu", "macos", "windows")
+    }
+    sessions = {"types", "lint", "tests", "tests_slow", "release", "docs", "recipes"}
+    assert sessions <= set(" ".join(matrix["command"]).split())
+
+
 def test_distributions_bound_the_core_by_its_minor() -> None:
     core = Version(settings(ROOT / "packages/amanda-core")["project"]["version"])
     bounds = f"amanda-core>={core.major}.{core.minor},<{core.major}.{core.minor + 1}"

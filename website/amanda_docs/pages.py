@@ -15,6 +15,7 @@ DOCS = ROOT / "docs"
 BUILD = ROOT / "build"
 PAGES = BUILD / "docs"
 ELSEWHERE = {
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "examples/tutorial.ipynb": "tutorial.md",
     "examples/tutorial_tensorflow.ipynb": "tutorial_tensorflow.md",
@@ -46,9 +47,10 @@ def write_pages() -> None:
         text = page.read_text().replace(MARKER, gaps_table())
         page.write_text(relinked(text + _api_of(at), at, page))
     (PAGES / TOOLS).write_text(relinked(_list_of_tools(), DOCS / "tools.md", PAGES / TOOLS))
-    guide = ROOT / "CONTRIBUTING.md"
-    page = PAGES / ELSEWHERE[guide.name]
-    page.write_text(relinked(guide.read_text(), guide, page))
+    for guide in sorted(ROOT.glob("*.md")):
+        if guide.name in ELSEWHERE:
+            page = PAGES / ELSEWHERE[guide.name]
+            page.write_text(relinked(guide.read_text(), guide, page))
 
 
 def relinked(text: str, at: Path, page: Path) -> str:
