@@ -14,13 +14,13 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
 from ._autodiff import Made, execution, follow_backward
-from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, ruled
+from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, with_rule
 from ._contexts import follow, key_of, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
-from ._programs import inserted
+from ._programs import inserted, tapped
 from ._reads import LiftedArrays, followed, is_pure
 from ._requirements import check
 from ._taps import ORIGINALS
@@ -51,6 +51,7 @@ class JaxDriver(Arrays, EagerDriver):
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._places = Places()
+        self._rules = self.site(_call_rule, operation("custom_vjp_call"), "forward rules", TRANSPARENT)
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
@@ -106,8 +107,17 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
-        with under(key_of(State.current())), ruled(primitive.name, args, params):
-            return original(primitive, *args, **params)
+        run = _call_rule
+        if primitive.name == "custom_vjp_call":
+            run = self._call_forward_rule
+            tapped()
+        with under(key_of(State.current())):
+            return original(primitive, *args, **with_rule(primitive.name, params, run))
+
+    def _call_forward_rule(self, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call a rule for the tools, in which its ops are the user's, also where JAX's own are suspended."""
+        with under(key_of(State.current())):
+            return self._rules.invoke((rule, args))
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call of a primitive."""
@@ -168,6 +178,10 @@ class JaxDriver(Arrays, EagerDriver):
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
         return path(subjects)
+
+
+def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return rule(*args)
 
 
 def _shown(value: Any) -> Any:
