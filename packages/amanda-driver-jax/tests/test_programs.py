@@ -328,3 +328,35 @@ def test_a_routine_at_an_op_of_a_forward_rule_alone_is_in_the_derivative_of_a_ji
     with amanda.apply(tool):
         assert np.allclose(step(X), 2 * plain, rtol=1e-6)
     assert np.array_equal(step(X), plain)
+
+
+def twofold(w: Any, x: Any) -> Any:
+    return jax.vmap(jax.vmap(jnp.tanh))(x @ w).sum()
+
+
+def rounds(w: Any, x: Any) -> Any:
+    step = lambda carry, _: (jnp.tanh(carry @ w), None)  # noqa: E731
+    return jax.vmap(lambda row: lax.scan(step, row, None, length=2)[0])(x).sum()
+
+
+@pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "grad"])
+@pytest.mark.parametrize(("program", "rows"), [(mapped, 2), (twofold, 6), (rounds, 4)])
+def test_routines_of_a_backward_op_under_vmap_share_run_by_row(
+    program: Callable[..., Any], rows: int, how: str
+) -> None:
+    tool, handed = amanda.Tool(), []
+
+    def before(gradient: Any, run: dict[str, Any]) -> None:
+        run["sum"] = float(np.sum(gradient))
+
+    def analyse(context: Any) -> None:
+        if context.get_op_type() == "tanh":
+            context.insert_before_backward_op(before)
+            context.insert_after_backward_op(lambda gradient, run: handed.append(run["sum"]))
+
+    tool.add_inst_for_op(analyse, backward=True)
+    step = DERIVED[how](lambda w: program(w, X))
+    plain = step(W)
+    with amanda.apply(tool):
+        assert np.allclose(step(W), plain, rtol=1e-6)
+    assert len(handed) == rows
