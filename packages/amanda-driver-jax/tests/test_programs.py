@@ -360,3 +360,20 @@ def test_routines_of_a_backward_op_under_vmap_share_run_by_row(
     with amanda.apply(tool):
         assert np.allclose(step(W), plain, rtol=1e-6)
     assert len(handed) == rows
+
+
+@pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "grad"])
+@pytest.mark.parametrize("program", [dense, mapped, rounds])
+def test_a_backward_op_is_replaced_in_every_program(program: Callable[..., Any], how: str) -> None:
+    tool = amanda.Tool()
+
+    def analyse(context: Any) -> None:
+        if context.get_op_type() == "tanh":
+            context.replace_backward_op(lambda gradient: gradient * 0)
+
+    tool.add_inst_for_op(analyse, backward=True)
+    step = DERIVED[how](lambda w: program(w, X))
+    plain = step(W)
+    with amanda.apply(tool):
+        assert not np.any(step(W))
+    assert np.array_equal(step(W), plain)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
 from ._programs import inserted, tapped
-from ._reads import LiftedArrays, followed, is_pure
+from ._reads import followed, guard, is_pure
 from ._requirements import check
 from ._taps import ORIGINALS
 from ._tensors import Arrays
@@ -138,17 +139,24 @@ class JaxDriver(Arrays, EagerDriver):
         if not is_staged():
             return None
         if action.differentiable or autodiff:
-            followed(action)
+            guard(action, facts)
             return None
         if action.traceable and not action.takes_run:
-            if not is_within_jit() or is_pure(action):
+            pure = is_pure(action)
+            if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
                 return None
             variant = followed(action)
+            if variant is None and pure:
+                return None
             if variant is not None:
-                with suppress(jax.errors.ConcretizationTypeError):  # it decides by what it computes
-                    lifted = LiftedArrays(variant)
+                with suppress(jax.errors.ConcretizationTypeError), variant.tracing(action) as lifted:
                     return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
         return run_later(action, values, facts, run, shapes)
+
+    def note_replacement(self, action: Action, facts: OpFacts) -> None:
+        """Trace the program anew when what a replacement in it reads changes."""
+        inserted()
+        guard(action, facts)
 
     def shown(self, values: list[Any]) -> list[Any]:
         """Values without what derivatives are computed by: arrays, or the program's own symbols."""

@@ -11,14 +11,14 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Action, Reads
+from amanda.backend import Action, OpFacts, Reads, State
 from amanda.graph import History
 from amanda.graph.reads import Reading
 from jax._src import core, pjit, source_info_util
 from jax._src.interpreters import partial_eval as pe
 
 from ._tensors import Arrays
-from ._traces import ARRAYS, is_tensor
+from ._traces import ARRAYS, is_tensor, is_within_jit
 
 _CONSTANT = (FunctionType, ModuleType, type)
 
@@ -60,14 +60,6 @@ class JaxReads(Reads):
         return any(not (isinstance(one.value, _CONSTANT) or callable(one.value)) for one in self)
 
 
-def writes(action: Action) -> bool:
-    """Return True if a routine sets something beyond itself, so that it has to run at each execution."""
-    reads = JaxReads()
-    reads.follow(action)
-    reads.settle(())
-    return bool(reads.written)
-
-
 class Variant:
     """The programs of one function while values that routines read are as they were."""
 
@@ -75,8 +67,26 @@ class Variant:
         self.number = number
         self.reads = JaxReads()
         self.inputs: dict[int, Reading] = {}
-        self._made: list[Any] = []  # their ids stay
+        self.traced: list[tuple[Action, list[Any]]] = []
         self.trace: Any = None
+        self._made: list[Any] = []  # their ids stay
+        self._reports: dict[tuple[str, str], None] = {}
+
+    @contextmanager
+    def tracing(self, action: Action) -> Iterator["LiftedArrays"]:
+        """Context in which a routine becomes a part of the program, without what it sets of its tool."""
+        with self.reads.tracing([action]):
+            held: list[Any] = []
+            yield LiftedArrays(self, held)
+        self.traced.append((action, held))
+
+    def report(self, what: str, reason: str) -> None:
+        """Note what the program does otherwise than its routines say, to be told at each call."""
+        self._reports[what, reason] = None
+
+    def reports(self) -> list[tuple[str, str]]:
+        """Return what there is to be told."""
+        return [*self._reports, *self.reads.unfollowed(self.traced, "a program")]
 
     def lifted(self, place: Reading) -> Any:
         """Return the symbol of the program's input that a place is read for."""
@@ -132,28 +142,64 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def followed(action: Action) -> Variant | None:
-    """Note what a routine in the program reads; None where a change of it could not be seen."""
-    if _thread.at is None or writes(action):
+    """Note what a traceable routine in the program reads; None where it has to run at each execution."""
+    if _thread.at is None or reads_of(action).written:
         return None
     history, variant = _thread.at
-    if history.restless(action):
+    changing = history.restless(action)
+    if changing:
+        why = f"what it reads changes often: {changing}, so it runs as Python"
+        variant.report(f"traceable {action}", why)
         return None
-    variant.reads.follow(action)
     return variant
+
+
+def guard(action: Action, facts: OpFacts) -> None:
+    """Trace the program anew for other values that a routine reads which is a part of it in any case.
+
+    Report where other values would not be seen.
+    """
+    reads = reads_of(action)
+    if not is_within_jit() or not (reads.guards or reads.written):
+        return
+    changing = "" if _thread.at is None else _thread.at[0].restless(action)
+    if reads.written:
+        why = f"it sets {', '.join(reads.written)}, as the function is traced"
+    elif changing:
+        why = f"what it reads changes often: {changing}"
+    elif _thread.at is None:
+        why = "what it reads is not followed where a backward pass runs outside of jit"
+    else:
+        _thread.at[1].reads.follow(action)
+        return
+    told = f"{action} of {facts.name}", f"{why}; it stays as it was when the function was traced"
+    if _thread.at is None:
+        State.current().report(*told, facts.source)
+    else:
+        _thread.at[1].report(*told)
+
+
+def reads_of(action: Action) -> JaxReads:
+    """Return what a routine reads now, and what it sets beyond itself."""
+    reads = JaxReads()
+    reads.follow(action)
+    reads.settle(())
+    return reads
 
 
 def is_pure(action: Action) -> bool:
     """Return True if a routine reads its arguments alone, and sets nothing."""
-    reads = JaxReads()
-    reads.follow(action)
-    return not reads.guards and not writes(action)
+    reads = reads_of(action)
+    return not reads.guards and not reads.written
 
 
 class LiftedArrays(Arrays):
     """Symbols for routines in a program, in which arrays that a routine reads are inputs of the program."""
 
-    def __init__(self, variant: Variant) -> None:
+    def __init__(self, variant: Variant, held: list[Any]) -> None:
+        """held: takes the arrays that routines compute with and that no name in their code leads to."""
         self._variant = variant
+        self._held = held
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -163,8 +209,6 @@ class LiftedArrays(Arrays):
 
     def _lifted(self, func: Callable[..., Any], *values: Any, **kwargs: Any) -> Any:
         places = [one for one in self._variant.reads if isinstance(one.value, ARRAYS)]
-        if not places:
-            return func(*values, **kwargs)
         leaves, tree = jax.tree_util.tree_flatten(values, is_leaf=lambda one: one is None)
         at = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
         forms: list[Any] = []
@@ -186,7 +230,11 @@ class LiftedArrays(Arrays):
 
     def _const(self, const: Any, places: Sequence[Reading]) -> Any:
         place = next((one for one in places if _is_of(const, one.value)), None)
-        return const if place is None else self._variant.lifted(place)
+        if place is not None:
+            return self._variant.lifted(place)
+        if isinstance(const, jax.Array):
+            self._held.append(const)
+        return const
 
 
 def _is_of(const: Any, value: Any) -> bool:
