@@ -160,7 +160,10 @@ class JaxSample(Sample):
 
 
 CHECKPOINT = never("where jax.checkpoint computes again, JAX takes what a callback gave in the first run")
-TAPE = never("an open linearization of JAX, as the suite's tape is, lives as long as the arrays it reads")
+TAPE = never(
+    "jax.vjp is a function, which no program leaves open; the suite's tape is one that is left open, and holds "
+    "what it has read until a backward pass"
+)
 
 
 class TestJaxDriver(DriverTests):
@@ -178,13 +181,17 @@ class TestJaxDriver(DriverTests):
 
     gaps: ClassVar = {
         "test_an_exception_of_the_op_itself_passes_as_it_is": never(
-            "JAX adds a note on its filtered traceback"
+            "JAX removes its own frames from a traceback, and adds a note that says so to the exception"
         ),
         "test_a_value_handed_back_unchanged_adds_nothing": never(
-            "a routine is given the array; what derivatives are computed by stays around the routine"
+            "a routine is given the array of a symbol: what it hands back is put into another symbol"
         ),
-        "test_an_op_is_analysed_once_for_a_set_of_tools": never("no op of JAX stores the gradient of a leaf"),
-        "test_backward_ops_have_ids_that_stay": never("no op of JAX stores the gradient of a leaf"),
+        "test_an_op_is_analysed_once_for_a_set_of_tools": never(
+            "JAX returns gradients: there is no op that stores the gradient of a leaf, which the test counts"
+        ),
+        "test_backward_ops_have_ids_that_stay": never(
+            "JAX returns gradients: there is no op that stores the gradient of a leaf, which the test counts"
+        ),
         "test_one_op_may_have_many_backward_ops_each_with_its_own_context": never(
             "the backward op of an op of JAX is the transpose of its derivative, which is one"
         ),
