@@ -13,6 +13,7 @@ from amanda.backend import BackwardStep, EagerDriver, State, Trace
 from amanda.plan import spread
 from jax._src import core
 from jax._src.interpreters import ad
+from jax._src.util import weakref_cache_key_types
 
 from ._contexts import BACKWARD, Programs, key_of, under
 from ._operation import backward_operation
@@ -75,11 +76,9 @@ class Made:
 
     def tap_outputs(self, outputs: Any) -> Any:
         """Return an op's outputs, tapped."""
-        listed = isinstance(outputs, (list, tuple))
-        flat = list(outputs) if listed else [outputs]
+        flat, rebuild = self._driver.flatten(outputs)
         self._counts["outputs"] = len(flat)
-        tapped = tap(flat, self, "outputs") if all(map(is_tensor, flat)) else flat
-        return tapped if listed else tapped[0]
+        return rebuild(tap(flat, self, "outputs")) if all(map(is_tensor, flat)) else outputs
 
     def carrying(self, outputs: Any) -> Any:
         """Return an op's outputs, through which the symbols in `run` come to a backward pass."""
@@ -88,9 +87,8 @@ class Made:
         symbols, self._with_symbols = _apart(trace.run)
         if not symbols:
             return outputs
-        listed = isinstance(outputs, (list, tuple))
-        tapped = tap(outputs if listed else [outputs], self, "run", [primal(one) for one in symbols])
-        return tapped if listed else tapped[0]
+        flat, rebuild = self._driver.flatten(outputs)
+        return rebuild(tap(flat, self, "run", [primal(one) for one in symbols]))
 
     @property
     def handed(self) -> list[Any]:
@@ -150,6 +148,9 @@ def _apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in run.items() if not isinstance(one, core.Tracer)}
+
+
+weakref_cache_key_types.add(Made)  # a tap in a cache of JAX keeps no execution
 
 
 @contextmanager

@@ -22,11 +22,12 @@ from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
 from ._programs import inserted, tapped
-from ._reads import followed, guard, is_pure
+from ._reads import is_pure
 from ._requirements import check
 from ._taps import ORIGINALS
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, is_within_jit
+from ._variants import followed, guard
 from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(

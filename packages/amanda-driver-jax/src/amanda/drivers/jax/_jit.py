@@ -13,11 +13,12 @@ from amanda.backend import Attributes, State
 from jax._src import core, pjit
 
 from ._contexts import Programs, follow, key_of, under
+from ._inputs import Program, with_inputs
 from ._programs import Counts, counting, made, part
-from ._reads import Program, Variant, with_inputs
 from ._requirements import wrap
 from ._taps import ORIGINALS
 from ._traces import is_tangent, is_within_jit
+from ._variants import Variant
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
