@@ -32,6 +32,7 @@ class Tape:
         self.trace = ad.LinearizeTrace(core.eval_trace, self._program, True)
         self._leaves: dict[int, tuple[Any, Any]] = {}
         self.trace.leaves = self._leaves
+        weakref.finalize(self.trace, self._program.invalidate)  # it refers to itself
 
     def watch(self, array: Any) -> Any:
         """Want the gradients of an array."""
@@ -56,8 +57,12 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which ops are added."""
-        with core.set_current_trace(self.trace):
+        before = core.trace_ctx.trace
+        core.trace_ctx.set_trace(self.trace)
+        try:
             yield
+        finally:
+            core.trace_ctx.set_trace(before)
 
     def backward(self, value: Any) -> None:
         """Run the backward pass of the sum of a value's elements."""

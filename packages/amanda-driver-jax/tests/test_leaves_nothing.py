@@ -139,6 +139,21 @@ def test_a_tool_dies_though_jax_keeps_programs(make: type[amanda.Tool], how: str
     assert reference() is None
 
 
+def test_executions_go_with_their_backward_passes() -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one).__name__ in ("Trace", "Made", "Job") for one in gc.get_objects())
+
+    tool = Called()
+    with amanda.apply(tool):
+        jax.grad(dense)(W, X)
+        before, called = kept(), tool.called
+        for _ in range(5):
+            jax.grad(dense)(W, X)
+        assert kept() <= before
+        assert tool.called == 6 * called
+
+
 def test_nothing_is_traced_or_compiled_again_after_a_scope() -> None:
     traced: list[None] = []
 

@@ -146,3 +146,93 @@ def test_a_routine_that_sets_something_runs_at_each_execution() -> None:
         for _ in range(TIMES):
             step(W, X)
     assert tool.scale == TIMES
+
+
+def replacing(context: amanda.OpContext, routine: Callable[..., Any]) -> None:
+    context.replace_op(lambda x: routine(jnp.tanh(x)))
+
+
+def differentiable(context: amanda.OpContext, routine: Callable[..., Any]) -> None:
+    context.insert_after_op(amanda.differentiable(lambda x: routine(x)))
+
+
+def replacing_backward(context: amanda.OpContext, routine: Callable[..., Any]) -> None:
+    if context.is_backward():
+        context.replace_backward_op(lambda gradient: routine(gradient))
+
+
+class Within(amanda.Tool):
+    """Scales each tanh in a routine that is a part of the program in any case."""
+
+    def __init__(self, insert: Callable[..., None], scale: Any) -> None:
+        super().__init__()
+        self.insert, self.scale = insert, scale
+        self.add_inst_for_op(self.analyse)
+        if insert is replacing_backward:
+            self.add_inst_for_op(self.analyse, backward=True)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "tanh":
+            self.insert(context, self.scaled)
+
+    def scaled(self, x: Any) -> Any:
+        """Return a value, scaled."""
+        return x * self.scale
+
+
+@pytest.mark.parametrize("make", [float, jnp.float32, np.float32], ids=["number", "array", "NumPy"])
+@pytest.mark.parametrize("insert", [replacing, differentiable, replacing_backward])
+def test_a_program_is_traced_anew_for_what_a_replacement_reads(
+    insert: Callable[..., None], make: Callable[[int], Any]
+) -> None:
+    tool, step = Within(insert, make(1)), jax.jit(jax.grad(nested))
+    results = []
+    with amanda.apply(tool) as scope:
+        for scale in (1, 2, 3, 2):
+            tool.scale = make(scale)
+            results.append(step(W, X))
+    if insert is replacing_backward:  # its gradient does not pass tanh
+        expected = [scale * results[0] for scale in (1, 2, 3, 2)]
+    else:
+        expected = [scale * jax.grad(nested)(W, X) for scale in (1, 2, 3, 2)]
+    assert np.allclose(results, expected, rtol=1e-6)
+    assert not list(scope.report)
+
+
+@pytest.mark.parametrize("insert", [replacing, differentiable])
+def test_a_replacement_that_reads_what_changes_often_is_reported(insert: Callable[..., None]) -> None:
+    tool, step = Within(insert, 0.0), jax.jit(nested)
+    with amanda.apply(tool) as scope:
+        values = []
+        for scale in range(12):
+            tool.scale = float(scale)
+            values.append(float(step(W, X)))
+    assert np.allclose(values[:8], [scale * nested(W, X) for scale in range(8)], rtol=1e-6)
+    ((_, reason, _),) = scope.report
+    assert reason.startswith("what it reads changes often: scale; it stays as it was")
+    with amanda.apply(tool) as again:
+        step(W, X)
+    assert len(list(again.report)) == 1
+
+
+def test_a_replacement_that_sets_something_is_reported() -> None:
+    class Setting(Within):
+        """Counts its executions."""
+
+        def scaled(self, x: Any) -> Any:
+            self.scale = self.scale + 1
+            return x
+
+    with amanda.apply(Setting(replacing, 0)) as scope:
+        jax.jit(nested)(W, X)
+    ((what, reason, _),) = scope.report
+    assert "replace_op" in what
+    assert reason.startswith("it sets scale, as the function is traced")
+
+
+def test_a_replacement_in_a_backward_pass_outside_of_jit_is_reported() -> None:
+    tool, step = Within(replacing_backward, 1.0), jax.grad(jax.jit(nested))
+    with amanda.apply(tool) as scope:
+        step(W, X)
+    ((_, reason, _),) = scope.report
+    assert reason.startswith("what it reads is not followed where a backward pass runs outside of jit")

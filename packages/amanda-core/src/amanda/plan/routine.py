@@ -108,6 +108,8 @@ def run_replacement(
     targets: positions of the user's tensors that the op would have written and returned.
     original: computes the op.  reads: the values that it reads of other ops.
     """
+    if ops.has_symbols:
+        ops.note_replacement(action, facts)
     given = [_copied(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:

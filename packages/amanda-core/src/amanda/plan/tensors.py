@@ -30,6 +30,12 @@ class TensorOps(ABC):
         """
         return None
 
+    def note_replacement(self, action: Action, facts: OpFacts) -> None:  # noqa: B027 - most have nothing to do
+        """Note that a replacement runs now, perhaps in a program that is traced.
+
+        It is told to a driver that `has_symbols`.
+        """
+
     @abstractmethod
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor of the framework."""

@@ -13,6 +13,7 @@ from amanda.backend import BackwardStep, EagerDriver, State, Trace
 from amanda.plan import spread
 from jax._src import core
 from jax._src.interpreters import ad
+from jax._src.util import weakref_cache_key_types
 
 from ._contexts import BACKWARD, Programs, key_of, under
 from ._operation import backward_operation
@@ -23,15 +24,16 @@ from ._traces import is_staged, is_tensor, primal
 class _Thread(threading.local):
     """made: the executions under way.  attached: the one whose trace was attached last.
 
-    state: in which the backward pass under way began.  steps: its ops.  brought: what the forward pass left.
+    state: in which the backward pass under way began.  handed: symbols, from one tap of an op to the next.
+    steps: ops whose backward ops have begun, with what they were given.
     """
 
     def __init__(self) -> None:
         self.made: list[Made] = []
         self.attached: Made | None = None
         self.state: State | None = None
-        self.brought: dict[Made, list[Any]] = {}
-        self.steps: dict[Made, tuple[BackwardStep, list[Any], Trace]] = {}
+        self.handed: dict[Made, list[Any]] = {}
+        self.steps: dict[Made, tuple[BackwardStep, Trace, Callable[[list[Any]], Any]]] = {}
 
 
 _thread = _Thread()
@@ -43,7 +45,7 @@ class Made:
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
         self._counts = {"outputs": 0, "inputs": 0}
-        self._carried: tuple[list[Any], list[int], Any] = [], [], None
+        self._with_symbols: Callable[[list[Any]], Any] = lambda symbols: {}
         self._trace: Callable[[], Trace | None] = lambda: None
 
     def attach(self, trace: Trace) -> None:
@@ -74,73 +76,81 @@ class Made:
 
     def tap_outputs(self, outputs: Any) -> Any:
         """Return an op's outputs, tapped."""
-        listed = isinstance(outputs, (list, tuple))
-        flat = list(outputs) if listed else [outputs]
+        flat, rebuild = self._driver.flatten(outputs)
         self._counts["outputs"] = len(flat)
-        tapped = tap(flat, self, "outputs") if all(map(is_tensor, flat)) else flat
-        return tapped if listed else tapped[0]
+        return rebuild(tap(flat, self, "outputs")) if all(map(is_tensor, flat)) else outputs
 
     def carrying(self, outputs: Any) -> Any:
         """Return an op's outputs, through which the symbols in `run` come to a backward pass."""
         trace = self._trace()
         assert trace is not None
-        leaves, tree = jax.tree_util.tree_flatten(trace.run)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
-        if not places:
+        symbols, self._with_symbols = _apart(trace.run)
+        if not symbols:
             return outputs
-        symbols = [primal(leaves[i]) for i in places]
-        self._carried = [None if i in places else leaf for i, leaf in enumerate(leaves)], places, tree
-        listed = isinstance(outputs, (list, tuple))
-        tapped = tap(outputs if listed else [outputs], self, "run", symbols)
-        return tapped if listed else tapped[0]
+        flat, rebuild = self._driver.flatten(outputs)
+        return rebuild(tap(flat, self, "run", [primal(one) for one in symbols]))
 
-    def bring(self, carried: list[Any]) -> None:
-        """Take the symbols that `run` had in the forward pass."""
-        _thread.brought[self] = carried
+    @property
+    def handed(self) -> list[Any]:
+        """Symbols for the next tap that the backward pass comes to."""
+        return _thread.handed.get(self, [])
 
-    def brought(self) -> list[Any]:
-        """Return these symbols."""
-        return _thread.brought.get(self, [])
-
-    def _run(self, carried: Sequence[Any]) -> dict[str, Any]:
-        if not carried:
-            trace = self._trace()
-            assert trace is not None
-            return {name: one for name, one in trace.run.items() if not isinstance(one, core.Tracer)}
-        leaves, places, tree = self._carried
-        known = dict(zip(places, carried, strict=True))
-        run = [known.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return dict(jax.tree_util.tree_unflatten(tree, run))
+    @handed.setter
+    def handed(self, symbols: list[Any]) -> None:
+        _thread.handed[self] = symbols
 
     def transposed(
-        self, side: str, positions: Sequence[int], cotangents: list[Any], carried: Sequence[Any]
-    ) -> list[Any]:
-        """Return the cotangents that go on, after the routines of the open scopes' tools."""
+        self, side: str, positions: Sequence[int], cotangents: list[Any], handed: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the cotangents that go on, after the routines of the open scopes' tools, and symbols."""
         state, trace = _thread.state, self._trace()
         if state is None or trace is None:
-            return cotangents
+            return cotangents, []
         grads = [None] * self._counts[side]
         for position, cotangent in zip(positions, cotangents, strict=True):
             grads[position] = cotangent
+        left: list[Any] = []
         if side == "outputs":
             if is_staged():
                 trace = copy(trace)
-                trace.run = self._run(carried)
+                trace.run = self._with_symbols(handed) if handed else _without_symbols(trace.run)
             assert trace.facts is not None
             op = backward_operation(trace.facts.op.__name__)
             step = BackwardStep(self._driver, trace, op, 0, state)
             if not step.wanted:
-                return cotangents
+                return cotangents, []
             grads = step.before(grads)
-            _thread.steps[self] = step, grads, trace
+            left, with_symbols = _apart((grads, trace.run))
+            _thread.steps[self] = step, trace, with_symbols
         elif self in _thread.steps:
-            step, entered, trace = _thread.steps.pop(self)
-            if carried:
-                trace.run = self._run(carried)
+            step, trace, with_symbols = _thread.steps.pop(self)
+            entered, trace.run = with_symbols(handed)
             grads = step.after(grads, entered)
             if not trace.pending:
                 self._driver.finish(trace)
-        return [_like(grads[i], one) for i, one in zip(positions, cotangents, strict=True)]
+        return [_like(grads[i], one) for i, one in zip(positions, cotangents, strict=True)], left
+
+
+def _apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the symbols in a value, and a function that gives it with others in their place."""
+    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda one: one is None)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
+    if not places:
+        return [], lambda symbols: value
+    kept = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+
+    def with_symbols(symbols: list[Any]) -> Any:
+        known = dict(zip(places, symbols, strict=True))
+        return jax.tree_util.tree_unflatten(tree, [known.get(i, leaf) for i, leaf in enumerate(kept)])
+
+    return [leaves[i] for i in places], with_symbols
+
+
+def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in run.items() if not isinstance(one, core.Tracer)}
+
+
+weakref_cache_key_types.add(Made)  # a tap in a cache of JAX keeps no execution
 
 
 @contextmanager
@@ -174,7 +184,7 @@ def followed(original: Callable[..., Any]) -> Callable[..., Any]:
             _thread.state = before
             if before is None:
                 _thread.steps.clear()
-                _thread.brought.clear()
+                _thread.handed.clear()
             interceptor.reset_root()
 
     return backward_pass3

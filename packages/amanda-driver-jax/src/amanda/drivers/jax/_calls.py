@@ -2,8 +2,7 @@
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from jax._src import core
 from ._autodiff import Made
 from ._operation import Operation
 from ._programs import inserted
-from ._traces import primal
 
 LISTS = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
@@ -117,28 +115,37 @@ def rule_of(primitive: str, params: dict[str, Any]) -> str:
 
 
 class _Thread(threading.local):
-    """rules: functions whose derivative is computed by their rule, and the values that it is computed at."""
+    """rules: functions whose rules for derivatives run, and the values that these are computed at."""
 
     def __init__(self) -> None:
-        self.rules: list[tuple[str, list[Any]]] = []
+        self.rules: list[tuple[str, Sequence[Any]]] = []
 
 
 _thread = _Thread()
 
 
-@contextmanager
-def ruled(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> Iterator[None]:
-    """Context in which JAX runs a function, or its rule instead where derivatives are computed."""
-    _thread.rules.append((_source(primitive, params), list(map(primal, args))))
+def with_rule(primitive: str, params: dict[str, Any], run: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a function with rules whose rule for derivatives is called by `run`.
+
+    JAX calls the rule when it takes the derivative: of a function in a program, after the program was traced.
+    """
+    function, rule, *others = params["subfuns"]
+    rule = rule.wrap(_ruled, (_source(primitive, params), primitive == "custom_vjp_call", run), None)
+    return dict(params, subfuns=(function, rule, *others))
+
+
+def _ruled(rule: Callable[..., Any], source: str, paired: bool, run: Callable[..., Any], *args: Any) -> Any:
+    """Call a rule.  paired: whether each value comes with a flag; otherwise tangents follow the values."""
+    _thread.rules.append((source, args[::2] if paired else args[: len(args) // 2]))
     try:
-        yield
+        return run(rule, args)
     finally:
         _thread.rules.pop()
 
 
 def is_by_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Return True for a function that its own rule for `jvp` calls: the op is under way."""
-    if primitive != "custom_jvp_call" or not _thread.rules:
+    """Return True for a function that its own rule calls: the op is under way."""
+    if primitive not in CUSTOM or not _thread.rules:
         return False
     source, values = _thread.rules[-1]
     same = len(args) == len(values) and all(map(operator.is_, args, values))

@@ -11,7 +11,7 @@ from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
 
-from ._reads import Variants, traced
+from ._variants import Variants, traced
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import jax
@@ -14,18 +15,19 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
 from ._autodiff import Made, execution, follow_backward
-from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, ruled
+from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, with_rule
 from ._contexts import follow, key_of, leave, under
 from ._host import raise_failures, run_later
 from ._jit import follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
-from ._programs import inserted
-from ._reads import LiftedArrays, followed, is_pure
+from ._programs import inserted, tapped
+from ._reads import is_pure
 from ._requirements import check
 from ._taps import ORIGINALS
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, is_within_jit
+from ._variants import followed, guard
 from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(
@@ -51,6 +53,7 @@ class JaxDriver(Arrays, EagerDriver):
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._places = Places()
+        self._rules = self.site(_call_rule, operation("custom_vjp_call"), "forward rules", TRANSPARENT)
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
@@ -106,8 +109,17 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
-        with under(key_of(State.current())), ruled(primitive.name, args, params):
-            return original(primitive, *args, **params)
+        run = _call_rule
+        if primitive.name == "custom_vjp_call":
+            run = self._call_forward_rule
+            tapped()
+        with under(key_of(State.current())):
+            return original(primitive, *args, **with_rule(primitive.name, params, run))
+
+    def _call_forward_rule(self, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call a rule for the tools, in which its ops are the user's, also where JAX's own are suspended."""
+        with under(key_of(State.current())):
+            return self._rules.invoke((rule, args))
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call of a primitive."""
@@ -128,17 +140,24 @@ class JaxDriver(Arrays, EagerDriver):
         if not is_staged():
             return None
         if action.differentiable or autodiff:
-            followed(action)
+            guard(action, facts)
             return None
         if action.traceable and not action.takes_run:
-            if not is_within_jit() or is_pure(action):
+            pure = is_pure(action)
+            if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
                 return None
             variant = followed(action)
+            if variant is None and pure:
+                return None
             if variant is not None:
-                with suppress(jax.errors.ConcretizationTypeError):  # it decides by what it computes
-                    lifted = LiftedArrays(variant)
+                with suppress(jax.errors.ConcretizationTypeError), variant.tracing(action) as lifted:
                     return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
         return run_later(action, values, facts, run, shapes)
+
+    def note_replacement(self, action: Action, facts: OpFacts) -> None:
+        """Trace the program anew when what a replacement in it reads changes."""
+        inserted()
+        guard(action, facts)
 
     def shown(self, values: list[Any]) -> list[Any]:
         """Values without what derivatives are computed by: arrays, or the program's own symbols."""
@@ -168,6 +187,10 @@ class JaxDriver(Arrays, EagerDriver):
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
         return path(subjects)
+
+
+def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return rule(*args)
 
 
 def _shown(value: Any) -> Any:

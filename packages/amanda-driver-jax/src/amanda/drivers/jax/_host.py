@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial, wraps
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from amanda.backend import Action, Attributes, OpFacts, State
 from amanda.plan import run_routine, spread
 from jax._src import callback, core, dispatch, effects
 from jax._src.interpreters import pxla
+from jax._src.util import weakref_cache_key_types
 
 from ._called import call
 from ._contexts import Programs
@@ -39,80 +41,42 @@ class HostArrays(Arrays):
 _HOST = HostArrays()
 
 
-class Failures:
-    """Exceptions of routines that programs have called, until they are raised in the user's call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: list[BaseException] = []
-
-    def keep(self, error: BaseException) -> None:
-        """Keep an exception; the first one counts."""
-        with self._lock:
-            self._kept.append(error)
-
-    def pending(self) -> bool:
-        """Return True if an exception is there to be raised: no routine runs before it is."""
-        return bool(self._kept)
-
-    def take(self) -> BaseException | None:
-        """Return the first exception, and forget all."""
-        with self._lock:
-            first = self._kept[0] if self._kept else None
-            self._kept.clear()
-        return first
+_FAILURES: list[BaseException] = []
+"""Exceptions of routines that programs have called, until the first is raised in the user's call."""
+_LAST = count(1)
+_ALL: dict[int, dict[str, Any]] = {}
+"""The dict `run` of each execution, by number."""
+_LOCK = threading.Lock()
 
 
-FAILURES = Failures()
-
-
-class Runs:
-    """The dict `run` of each execution, by number."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last = 0
-        self._all: dict[int, dict[str, Any]] = {}
-
-    def begin(self, *_: Any) -> tuple[Any]:
-        """Return the number of a new execution."""
-        with self._lock:
-            self._last += 1
-            self._all[self._last % (1 << 32)] = {}
-            if len(self._all) > _RUNS:
-                del self._all[next(iter(self._all))]
-            return (np.uint32(self._last),)
-
-    def of(self, number: Any) -> dict[str, Any]:
-        """Return the dict of an execution."""
-        return self._all.setdefault(int(number), {})
-
-    def clear(self) -> None:
-        """Forget every execution."""
-        self._all.clear()
-
-
-RUNS = Runs()
+def begin(*_: Any) -> tuple[Any]:
+    """Return the number of a new execution."""
+    with _LOCK:
+        number = next(_LAST) % (1 << 32)
+        _ALL[number] = {}
+        if len(_ALL) > _RUNS:
+            del _ALL[next(iter(_ALL))]
+    return (np.uint32(number),)
 
 
 class Token:
     """Stands in a program for a routine, which is the tools' to keep: no program holds a tool.
 
-    numbers: 1 if the routine is given the number of an execution, else 0.
+    numbers: 1 if the routine is given the number of an execution, else 0.  observes: it changes nothing.
     """
 
-    def __init__(self, numbers: int, state: State, job: "Job") -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: int, observes: bool, state: State, job: "Job") -> None:
+        self._numbers, self._observes = numbers, observes
         self._job = Programs.of(state.layer).keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the routine; return what takes the place of what it was given."""
+        """Run the routine; return what takes the place of what it was given, or a token of an observer."""
         job = self._job()
-        return arrays if job is None else job(*arrays)
+        results = arrays if job is None else job(*arrays)
+        return (*results[: self._numbers], np.zeros((0,), np.bool_)) if self._observes else results
 
-    def observe(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run a routine that changes nothing."""
-        return *self(*arrays)[: self._numbers], np.zeros((0,), np.bool_)
+
+weakref_cache_key_types.add(Token)  # JAX's caches keep no routine
 
 
 class Job:
@@ -143,21 +107,21 @@ class Job:
 
     def _given(self, numbers: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
         given = tuple(np.asarray(one) for one in own[: len(self._places)])
-        if FAILURES.pending() or any(scope.closed for scope in self._state.scopes):
+        if _FAILURES or any(scope.closed for scope in self._state.scopes):
             return given
         leaves: list[Any] = list(self._static)
         for place, array in zip(self._places, given, strict=True):
             leaves[place] = array.view()
             leaves[place].flags.writeable = False
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
-        run = RUNS.of(numbers[0]) if numbers else {}
+        run = _ALL.setdefault(int(numbers[0]), {}) if numbers else {}
         try:
             with interceptor.Suspension():
                 results = run_routine(
                     _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
                 )
         except BaseException as error:
-            FAILURES.keep(error)
+            _FAILURES.append(error)
             return given
         changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
         return tuple(np.asarray(changed[place]) for place in self._places)
@@ -171,18 +135,19 @@ def run_later(
     picked = [values[i] for i in positions]
     leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
     state = State.current()
-    job = Token(int(action.takes_run), state, Job(action, facts, state, leaves, tree, shapes))
     arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
     number = [_number(run, values)] if action.takes_run else []
     told = [_NUMBER] if action.takes_run else []
     avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
-    if action.observer or not arrays:
+    observes = action.observer or not arrays
+    token = Token(len(told), observes, state, Job(action, facts, state, leaves, tree, shapes))
+    if observes:
         with core.set_current_trace(base()):
-            *number, token = call(job.observe, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
+            *number, done = call(token, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
         run.update(zip((_EXECUTION,), number, strict=False))
-        return _tied(values, token)
+        return _tied(values, done)
     with core.set_current_trace(base()):
-        results = call(job, (*told, *avals), *number, *arrays)
+        results = call(token, (*told, *avals), *number, *arrays)
     run.update(zip((_EXECUTION,), results[: len(told)], strict=False))
     given = iter(results[len(told) :])
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
@@ -215,7 +180,7 @@ def _number(run: dict[str, Any], values: list[Any]) -> Any:
     """Return the symbol of the number of an execution, which goes from one of its routines to the next."""
     if _EXECUTION not in run:
         with core.set_current_trace(base()):
-            (run[_EXECUTION],) = call(RUNS.begin, (_NUMBER,), *_dependence(values))
+            (run[_EXECUTION],) = call(begin, (_NUMBER,), *_dependence(values))
     return run[_EXECUTION]
 
 
@@ -226,7 +191,7 @@ def raise_failures(attributes: Attributes) -> None:
         if callback.IOEffect not in allowed._effect_types:
             allowed.add_type(callback.IOEffect)
             attributes.on_restore(partial(allowed._effect_types.discard, callback.IOEffect))
-    attributes.on_restore(RUNS.clear)
+    attributes.on_restore(_ALL.clear)
 
 
 def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +202,8 @@ def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
             for one in results:
                 one.block_until_ready()
             dispatch.runtime_tokens.block_until_ready()
-            error = FAILURES.take()
+            error = next(iter(_FAILURES), None)
+            _FAILURES.clear()
             if error is not None:
                 raise error
         return results

@@ -1,7 +1,7 @@
 """Functions under jit: traced anew for the tools, and the user's own where nothing was put into them."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -13,11 +13,12 @@ from amanda.backend import Attributes, State
 from jax._src import core, pjit
 
 from ._contexts import Programs, follow, key_of, under
+from ._inputs import Program, with_inputs
 from ._programs import Counts, counting, made, part
-from ._reads import Program, Variant, with_inputs
 from ._requirements import wrap
 from ._taps import ORIGINALS
 from ._traces import is_tangent, is_within_jit
+from ._variants import Variant
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
@@ -41,6 +42,7 @@ class _Found(NamedTuple):
     counts: Counts
     program: Program | None = None
     guards: bool = False
+    reports: Sequence[tuple[str, str]] = ()
 
 
 def follow_jit(attributes: Attributes) -> None:
@@ -91,8 +93,10 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
                 closed = program.params["jaxpr"]
                 if closed not in programs.found:
                     own = with_inputs(program, variant.inputs)
-                    programs.found[closed] = _Found(counts, own, variant.reads.guards)
+                    told = variant.reports()
+                    programs.found[closed] = _Found(counts, own, variant.reads.guards or bool(told), told)
             found = programs.found[closed]
+            activation.state.report_all(variant, found.reports)
         if found.program is not None:
             return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
         if found.counts.insertions or (found.counts.taps and not core.trace_state_clean()):

@@ -28,8 +28,9 @@ ESSENTIAL = {
     "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
-    "pjit": "UNSPECIFIED _get_fastpath_data _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
+    "pjit": "UNSPECIFIED _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
     "source_info_util": "current",
+    "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
 

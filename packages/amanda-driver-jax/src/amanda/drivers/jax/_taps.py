@@ -18,21 +18,19 @@ from ._traces import argument_of, primal
 
 
 class Mark(Protocol):
-    """The op whose cotangents a tap shows."""
+    """The op whose cotangents a tap shows.
 
-    def bring(self, carried: list[Any]) -> None:
-        """Take the values of the forward pass that a tap was given; cotangents come after them."""
+    handed: symbols of the program around it, which the next tap of the op gets that a backward pass comes to.
+    """
 
-    def brought(self) -> list[Any]:
-        """Return the values of the forward pass."""
+    handed: list[Any]
 
     def transposed(
-        self, side: str, positions: Sequence[int], cotangents: list[Any], carried: Sequence[Any]
-    ) -> list[Any]:
-        """Return the cotangents that go on instead of these.
+        self, side: str, positions: Sequence[int], cotangents: list[Any], handed: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the cotangents that go on instead of these, and what the next tap is handed.
 
         side: "outputs" where they enter the backward op, "inputs" where they leave it.
-        carried: values of the forward pass.
         """
 
 
@@ -183,13 +181,13 @@ def _tap_transposed(
     if all(type(one) is ad.Zero for one in cotangents):
         return [*(None for _ in carried), *cotangents]
     if carried:
-        mark.bring(carried)
+        mark.handed = carried
         return [*(None for _ in carried), *cotangents]
-    given = [ad.instantiate_zeros(one) for one in cotangents]
-    run: Callable[..., list[Any]] = partial(mark.transposed, side, positions)
+    run: Callable[..., tuple[list[Any], list[Any]]] = partial(mark.transposed, side, positions)
     for _ in range(mapped):
         run = jax.vmap(run)
-    return list(run(given, mark.brought()))
+    results, mark.handed = run([ad.instantiate_zeros(one) for one in cotangents], mark.handed)
+    return list(results)
 
 
 def _tap_batched(args: Any, dims: Any, *, positions: Any, mapped: int, **params: Any) -> Any:
