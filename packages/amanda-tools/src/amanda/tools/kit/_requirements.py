@@ -84,6 +84,8 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.utils._python_dispatch:_disable_current_modes",
     ),
     ("sentinel", "torch"): (
+        "torch:Tensor._base",
+        "torch:Tensor._is_view",
         "torch:_C.DisableTorchFunction",
         "torch:_C._autograd._saved_tensors_hooks_is_enabled",
         "torch:_C._current_autograd_node",
