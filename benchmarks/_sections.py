@@ -29,6 +29,11 @@ def by_model(models: Results, example: bool = False) -> Iterator[tuple[str, Any]
             yield f"{name}, {one['example']}, {title}" if example else f"{name}, {title}", step
 
 
+def by_example(models: Results) -> dict[str, Any]:
+    """Return the seconds of steps of models by their names and examples."""
+    return {f"{name}, {one['example']}": one["seconds"] for name, one in models.items()}
+
+
 def code(program: str) -> str:
     """Return the name of a program, as code if it is code."""
     return f"`{program}`" if program.endswith(")") or "+" in program else program

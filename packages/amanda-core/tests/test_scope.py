@@ -506,3 +506,13 @@ def test_a_scope_may_be_left_while_a_switch_of_it_is_open() -> None:
     relu()
     assert count.relus == 0
     assert interceptor.active() is None
+
+
+def test_ops_are_not_intercepted_for_tools_without_routines() -> None:
+    with amanda.apply(amanda.Tool()):
+        assert interceptor.active() is None
+        counting = amanda.Tool()
+        counting.add_inst_for_op(lambda context: None)
+        with amanda.apply(counting):
+            assert interceptor.active() is not None
+        assert interceptor.active() is None

@@ -426,3 +426,71 @@ def test_the_word_of_an_op_selects_one_of_its_backward_ops(target: Any) -> None:
     with amanda.apply(both):
         layer(x).sum().backward()
     assert len(both.result.injections) == 2
+
+
+def test_multi_bit_flips_adjacent_bits() -> None:
+    x = torch.zeros(200, dtype=torch.int32)
+    for flips in (2, 5):
+        y, tool = injected(lambda: x.clone(), fault="multi_bit", flips=flips, probability=1.0)
+        assert all(
+            hit.bits == tuple(range(hit.bits[0], hit.bits[0] + flips)) for hit in tool.result.injections
+        )
+        assert all(bin(one & 0xFFFFFFFF).count("1") == flips for one in y.tolist())
+        assert {hit.bits[0] for hit in tool.result.injections} == set(range(33 - flips))
+    assert len(injected(lambda: x.clone(), fault="multi_bit")[1].result.injections[0].bits) == 2
+    _, tool = injected(lambda: x.clone(), fault="multi_bit", bits=[3, 5, 7])
+    assert not tool.result.injections
+
+
+def test_a_stuck_lane_is_wrong_at_every_execution_at_the_same_index_and_bit() -> None:
+    x, layer = torch.rand(6, 5), nn.Linear(5, 8)
+    options = {"fault": "stuck_at_1", "axis": -1, "permanent": True, "field": "exponent", "type": "linear"}
+    for seed in range(5):
+        outputs, tool = injected(lambda: [layer(x * scale) for scale in (1.0, 1.0)], seed=seed, **options)
+        hits = tool.result.injections
+        assert len(hits) == 2 * 6
+        assert len({hit.element[1] for hit in hits}) == len({hit.bits for hit in hits}) == 1
+        lane = hits[0].element[1]
+        assert all({one[1] for one in changed(layer(x), output)} <= {lane} for output in outputs)
+        assert all(word & 1 << hits[0].bits[0] for word in outputs[0][:, lane].view(torch.int32).tolist())
+
+
+def test_a_wrong_row_is_another_row() -> None:
+    x = torch.arange(40.0).reshape(2, 5, 4)
+    for seed in range(20):
+        y, tool = injected(lambda: x.clone(), fault="wrong_row", seed=seed)
+        (row,) = {hit.element[1] for hit in tool.result.injections}
+        others = [other for other in range(5) if torch.equal(y[:, row], x[:, other])]
+        assert len(others) == 1
+        assert others != [row]
+        kept = [i for i in range(5) if i != row]
+        assert torch.equal(y[:, kept], x[:, kept])
+    y, _ = injected(lambda: x.clone(), fault="wrong_row", axis=0, seed=1)
+    assert torch.equal(y[0], y[1])
+    assert not injected(lambda: torch.rand(4).clone(), fault="wrong_row")[1].result.injections
+    assert not injected(lambda: torch.rand(1, 4).clone(), fault="wrong_row")[1].result.injections
+
+
+def test_a_share_of_elements_becomes_nan() -> None:
+    x = torch.rand(100, 100)
+    y, _ = injected(lambda: x.clone(), fault="nan", probability=0.03)
+    assert binomtest(int(y.isnan().sum()), 10_000, 0.03).pvalue > 1e-3
+    assert not injected(lambda: torch.ones(3, dtype=torch.int32).clone(), fault="nan")[1].result.injections
+
+
+def test_slices_have_the_same_bits_and_are_counted_as_one() -> None:
+    x = torch.rand(4, 3, 5)
+
+    def program() -> Tensor:
+        return x.clone()
+
+    y, tool = injected(program, axis=1, count=2, seed=3)
+    hits = tool.result.injections
+    assert len(hits) == len(changed(x, y)) == 2 * 4 * 5
+    by_slice = {
+        hit.element[1]: {one.bits for one in hits if one.element[1] == hit.element[1]} for hit in hits
+    }
+    assert len(by_slice) == 2
+    assert all(len(bits) == 1 for bits in by_slice.values())
+    assert torch.equal(injected(program, axis=1, count=2, seed=3)[0], y)
+    assert not injected(lambda: x.clone(), axis=3)[1].result.injections

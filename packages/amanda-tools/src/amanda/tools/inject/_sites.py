@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._faults import Fault
 from amanda.tools.kit import tensors_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class Site(NamedTuple):
@@ -52,11 +56,24 @@ class Tensor(NamedTuple):
         """Number of elements."""
         return prod(self.value.shape)
 
+    def units(self, axis: int | None) -> int:
+        """Return the number of slices along an axis, or of elements for None."""
+        return self.size if axis is None else int(self.value.shape[axis])
+
+    def positions(self, units: NDArray[np.int64], axis: int | None) -> NDArray[np.int64]:
+        """Return the positions of elements in the flattened tensor, by those before, in and after `units`."""
+        if axis is None:
+            return units[None, :, None]
+        extents = self.value.shape
+        axis %= len(extents)
+        before, after = np.arange(prod(extents[:axis])), np.arange(prod(extents[axis + 1 :]))
+        return np.asarray((before[:, None, None] * extents[axis] + units[:, None]) * len(after) + after)
+
 
 def tensors_in(value: Any, name: str, position: int, fault: Fault, place: SelectedOp) -> Iterator[Tensor]:
     """Yield the dense tensors in a value, or in a list, whose element type can have the fault."""
     listed = isinstance(value, (list, tuple))
     for item, one in enumerate(value if listed else (value,)):
         dtype = place.dtype(one)
-        if dtype is not None and fault.fits(dtype) and tensors_of(one).is_dense(one):
+        if dtype is not None and fault.fits(dtype, one.shape) and tensors_of(one).is_dense(one):
             yield Tensor(one, dtype, name + f"[{item}]" * listed, position, item if listed else None)

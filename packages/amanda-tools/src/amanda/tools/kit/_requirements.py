@@ -91,6 +91,15 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:ops.aten.add.Tensor._schema",
         "torch.utils._python_dispatch:_disable_current_modes",
     ),
+    ("sentinel", "torch"): (
+        "torch:Tensor._base",
+        "torch:Tensor._is_view",
+        "torch:_C.DisableTorchFunction",
+        "torch:_C._autograd._saved_tensors_hooks_is_enabled",
+        "torch:_C._current_autograd_node",
+        "torch:_C._len_torch_dispatch_stack",
+        "torch.utils._python_dispatch:_disable_current_modes",
+    ),
     ("rewrite", "torch"): (
         *_MEMORY,
         "torch:Tensor._backward_hooks",

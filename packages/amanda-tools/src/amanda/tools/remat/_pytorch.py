@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
-import amanda
 from amanda import interceptor
 from amanda.tools._libraries import tree_map
+from amanda.tools.kit import undisturbed
 from amanda.tools.kit._requirements import check
 from amanda.tools.remat._records import Handle, flat
 
@@ -36,20 +35,6 @@ class Settings(NamedTuple):
     switches: list[Any]
 
 
-class Kind(NamedTuple):
-    """The facts of an op that this tool needs.
-
-    written: positions of the inputs that the op writes; None for all.  pure: whether the op may run again.
-    random: whether it may draw random numbers.  scratch: positions that it writes and does not read.
-    """
-
-    written: tuple[int, ...] | None = ()
-    pure: bool = False
-    random: bool = False
-    scratch: tuple[int, ...] = ()
-
-
-_STATISTICS = (3, 4)
 _SWITCHES = (
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
@@ -63,46 +48,6 @@ _SWITCHES = (
     ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
 )
 """Getter and setter of each switch by which PyTorch chooses kernels."""
-_NATIVE = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-)  # fmt: skip
-
-
-def kind(context: amanda.OpContext) -> None:
-    """Put the kind of an op into its context as `remat_kind`."""
-    context["remat_kind"] = _kind(context)
-
-
-def _kind(context: amanda.OpContext) -> Kind:
-    """Return the kind of an op, by the schemas of its overloads."""
-    import torch
-
-    inputs, name = context.get_inputs(), context.get_op_type()
-    if context["in_place"]:
-        return Kind(None if name.startswith("_fused") else (0,))
-    written = tuple(i for i, one in enumerate(inputs) if _is_out(context, one))
-    if written:
-        return Kind(written)
-    native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
-    packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
-    if packet is None or not native:
-        return Kind()
-    overloads = [getattr(packet, one) for one in packet.overloads()]
-    schemas = [one._schema for one in overloads]
-    if any(one.is_mutable and not any(given.is_out for given in one.arguments) for one in schemas):
-        return Kind(None)
-    random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
-    trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
-    scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if trained else ()
-    return Kind(scratch, True, random or any(isinstance(one, torch.Generator) for one in inputs), scratch)
-
-
-def _is_out(context: amanda.OpContext, value: Any) -> bool:
-    try:
-        return value is not None and context.get_value("out") is value
-    except amanda.AmandaError:
-        return False
 
 
 class Torch:
@@ -221,7 +166,7 @@ class Torch:
         torch = self.torch
         present = self.settings(self.tensors(inputs))
         off = [(device, False, dtype) for device, _, dtype in present.autocast or ()]
-        with self.undisturbed(), ExitStack() as stack:
+        with undisturbed(), ExitStack() as stack:
             for device, on, dtype in settings.autocast or off:
                 stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
             stack.enter_context(torch.enable_grad())
@@ -242,19 +187,6 @@ class Torch:
     def unseen(self) -> AbstractContextManager[Any]:
         """Return a context that hides what is read of tensors from the user's modes and tensor subclasses."""
         return self.torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Return a context that hides calls from the user's modes and tensor subclasses."""
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        torch = self.torch
-        with ExitStack() as stack:
-            if torch._C._len_torch_dispatch_stack():
-                stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch._C.DisableTorchFunction())
-            stack.enter_context(torch.no_grad())
-            yield
 
     def expected(self, compute: Compute, inputs: Sequence[Any]) -> int | None:
         """Return the bytes that an op will make, from a run on the meta device; None if that fails.

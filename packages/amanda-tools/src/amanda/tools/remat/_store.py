@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from amanda import interceptor
+from amanda.tools.kit import undisturbed
 from amanda.tools.remat._eviction import Eviction
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours
 from amanda.tools.remat._ledger import Ledger, Totals
@@ -153,7 +154,7 @@ class Store:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with interceptor.Suspension(), self.lock, self.torch.undisturbed():
+        with interceptor.Suspension(), self.lock, undisturbed():
             yield
 
     def before_write(self, tensors: Sequence[Any]) -> None:

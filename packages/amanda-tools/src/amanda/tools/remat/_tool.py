@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import amanda
 from amanda.errors import ToolError
+from amanda.tools.kit import Rerun, rerun
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._heuristics import HEURISTICS
@@ -58,7 +59,7 @@ class RematTool(amanda.Tool):
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
         self._store: Store | None = None
         self._totals = Totals()
-        self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", _pytorch.kind]]))
+        self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
         self.add_inst_for_op(self._analyse)
 
     @property
@@ -84,7 +85,7 @@ class RematTool(amanda.Tool):
             store.restore()
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        kind: _pytorch.Kind | None = context.get("remat_kind")
+        kind: Rerun | None = context.get("rerun")
         if kind is None:
             self._pass(context)
             return
@@ -115,7 +116,7 @@ class RematTool(amanda.Tool):
         if self._store is not None:
             self._store.before_write(self._store.torch.tensors(values))
 
-    def _run(self, *inputs: Any, kind: _pytorch.Kind, counts: OpCounts, compute: _pytorch.Compute) -> Any:
+    def _run(self, *inputs: Any, kind: Rerun, counts: OpCounts, compute: _pytorch.Compute) -> Any:
         """Run and record the op; return NotImplemented for an op without a backward pass."""
         if self._store is None:
             self._store = Store(self._totals, self._budget, self._heuristic, self._strict)

@@ -1,0 +1,13 @@
+"""Watching a long training for silent data corruption, NaN, spikes and ranks that differ, within a budget.
+
+sentinel = SentinelTool(budget=0.01)
+with amanda.apply(sentinel):
+    train()
+print(sentinel.result)
+"""
+
+from amanda.tools.sentinel._alarms import Alarm, SentinelError
+from amanda.tools.sentinel._result import SentinelResult
+from amanda.tools.sentinel._tool import SentinelTool
+
+__all__ = ["Alarm", "SentinelError", "SentinelResult", "SentinelTool"]

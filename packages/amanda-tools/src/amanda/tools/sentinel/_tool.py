@@ -1,0 +1,208 @@
+"""The tool: chooses the steps that are watched, and keeps the alarms."""
+
+from __future__ import annotations
+
+import logging
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Literal
+
+import amanda
+from amanda.backend import when_imported
+from amanda.errors import ToolError
+from amanda.tools.kit._requirements import check
+from amanda.tools.sentinel import _pytorch
+from amanda.tools.sentinel._alarms import Alarm, SentinelError
+from amanda.tools.sentinel._budget import Budget
+from amanda.tools.sentinel._judged import judged
+from amanda.tools.sentinel._ranks import Ranks
+from amanda.tools.sentinel._result import Counts, SentinelResult
+from amanda.tools.sentinel._watch import Watch
+
+Compiled = Literal["eager", "instrument"]
+logger = logging.getLogger("amanda")
+
+
+class SentinelTool(amanda.Tool):
+    """Watches the training steps of PyTorch within a budget; `result` has the alarms, `clear` starts anew.
+
+    A step ends with the step of any optimizer of torch.optim, or with a call of `step`.  In a step that is
+    watched, the norm of all that ops give is taken, forward and backward, and a share of the ops is run again
+    on the same inputs.  In between, ops are not intercepted at all.
+
+    budget: share of the time of training that watching may take; None to watch every step.
+    share: of the ops of a watched step that are hashed and run again.
+    threshold: robust deviations above the median at which a norm is a spike.  window: executions that the
+        median is of.
+    ranks: compare gradients and parameters over the ranks of torch.distributed.
+    stop: raise SentinelError at the first alarm, where the step ends.
+    compiled: what becomes of compiled functions in watched steps, as in `amanda.apply`.
+    seed: of the choice of ops.  limit: number of alarms that the result keeps.
+
+    Raises ToolError for options that are not valid.
+    """
+
+    def __init__(
+        self,
+        budget: float | None = 0.01,
+        share: float = 0.25,
+        threshold: float = 12.0,
+        window: int = 64,
+        ranks: bool = True,
+        stop: bool = False,
+        compiled: Compiled = "instrument",
+        seed: int = 0,
+        limit: int = 1_000,
+    ) -> None:
+        super().__init__()
+        if budget is not None and not 0 < budget <= 1:
+            raise ToolError(f"budget is {budget}; it is a share of the time, such as 0.01, or None")
+        if not 0 <= share <= 1:
+            raise ToolError(f"share is {share}; it lies between 0 and 1")
+        for name, given, least in (("threshold", threshold, 0), ("window", window, 8), ("limit", limit, 1)):
+            if given < least:
+                raise ToolError(f"{name} is {given}; it is at least {least}")
+        self._options = budget, threshold, window, ranks, stop, limit
+        self._watching = share, seed, compiled
+        self._handles: list[Any] = []
+        self._scope: amanda.Scope | None = None
+        self._thread = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget alarms, norms and times; steps are counted from 0."""
+        share, seed, compiled = self._watching
+        self._watch = Watch(share, seed, self._alarm)
+        self._step_scope = amanda.apply(self._watch, compiled=compiled)
+        self._budget, self._counts = Budget(self._options[0]), Counts()
+        self._ranks = Ranks(self._name_of)
+        self._alarms: list[Alarm] = []
+        self._told: set[tuple[str, ...]] = set()
+        self._dropped = 0
+        self._remarks: dict[str, None] = {}
+        self._begun, self._inside = perf_counter(), 0.0
+
+    @property
+    def result(self) -> SentinelResult:
+        """Return the alarms so far, and a row for each op that was watched."""
+        self._counts.comparisons = self._ranks.comparisons
+        budget = self._budget
+        result = SentinelResult(
+            list(self._watch.ops.values()), self._alarms, self._counts, budget.spent, budget.passed,
+            budget.share, self._dropped,
+        )  # fmt: skip
+        reports = [f"{one.what}: {one.reason}" for one in self._step_scope.report]
+        result.remarks = [*self._remarks, *self._ranks.remarks, *reports[:10]]
+        return result
+
+    def step(self) -> None:
+        """End a step, in training without an optimizer of torch.optim."""
+        self._end_step()
+
+    def scope_entered(self) -> None:
+        """Begin a step, and follow the steps of optimizers from now on, or once torch is imported."""
+        self._thread = get_ident()
+        self._call_off = when_imported("torch.optim.optimizer", self._follow)
+        self._begin_step()
+
+    def _follow(self) -> None:
+        from torch.optim import optimizer
+
+        check("sentinel", "torch")
+        self._handles = [
+            optimizer.register_optimizer_step_pre_hook(self._before_update),
+            optimizer.register_optimizer_step_post_hook(lambda *given: self._end_step()),
+        ]
+
+    def scope_left(self) -> None:
+        """Look at what is left of the last step."""
+        self._call_off()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._judge()
+        self._take(self._ranks.received(wait=True), stop=False)
+        if not self._counts.steps:
+            self._remarks[
+                "No step ended: no optimizer of torch.optim made one, and `step` was not called."
+            ] = None
+
+    def _begin_step(self) -> None:
+        self._begun, self._inside = perf_counter(), 0.0
+        self._watch.step = self._counts.steps
+        if self._budget.allows():
+            self._scope = self._step_scope
+            self._scope.start()
+
+    def _before_update(self, optimizer: Any, *given: Any) -> None:
+        """Compare the ranks, which hold the same gradients by now."""
+        if not self._options[3] or get_ident() != self._thread:
+            return
+        begun, step = perf_counter(), self._counts.steps
+        with amanda.disabled():
+            alarms = self._ranks.received()
+            if self._ranks.is_due(step):
+                parameters = [one for group in optimizer.param_groups for one in group["params"]]
+                alarms += self._ranks.send(
+                    step, parameters, lambda: self._budget.interval(perf_counter() - begun)
+                )
+        self._inside += perf_counter() - begun
+        self._take(alarms)
+
+    def _end_step(self) -> None:
+        if get_ident() != self._thread:
+            self._remarks["Steps on other threads than the one that opened the scope were not watched."] = (
+                None
+            )
+            return
+        begun = perf_counter()
+        watched = self._scope is not None
+        alarms = self._judge()
+        now = perf_counter()
+        self._inside += now - begun + self._watch.seconds
+        self._watch.seconds = 0.0
+        self._budget.step_ended(now - self._begun, self._inside, watched)
+        self._counts.steps += 1
+        self._counts.watched += watched
+        self._begin_step()
+        if alarms and self._options[4]:
+            raise SentinelError(alarms[0])
+
+    def _judge(self) -> list[Alarm]:
+        """Close the scope of a watched step, and return its alarms."""
+        if self._scope is None:
+            return []
+        scope, self._scope = self._scope, None
+        scope.stop()
+        _, threshold, window, *_ = self._options
+        overflowed, self._watch.overflowed = self._watch.overflowed, False
+        norms = self._watch.end_step()
+        if overflowed:
+            self._counts.skipped += 1
+        elif norms:
+            with amanda.disabled():
+                values = _pytorch.read([one.value for one in norms])
+            alarms, followed = judged(self._counts.steps, norms, values, threshold, window)
+            self._counts.followed += followed
+            self._take(alarms, stop=False)
+        return [one for one in self._alarms if one.step == self._counts.steps]
+
+    def _take(self, alarms: list[Alarm], stop: bool = True) -> None:
+        for alarm in alarms:
+            self._alarm(alarm)
+        if alarms and stop and self._options[4]:
+            raise SentinelError(alarms[0])
+
+    def _alarm(self, alarm: Alarm) -> None:
+        place = alarm.kind, alarm.phase, alarm.type, alarm.module, alarm.source
+        if place not in self._told:
+            logger.warning("sentinel: %s", alarm)
+            self._told.add(place)
+        if len(self._alarms) < self._options[5]:
+            self._alarms.append(alarm)
+        else:
+            self._dropped += 1
+
+    def _name_of(self, parameter: Any) -> str:
+        path = self._watch.paths.get(self.identity_of(parameter))
+        return path or f"of shape {tuple(parameter.shape)}"
