@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from pipelined import let_torchvision_load
 from torch import Tensor, nn
 
 import amanda
@@ -392,8 +392,8 @@ MODELS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_timm(name: str, example: Callable[[str], ModuleType]) -> None:
-    example("models").let_torchvision_load()
+def test_models_of_timm(name: str) -> None:
+    let_torchvision_load()
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model, extent = MODELS[name](timm)
@@ -405,8 +405,8 @@ def test_models_of_timm(name: str, example: Callable[[str], ModuleType]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama tied", "bert", "gpt2"])
-def test_models_of_transformers(name: str, example: Callable[[str], ModuleType]) -> None:
-    example("models").let_torchvision_load()
+def test_models_of_transformers(name: str) -> None:
+    let_torchvision_load()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     llama = {
