@@ -204,6 +204,32 @@ def test_an_op_that_does_not_suit_fewer_channels_is_left_and_named() -> None:
     assert "second.weight are left whole" in str(result)
 
 
+class EverySecond(nn.Module):
+    """Channels that code selects by their numbers, of whichever there are."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(1 if first else 8, 3)
+        self.index: Any = slice(0, 1) if first else slice(None, None, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.two(self.one(x).relu())[:, self.index])
+        return found
+
+
+def test_channels_that_are_selected_by_number_are_left() -> None:
+    torch.manual_seed(2)
+    result = removed(EverySecond(first=False), torch.rand(2, 8))
+    assert sizes(result) == {"one": (16, 8)}
+    assert "getitem" in result.left["two.weight"]
+
+
+def test_a_channel_that_is_selected_by_its_number_is_left_alone() -> None:
+    torch.manual_seed(0)
+    result = removed(EverySecond(first=True), torch.rand(2, 8))
+    assert sizes(result) == {"one": (16, 8), "two": (15, 7)}
+
+
 def test_what_is_not_followed_is_left_and_named() -> None:
     model = nn.LSTM(8, 8)
     tool = ChannelPruneTool()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.prune.channels._labels import Families, Family, Labels, Part
 
 
@@ -86,6 +88,12 @@ class Call:
         """Return families and extents of an input."""
         return self.of(value), tuple(value.shape)
 
+    @property
+    def moved(self) -> Callable[[Family], list[Family]]:
+        """Return a function that moves a family of the first input as the op moves its elements."""
+        value, *rest = self.inputs
+        return partial(_moved, self.compute, rest, tuple(value.shape), value.stride())
+
     def along(self, families: Families, axis: int) -> Family | None:
         """Return the labels along one axis alone, after keeping all other axes whole; None without any."""
         found: Family | None = None
@@ -149,3 +157,16 @@ class Call:
                 self.labels.leave(self.of(one), reason)
                 for family in self.of(one) if self.name_of(one) is not None else ():
                     self.labels.produce(family)
+
+
+def _moved(
+    compute: Callable[[Sequence[Any]], Any], rest: Sequence[Any], shape: Any, strides: Any, family: Family
+) -> list[Family]:
+    """Return what an op makes of labels in the place of its first input: an array for each output."""
+    import torch
+
+    whole = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
+    if 0 not in strides:  # a view may want the strides that the tensor has
+        whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
+    made = compute([whole, *rest])
+    return [one.numpy() for one in (made if isinstance(made, (list, tuple)) else [made])]

@@ -145,7 +145,7 @@ def _leave(tracing: Tracing, step: Step, error: str) -> None:
     labels = tracing.notes.labels
     for one in tracing.steps:
         if (one.type, one.source) == (step.type, step.source):
-            why = error.splitlines()[0] if error else "its result has another shape"
+            why = error.splitlines()[0] if error else "its result would have other channels"
             reason = f"{one.place} at {one.source} does not suit fewer of them ({why})"
             for families, _ in (*one.read, *one.made):
                 labels.leave(families, reason)

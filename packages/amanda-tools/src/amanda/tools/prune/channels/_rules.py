@@ -7,7 +7,7 @@ from typing import Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
-from amanda.tools.prune.channels._labels import Families, shaped
+from amanda.tools.prune.channels._labels import Families, shaped, varying
 from amanda.tools.prune.channels._layers import (
     attention,
     batch_norm,
@@ -102,23 +102,16 @@ def stacked(call: Call) -> Sequence[Families]:
 
 
 def laid_out(call: Call) -> Sequence[Families]:
-    """Move labels as the op moves elements, by running the op on them."""
-    import torch
-
-    value = call.inputs[0]
+    """Move labels as the op moves elements."""
     if any(call.of(one) for one in call.inputs[1:]):
         return unknown(call)
     found: list[list[Any]] = [[] for _ in call.outputs]
-    for family in call.of(value):
-        whole = torch.from_numpy(np.ascontiguousarray(family)).expand(value.shape)
-        if 0 not in value.stride():  # a view may want the strides that the tensor has
-            whole = torch.empty_strided(value.shape, value.stride(), dtype=whole.dtype).copy_(whole)
-        made = call.compute([whole, *call.inputs[1:]])
-        for own, one in zip(found, made if isinstance(made, (list, tuple)) else [made], strict=True):
-            moved = call.labels.compressed(one.numpy(), call.lacking)
+    for family in call.of(call.inputs[0]):
+        for own, one in zip(found, call.moved(family), strict=True):
+            moved = call.labels.compressed(one, call.lacking)
             if moved is not None:
                 own.append(moved)
-                if len([extent for extent in moved.shape if extent > 1]) > 1:
+                if len(varying(moved)) > 1:
                     call.labels.blocks.append(moved)
     return [tuple(one) for one in found]
 
@@ -149,6 +142,9 @@ def fresh(call: Call) -> Sequence[Families]:
 def _by_word(table: dict[str, Rule]) -> dict[str, Rule]:
     return {word: rule for words, rule in table.items() for word in words.split()}
 
+
+MOVES = (laid_out, shuffled)
+"""The rules of ops that only move elements."""
 
 RULES: dict[str, Rule] = _by_word({
     "conv1d conv2d conv3d": convolution,

@@ -11,19 +11,23 @@ from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import TensorMap, leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune.channels._call import Call, Notes
-from amanda.tools.prune.channels._labels import Families, Part
-from amanda.tools.prune.channels._rules import RULES, fresh, unknown
+from amanda.tools.prune.channels._labels import Families, Family, Part
+from amanda.tools.prune.channels._rules import MOVES, RULES, fresh, unknown
 
 
 @dataclass(frozen=True)
 class Step:
-    """An executed op: its word, its module's path, and families and extents of its tensors."""
+    """An executed op: its word, its module's path, and families and extents of its tensors.
+
+    moved: of an op that only moves elements, see `Call.moved`.
+    """
 
     type: str
     module: str
     source: str
     read: Sequence[Part]
     made: Sequence[Part]
+    moved: Callable[[Family], list[Family]] | None = None
 
     @property
     def place(self) -> str:
@@ -106,7 +110,8 @@ class Tracing(amanda.Tool):
             if families or self._known.get(output):
                 self._known[output] = families
         parts = [(self._known.get(one) or (), tuple(one.shape)) for one in made]
-        self.steps.append(Step(type, module, source, read, parts))
+        moved = call.moved if RULES.get(type) in MOVES else None
+        self.steps.append(Step(type, module, source, read, parts, moved))
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""
