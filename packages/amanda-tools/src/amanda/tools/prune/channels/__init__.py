@@ -1,0 +1,13 @@
+"""Pruning of channels in PyTorch, with all layers that depend on them, until the model is smaller.
+
+prune = ChannelPruneTool(sparsity=0.5, round_to=8)
+prune.prepare(model, images)
+with amanda.apply(prune):
+    train(model)
+prune.finalize(model, remove=True)
+"""
+
+from amanda.tools.prune.channels._result import ChannelPruneResult
+from amanda.tools.prune.channels._tool import ChannelPruneTool
+
+__all__ = ["ChannelPruneResult", "ChannelPruneTool"]

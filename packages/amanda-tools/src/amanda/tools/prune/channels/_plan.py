@@ -1,0 +1,164 @@
+"""The plan of a removal: made of one call of a model, and tried out on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from amanda.tools._libraries import numpy as np
+from amanda.tools.prune._masks import PruneError
+from amanda.tools.prune.channels._groups import ChannelGroup, groups_of, left_whole
+from amanda.tools.prune.channels._importance import Budget, alive_labels, scores, share_of_work
+from amanda.tools.prune.channels._labels import varying
+from amanda.tools.prune.channels._removal import Removal, first_difference, sizes_of
+from amanda.tools.prune.channels._tracing import Step, Tracing
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How channels are chosen: the tool's options."""
+
+    budget: Budget
+    importance: Any
+    seed: int
+    module: Sequence[str] | None
+    exclude: Sequence[str]
+
+
+@dataclass
+class Plan:
+    """What is removed of a model.
+
+    groups, kept: the groups, and which of the channels of each are kept.  left: weights whose outputs are
+    left whole, and why.  alive: for each label whether its channel is kept.  work: share of multiplications.
+    """
+
+    model: Any
+    tracing: Tracing
+    groups: list[ChannelGroup] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    alive: Any = None
+    work: float = 1.0
+
+    def choose(self, choice: Choice) -> None:
+        """Choose what is kept."""
+        tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        tensors.update(self.model.named_buffers())
+        notes = self.tracing.notes
+        notes.labels.settle()
+        self.groups = groups_of(self.tracing)
+        worth = [
+            scores(group, i, tensors, choice.importance, choice.seed) for i, group in enumerate(self.groups)
+        ]
+        self.kept = choice.budget.kept(self.groups, worth, notes.labels, notes.work)
+        self.alive = alive_labels(notes.labels, self.groups, self.kept)
+        self.work = share_of_work(notes.work, self.alive)
+        self.left = left_whole(self.tracing)
+
+    def axes(self) -> Iterator[tuple[str, int, Any]]:
+        """Yield the axes of parameters and buffers that become shorter, and which places on them are kept."""
+        for name, families in self.tracing.channels.items():
+            for family in families:
+                (axis,) = varying(family)
+                kept = self.alive[family].reshape(-1)
+                if not kept.all():
+                    yield name, axis, kept
+
+    def removal(self) -> Removal:
+        """Return what removes the channels that are not kept."""
+        whole = self.tracing.notes.whole_groups
+        sizes = sizes_of(self.model, self.tracing, self.alive)
+        return Removal({(name, axis): kept for name, axis, kept in self.axes()}, sizes, frozenset(whole))
+
+
+def select(plan: Plan, choice: Choice) -> None:
+    """Leave whole what the options do not select; raise PruneError for an option that fits no weight."""
+    labels = plan.tracing.notes.labels
+    made = labels.made()
+    modules: dict[str, list[Any]] = {}
+    for name, families in plan.tracing.channels.items():
+        own = [one for one in families if made.issuperset(one.reshape(-1).tolist())]
+        if own:
+            modules.setdefault(name.rpartition(".")[0], []).extend(own)
+    for pattern in (*(choice.module or ()), *choice.exclude):
+        if not any(fnmatchcase(path, pattern) for path in modules):
+            raise PruneError(
+                f"ChannelPruneTool was given the module {pattern!r}, which fits none of the layers with "
+                f"channels: {', '.join(list(modules)[:8])}"
+            )
+    for path, own in modules.items():
+        if any(fnmatchcase(path, pattern) for pattern in choice.exclude):
+            labels.leave(own, f"{path} is excluded")
+    if choice.module is not None:
+        chosen = {
+            root for path, own in modules.items() for one in own
+            if any(fnmatchcase(path, pattern) for pattern in choice.module)
+            for root in labels.roots(one).reshape(-1).tolist()
+        }  # fmt: skip
+        for own in modules.values():
+            for one in own:
+                others = one[~np.isin(labels.roots(one), list(chosen))]
+                labels.leave(others, "`module` does not select it")
+
+
+def made_plan(
+    model: Any, example: Sequence[Any], named: Mapping[str, Any], choice: Choice
+) -> tuple[Plan, Any]:
+    """Return a plan, and what the smaller model returns; ops that it does not suit are left whole.
+
+    Raises PruneError where the smaller model cannot run whatever is left whole.
+    """
+    tracing = Tracing(model)
+    tracing.follow(model, example, named)
+    plan = Plan(model, tracing)
+    select(plan, choice)
+    while True:
+        plan.choose(choice)
+        trial, error = Tracing(model), ""
+        removal = plan.removal()
+        try:
+            removal.apply(model)
+            trial.follow(model, example, named)
+        except Exception as raised:  # of any kind: the model's code does not suit the sizes
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            removal.undo()
+        step = first_difference(tracing, plan.alive, trial.steps)
+        if step is None and not error:
+            return plan, trial.result
+        before = len(plan.groups)
+        if step is not None:
+            _leave(tracing, step, error)
+        if step is None or len(groups_of(tracing)) == before:
+            where = "" if step is None else f" at {step.place}"
+            raise PruneError(
+                f"ChannelPruneTool cannot remove channels of this model: it fails{where}: {error}"
+            )
+
+
+def _leave(tracing: Tracing, step: Step, error: str) -> None:
+    """Leave the channels whole that an op reads and makes, and those of the same line elsewhere."""
+    labels = tracing.notes.labels
+    for one in tracing.steps:
+        if (one.type, one.source) == (step.type, step.source):
+            why = error.splitlines()[0] if error else "its result would have other channels"
+            reason = f"{one.place} at {one.source} does not suit fewer of them ({why})"
+            for families, _ in (*one.read, *one.made):
+                labels.leave(families, reason)
+    labels.settle()
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Context in which a model is in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

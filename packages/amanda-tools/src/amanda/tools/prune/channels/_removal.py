@@ -1,0 +1,191 @@
+"""Removes channels of a model's parameters, in place, and can put them back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from amanda.tools._libraries import numpy as np
+from amanda.tools.prune.channels._tracing import Step, Tracing
+
+_EXTENTS = {
+    "out_channels": 0, "in_channels": 1, "out_features": 0, "in_features": 1, "num_features": 0,
+    "num_channels": 0, "embedding_dim": 1, "nx": 0, "nf": 1,
+}  # fmt: skip
+"""Attributes of layers that say how long an axis of `weight` is; of running averages where there is none."""
+_SIZES = re.compile(r"head|dim|size|channel|feature|width|hidden|plane|inner|embed|filter|num_groups")
+_OF_HEADS = re.compile(r"head(?!.*(dim|size))")
+_OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
+
+
+class Removal:
+    """Removes what is not kept, of parameters, buffers, gradients, attributes and an optimizer's state.
+
+    kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's path, attributes'
+    new values.  whole_groups: weights whose number of groups changes.
+    """
+
+    def __init__(
+        self,
+        kept: Mapping[tuple[str, int], Any],
+        sizes: Mapping[str, Mapping[str, int]],
+        whole_groups: frozenset[str],
+    ) -> None:
+        self._kept, self._sizes, self._whole_groups = kept, sizes, whole_groups
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def apply(self, model: Any, optimizer: Any = None) -> None:
+        """Remove channels from a model."""
+        by_name: dict[str, dict[int, Any]] = {}
+        for (name, axis), kept in self._kept.items():
+            by_name.setdefault(name, {})[axis] = np.flatnonzero(kept)
+        changed: dict[int, Any] = {}
+        for name, axes in by_name.items():
+            path, _, attribute = name.rpartition(".")
+            tensor = getattr(model.get_submodule(path), attribute)
+            self._shorten(tensor, axes, optimizer)
+            changed[id(tensor)] = tensor
+        for path, module in model.named_modules():
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if any(id(tensor) in changed for tensor in own):
+                self._adapt(path, module)
+        for path, sizes in self._sizes.items():
+            for attribute, size in sizes.items():
+                self._set(model.get_submodule(path), attribute, size)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        import torch
+
+        for owner, attribute, value in reversed(self._before):
+            if attribute == "data":
+                _set_data(owner, value)
+            elif isinstance(owner, torch.Tensor):
+                owner.grad = value
+            else:
+                setattr(owner, attribute, value)
+        self._before.clear()
+
+    def _shorten(self, tensor: Any, axes: Mapping[int, Any], optimizer: Any) -> None:
+        import torch
+
+        def shortened(whole: Any) -> Any:
+            for axis, indices in axes.items():
+                whole = whole.index_select(axis, torch.from_numpy(indices).to(whole.device))
+            return whole
+
+        shape, gradient = tensor.shape, tensor.grad
+        self._before += [(tensor, "grad", gradient), (tensor, "data", tensor.data)]
+        tensor.grad = None
+        _set_data(tensor, shortened(tensor.data))
+        if gradient is not None:
+            tensor.grad = shortened(gradient.detach())
+        state = {} if optimizer is None else optimizer.state.get(tensor, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == shape:
+                state[name] = shortened(value)
+
+    def _adapt(self, path: str, module: Any) -> None:
+        """Set the attributes of a layer that say how long its axes are."""
+        import torch
+
+        weight = getattr(module, "weight", None)
+        weight = module._buffers.get("running_mean") if weight is None else weight
+        if weight is None:
+            return
+        groups = getattr(module, "groups", getattr(module, "num_groups", 1))
+        name = f"{path}.weight" if path else "weight"
+        if name in self._whole_groups and (name, 0) in self._kept:
+            kept = self._kept[name, 0]
+            groups = groups * int(kept.sum()) // len(kept)
+            self._set(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
+        turned = isinstance(module, torch.nn.modules.conv._ConvTransposeNd)
+        for attribute, axis in _EXTENTS.items():
+            if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
+                axis = 1 - axis if turned else axis
+                times = groups if axis == 1 and isinstance(module, torch.nn.modules.conv._ConvNd) else 1
+                self._set(module, attribute, weight.shape[axis] * times)
+        if isinstance(getattr(module, "normalized_shape", None), tuple):
+            self._set(module, "normalized_shape", tuple(weight.shape))
+
+    def _set(self, owner: Any, attribute: str, value: Any) -> None:
+        self._before.append((owner, attribute, getattr(owner, attribute)))
+        setattr(owner, attribute, value)
+
+
+def _set_data(tensor: Any, data: Any) -> None:
+    """Give a tensor other memory; the tensor stays the same object, for optimizers and tied layers.
+
+    Autograd keeps the old extents in a node of its own, which a change of the type renews.
+    """
+    import torch
+
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    tensor.data = torch.empty(0, dtype=other, device=data.device)
+    tensor.data = data
+
+
+def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, int]]:
+    """Return new values for attributes that modules reshape by, such as the number of heads.
+
+    An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
+    axis that stays, unless it is the number of heads.
+    """
+    changed: dict[str, dict[int, set[int]]] = {}
+    same: dict[str, set[int]] = {}
+    for step in tracing.steps:
+        for part in (*step.read, *step.made):
+            after = tracing.extents(part, alive)
+            for family in part[0]:
+                for axis, extent in enumerate(family.shape):
+                    if extent > 1 and after[axis] != extent:
+                        changed.setdefault(step.module, {}).setdefault(extent, set()).add(after[axis])
+            if step.type in ("reshape", "expand"):
+                stays = {one for one, other in zip(part[1], after, strict=True) if one == other}
+                same.setdefault(step.module, set()).update(stays)
+    found: dict[str, dict[str, int]] = {}
+    for path, extents in changed.items():
+        module = model.get_submodule(path)
+        if not any(True for _ in module.children()):
+            continue
+        for name, value in vars(module).items():
+            if type(value) is not int or value not in extents or len(extents[value]) > 1:
+                continue
+            clear = value not in same.get(path, ()) or _OF_HEADS.search(name)
+            if clear and _SIZES.search(name) and not _OTHERS.search(name):
+                (new,) = extents[value]
+                found.setdefault(path, {})[name] = new
+    return found
+
+
+def first_difference(expected: Tracing, alive: Any, steps: Sequence[Step]) -> Step | None:
+    """Return the first op whose results have other extents than the labels say, or that has not run."""
+    for i, step in enumerate(expected.steps):
+        if i >= len(steps):
+            return step
+        other = steps[i]
+        shapes = [expected.extents(part, alive) for part in step.made]
+        if (step.type, step.module) != (other.type, other.module) or shapes != [s for _, s in other.made]:
+            return step
+        if step.moved is not None and not _move_alike(step, other, expected, alive):
+            return step
+    return None
+
+
+def _move_alike(step: Step, other: Step, expected: Tracing, alive: Any) -> bool:
+    """Return True if an op moves the channels that are kept as it moved them among all, of the same step."""
+    roots = expected.notes.labels.roots
+    for family in step.read[0][0]:
+        if not alive[family].all() and step.moved is not None and other.moved is not None:
+            pairs = zip(step.moved(family), other.moved(_shortened(family, alive)), strict=True)
+            if not all(np.array_equal(roots(_shortened(one, alive)), roots(two)) for one, two in pairs):
+                return False
+    return True
+
+
+def _shortened(family: Any, alive: Any) -> Any:
+    """Return the labels that are kept, in an array without the places of the others."""
+    kept = alive[family]
+    others = [tuple(i for i in range(kept.ndim) if i != axis) for axis in range(kept.ndim)]
+    return family[np.ix_(*(np.any(kept, axis=one) for one in others))] if kept.ndim else family

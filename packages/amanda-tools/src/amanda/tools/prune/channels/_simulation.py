@@ -1,0 +1,37 @@
+"""Routines by which a masked model computes what the smaller one will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import amanda
+
+
+@amanda.differentiable
+def masked(value: Any, mask: Any) -> Any:
+    """Return a parameter, or those among a list of tensors, with 0 where it is removed."""
+    if isinstance(value, (list, tuple)):
+        return [one if own is None else one * own for one, own in zip(value, mask, strict=True)]
+    return value * mask
+
+
+@amanda.differentiable
+def selected(value: Any, axis: int, indices: Any) -> Any:
+    """Return the channels that are kept, for an op that computes over them."""
+    return value.index_select(axis, indices.to(value.device))
+
+
+def over_kept(
+    *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
+) -> Any:
+    """Return what a normalisation makes of the channels that are kept, and 0 for the others."""
+    value, own = inputs[0], list(inputs)
+    indices = indices.to(value.device)
+    own[0] = value.index_select(axis, indices)
+    for i, name in enumerate(names):
+        if name in ("weight", "bias") and own[i] is not None:
+            own[i] = own[i].index_select(0, indices)
+        elif name == "normalized_shape":
+            own[i] = [len(indices)]
+    return value.new_zeros(value.shape).index_copy(axis, indices, compute(own))
