@@ -92,7 +92,9 @@ def _found(shape: dict[str, Any], trials: int = 2 if QUICK else 40) -> dict[str,
                 for _ in range(2):
                     step()
                     sentinel.step()
-            changed = {(one.op, one.execution) for one in faults.result.injections if repr(one.old) != repr(one.new)}
+            changed = {
+                (one.op, one.execution) for one in faults.result.injections if repr(one.old) != repr(one.new)
+            }
             made += len(changed)
             hits += sum(one.corrupt for one in sentinel.result.ops)
         found[f"{share:.0%}"] = hits / max(made, 1)
