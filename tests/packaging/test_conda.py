@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import yaml
 
@@ -21,7 +21,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("dist")
     for name in NAMES:
         (folder / f"{name.replace('-', '_')}-0.2.0.tar.gz").write_text(name)
-    subprocess.run([sys.executable, ROOT / ".ci/conda.py", folder], check=True)
+    children.run([sys.executable, ROOT / ".ci/conda.py", folder], check=True)
     return {name: yaml.safe_load((folder / "conda" / name / "recipe.yaml").read_text()) for name in NAMES}
 
 
