@@ -230,6 +230,41 @@ def test_a_channel_that_is_selected_by_its_number_is_left_alone() -> None:
     assert sizes(result) == {"one": (16, 8), "two": (15, 7)}
 
 
+class Features(nn.Module):
+    """Attention that takes the features of a head from those of its input, and keeps a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.qkv = nn.Linear(8, 16), nn.Linear(16, 48)
+        self.out, self.last, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.bias, self.kept = nn.Parameter(torch.rand(4, 1, 1)), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        batch, length, features = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, 4, features // 4).permute(2, 0, 3, 1, 4)
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.bias.expand(4, length, length)
+        y = ((q @ k.transpose(-1, -2)) + self.kept["bias"]).softmax(-1) @ v
+        y = self.out(y.transpose(1, 2).reshape(batch, length, features))
+        found: Tensor = self.head(self.last(y))
+        return found
+
+
+def test_code_that_counts_by_its_input_leaves_the_input() -> None:
+    model = Features()
+    tool = ChannelPruneTool()
+    tool.prepare(model, torch.rand(2, 5, 8))
+    assert "reshape" in tool.result.left["stem.weight"]
+    assert "qkv.weight" in tool.result.left
+
+
+def test_gates_and_slopes() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.GLU(), nn.PReLU(16), nn.Linear(16, 3))
+    removed(model, torch.rand(4, 8))
+    assert (model[0].out_features, model[2].weight.shape, model[3].in_features) == (16, (8,), 8)
+
+
 def test_what_is_not_followed_is_left_and_named() -> None:
     model = nn.LSTM(8, 8)
     tool = ChannelPruneTool()

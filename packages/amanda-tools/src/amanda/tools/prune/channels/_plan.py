@@ -112,6 +112,7 @@ def made_plan(
 
     Raises PruneError where the smaller model cannot run whatever is left whole.
     """
+    model(*example, **named)  # some models keep tensors of their first call
     tracing = Tracing(model)
     tracing.follow(model, example, named)
     plan = Plan(model, tracing)
@@ -130,26 +131,34 @@ def made_plan(
         step = first_difference(tracing, plan.alive, trial.steps)
         if step is None and not error:
             return plan, trial.result
-        before = len(plan.groups)
-        if step is not None:
-            _leave(tracing, step, error)
-        if step is None or len(groups_of(tracing)) == before:
+        if step is None or not _leave(tracing, step, error):
             where = "" if step is None else f" at {step.place}"
             raise PruneError(
                 f"ChannelPruneTool cannot remove channels of this model: it fails{where}: {error}"
             )
 
 
-def _leave(tracing: Tracing, step: Step, error: str) -> None:
-    """Leave the channels whole that an op reads and makes, and those of the same line elsewhere."""
-    labels = tracing.notes.labels
-    for one in tracing.steps:
-        if (one.type, one.source) == (step.type, step.source):
-            why = error.splitlines()[0] if error else "its result would have other channels"
-            reason = f"{one.place} at {one.source} does not suit fewer of them ({why})"
-            for families, _ in (*one.read, *one.made):
-                labels.leave(families, reason)
-    labels.settle()
+def _leave(tracing: Tracing, step: Step, error: str) -> bool:
+    """Leave the channels whole that an op reads and makes, and those of the same line elsewhere.
+
+    Where that is nothing new, leave those of its module, or of the next one around it that has others.
+    Returns False if there are none.
+    """
+    labels, before = tracing.notes.labels, len(tracing.notes.labels.left())
+    why = error.splitlines()[0] if error else "its result would have other channels"
+    reason = f"{step.place} at {step.source} does not suit fewer of them ({why})"
+    alike = [one for one in tracing.steps if (one.type, one.source) == (step.type, step.source)]
+    path = step.module
+    while True:
+        for one in alike:
+            labels.leave([family for families, _ in (*one.read, *one.made) for family in families], reason)
+        labels.settle()
+        if len(labels.left()) > before:
+            return True
+        if len(alike) == len(tracing.steps):
+            return False
+        alike = [one for one in tracing.steps if f"{one.module}.".startswith(f"{path}." if path else "")]
+        path = path.rpartition(".")[0]
 
 
 @contextmanager

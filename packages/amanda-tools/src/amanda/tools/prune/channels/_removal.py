@@ -14,7 +14,9 @@ _EXTENTS = {
     "num_channels": 0, "embedding_dim": 1, "nx": 0, "nf": 1,
 }  # fmt: skip
 """Attributes of layers that say how long an axis of `weight` is; of running averages where there is none."""
-_SIZES = re.compile(r"head|dim|size|channel|feature|width|hidden|plane|inner|embed|filter|num_groups")
+_SIZES = re.compile(
+    r"head|dim|size|shape|(^|_)chs?($|_)|channel|feature|width|hidden|plane|inner|embed|filter|num_groups"
+)
 _OF_HEADS = re.compile(r"head(?!.*(dim|size))")
 _OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
 
@@ -29,7 +31,7 @@ class Removal:
     def __init__(
         self,
         kept: Mapping[tuple[str, int], Any],
-        sizes: Mapping[str, Mapping[str, int]],
+        sizes: Mapping[str, Mapping[str, Any]],
         whole_groups: frozenset[str],
     ) -> None:
         self._kept, self._sizes, self._whole_groups = kept, sizes, whole_groups
@@ -47,7 +49,7 @@ class Removal:
             self._shorten(tensor, axes, optimizer)
             changed[id(tensor)] = tensor
         for path, module in model.named_modules():
-            own = [*module._parameters.values(), *module._buffers.values()]
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if any(id(tensor) in changed for tensor in own):
                 self._adapt(path, module)
         for path, sizes in self._sizes.items():
@@ -91,7 +93,7 @@ class Removal:
         import torch
 
         weight = getattr(module, "weight", None)
-        weight = module._buffers.get("running_mean") if weight is None else weight
+        weight = getattr(module, "running_mean", None) if weight is None else weight
         if weight is None:
             return
         groups = getattr(module, "groups", getattr(module, "num_groups", 1))
@@ -100,11 +102,12 @@ class Removal:
             kept = self._kept[name, 0]
             groups = groups * int(kept.sum()) // len(kept)
             self._set(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
-        turned = isinstance(module, torch.nn.modules.conv._ConvTransposeNd)
+        nn = torch.nn
+        turned = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         for attribute, axis in _EXTENTS.items():
             if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
                 axis = 1 - axis if turned else axis
-                times = groups if axis == 1 and isinstance(module, torch.nn.modules.conv._ConvNd) else 1
+                times = groups if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
                 self._set(module, attribute, weight.shape[axis] * times)
         if isinstance(getattr(module, "normalized_shape", None), tuple):
             self._set(module, "normalized_shape", tuple(weight.shape))
@@ -126,7 +129,7 @@ def _set_data(tensor: Any, data: Any) -> None:
     tensor.data = data
 
 
-def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, int]]:
+def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, Any]]:
     """Return new values for attributes that modules reshape by, such as the number of heads.
 
     An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
@@ -144,18 +147,17 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, in
             if step.type in ("reshape", "expand"):
                 stays = {one for one, other in zip(part[1], after, strict=True) if one == other}
                 same.setdefault(step.module, set()).update(stays)
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for path, extents in changed.items():
-        module = model.get_submodule(path)
-        if not any(True for _ in module.children()):
-            continue
-        for name, value in vars(module).items():
-            if type(value) is not int or value not in extents or len(extents[value]) > 1:
+        for name, value in vars(model.get_submodule(path)).items():
+            if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
                 continue
-            clear = value not in same.get(path, ()) or _OF_HEADS.search(name)
-            if clear and _SIZES.search(name) and not _OTHERS.search(name):
-                (new,) = extents[value]
-                found.setdefault(path, {})[name] = new
+            kept = set() if _OF_HEADS.search(name) else same.get(path, set())
+            new = {old: min(one) for old, one in extents.items() if len(one) == 1 and old not in kept}
+            if type(value) is int and value in new:
+                found.setdefault(path, {})[name] = new[value]
+            elif type(value) is tuple and any(type(one) is int and one in new for one in value):
+                found.setdefault(path, {})[name] = tuple(new.get(one, one) for one in value)
     return found
 
 

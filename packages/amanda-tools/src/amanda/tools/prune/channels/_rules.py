@@ -94,6 +94,27 @@ def concatenated(call: Call) -> Sequence[Families]:
     return [found]
 
 
+def gated(call: Call) -> Sequence[Families]:
+    """Unite the halves of an axis that the op multiplies."""
+    value = call.inputs[0]
+    axis = call.value("dim", -1) % value.ndim
+    own, rest = call.split(call.of(value), axis)
+    if own is not None:
+        own, other = np.split(own, 2)
+        call.labels.unite(own, other)
+    return [rest + shaped(own, axis, value.ndim)]
+
+
+def with_slopes(call: Call) -> Sequence[Families]:
+    """Match channels with slopes, where each has one."""
+    value, weight = call.inputs[:2]
+    if weight.numel() == 1:
+        return kept(call)
+    own = call.along(call.of(value), 1)
+    call.match_vector(own, weight)
+    return [shaped(own, 1, value.ndim)]
+
+
 def stacked(call: Call) -> Sequence[Families]:
     """Make the channels of tensors the same that are stacked along a new axis."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
@@ -103,7 +124,7 @@ def stacked(call: Call) -> Sequence[Families]:
 
 def laid_out(call: Call) -> Sequence[Families]:
     """Move labels as the op moves elements."""
-    if any(call.of(one) for one in call.inputs[1:]):
+    if any(call.of(one) for name, one in zip(call.names, call.inputs, strict=False) if name in _INDICES):
         return unknown(call)
     found: list[list[Any]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
@@ -143,6 +164,8 @@ def _by_word(table: dict[str, Rule]) -> dict[str, Rule]:
     return {word: rule for words, rule in table.items() for word in words.split()}
 
 
+_INDICES = ("index", "indices", "repeats")
+
 MOVES = (laid_out, shuffled)
 """The rules of ops that only move elements."""
 
@@ -152,7 +175,9 @@ RULES: dict[str, Rule] = _by_word({
     "linear": linear, "matmul": product, "addmm baddbmm": matrices_added,
     "batch_norm instance_norm": batch_norm, "layer_norm rms_norm": layer_norm, "group_norm": group_norm,
     "embedding": embedding, "scaled_dot_product_attention": attention,
-    "cat": concatenated, "stack": stacked,
+    "glu": gated,
+        "prelu": with_slopes,
+        "cat": concatenated, "stack": stacked,
     "softmax log_softmax cumsum cumprod sort argsort topk": along_axis,
     "mean sum amax amin max min prod var std norm any all argmax argmin logsumexp "
     "linalg_vector_norm": reduced,
