@@ -28,7 +28,7 @@ SELECTED = ("linear", "conv2d", "batch_norm", "layer_norm", "softmax", "gelu")
 
 
 def benchmark() -> dict[str, Any]:
-    """Return, by model, "seconds" of steps; what a run with a budget "spent"; and the share "found" of faults."""
+    """Return, by model, "seconds" of steps and what a run with a budget "spent"; the share "found" of faults."""
     pin_to_one_core()
     costs: dict[str, Any] = {}
     for name, pair in list(models().items())[: 1 if QUICK else None]:
@@ -92,7 +92,9 @@ def _found(shape: dict[str, Any], trials: int = 2 if QUICK else 40) -> dict[str,
                 for _ in range(2):
                     step()
                     sentinel.step()
-            changed = {(one.op, one.execution) for one in faults.result.injections if repr(one.old) != repr(one.new)}
+            changed = {
+                (one.op, one.execution) for one in faults.result.injections if repr(one.old) != repr(one.new)
+            }
             made += len(changed)
             hits += sum(one.corrupt for one in sentinel.result.ops)
         found[f"{share:.0%}"] = hits / max(made, 1)
