@@ -28,7 +28,7 @@ SELECTED = ("linear", "conv2d", "batch_norm", "layer_norm", "softmax", "gelu")
 
 
 def benchmark() -> dict[str, Any]:
-    """Return by model the seconds of steps, what a run with a budget spent, and the share of faults found."""
+    """Return seconds of steps and what a run with a budget spent, by model; the share of faults found."""
     pin_to_one_core()
     costs: dict[str, Any] = {}
     for name, pair in list(models().items())[: 1 if QUICK else None]:

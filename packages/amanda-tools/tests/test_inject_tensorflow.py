@@ -190,3 +190,27 @@ def test_a_loop_of_a_graph_that_does_not_end_is_stopped_and_crashes_are_told_apa
     result = Campaign(wrong, trials=2).run(lambda: tf.gather(table, tf.reshape(tf.constant([0]), (1,))))
     assert result.count("crash") == 2
     assert "InvalidArgumentError" in result.trials[0].error
+
+
+@pytest.mark.parametrize("mode", [eager, function, session])
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"fault": "multi_bit", "flips": 3}, 1), ({"fault": "stuck_at_1", "axis": -1, "bits": [30]}, 4),
+     ({"fault": "wrong_row"}, 5), ({"fault": "nan", "axis": 0}, 5)],
+)  # fmt: skip
+def test_shapes_of_faults_are_those_of_other_frameworks(
+    mode: Any, options: dict[str, Any], count: int
+) -> None:
+    x = np.random.default_rng(0).random((4, 5), np.float32) + 0.5
+    program = mode(lambda data: tf.nn.relu(data), x)
+    y, tool = injected(program, type="relu", **options)
+    hits = tool.result.injections
+    assert len(hits) == count
+    elements = {tuple(map(int, place)) for place in np.argwhere(x.view(np.uint32) != y.view(np.uint32))}
+    assert elements <= {hit.element for hit in hits}
+    if options["fault"] == "wrong_row":
+        (row,) = {hit.element[0] for hit in hits}
+        assert sum(bool((y[row] == other).all()) for other in x) == 1
+    if options["fault"] == "multi_bit":
+        assert len(elements) == 1
+        assert hits[0].bits == tuple(range(hits[0].bits[0], hits[0].bits[0] + 3))

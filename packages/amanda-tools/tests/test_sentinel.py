@@ -17,6 +17,7 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.inject import InjectTool
 from amanda.tools.results import load
+from amanda.tools.select import select
 from amanda.tools.sentinel import SentinelError, SentinelTool
 from amanda.tools.sentinel._alarms import Spikes
 from amanda.tools.sentinel._budget import Budget
@@ -244,6 +245,15 @@ def test_a_result_is_saved_and_loaded(tmp_path: Path) -> None:
     sentinel.clear()
     assert not sentinel.result
     assert not sentinel.result.ops
+
+
+def test_a_selection_is_of_the_ops_that_are_watched() -> None:
+    sentinel = select(watching(), type="linear", module="outer")
+    train(2, sentinel)
+    assert {op.module for op in sentinel.result.ops} == {"outer"}
+    assert sentinel.result.ops[0].executions == 2
+    with pytest.raises(ToolError, match="chooses the steps"):
+        select(watching(), start=1)
 
 
 def test_a_scope_without_steps_says_so() -> None:

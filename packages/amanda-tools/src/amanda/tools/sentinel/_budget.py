@@ -54,7 +54,7 @@ class Budget:
             return True
         if self.passed and not self._costs:
             return False
-        return self.spent + (min(self._costs) if self._costs else 0.0) <= self.share * self.passed
+        return self.spent + (median(self._costs) if self._costs else 0.0) <= self.share * self.passed
 
     def interval(self, seconds: float) -> int:
         """Return the number of steps after which work of so many seconds may be done again."""

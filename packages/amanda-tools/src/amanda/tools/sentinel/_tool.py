@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Literal
@@ -65,6 +66,7 @@ class SentinelTool(amanda.Tool):
         self._options = budget, threshold, window, ranks, stop, limit
         self._watching = share, seed, compiled
         self._handles: list[Any] = []
+        self._admissions: list[Callable[[amanda.OpContext], bool]] = []
         self._scope: amanda.Scope | None = None
         self._thread = 0
         self.clear()
@@ -73,6 +75,8 @@ class SentinelTool(amanda.Tool):
         """Forget alarms, norms and times; steps are counted from 0."""
         share, seed, compiled = self._watching
         self._watch = Watch(share, seed, self._alarm)
+        for admits in self._admissions:
+            self._watch.restrict(admits)
         self._step_scope = amanda.apply(self._watch, compiled=compiled)
         self._budget, self._counts = Budget(self._options[0]), Counts()
         self._ranks = Ranks(self._name_of)
@@ -81,6 +85,18 @@ class SentinelTool(amanda.Tool):
         self._dropped = 0
         self._remarks: dict[str, None] = {}
         self._begun, self._inside = perf_counter(), 0.0
+
+    def restrict(self, admits: Callable[[amanda.OpContext], bool]) -> None:
+        """Watch only ops whose context `admits` accepts."""
+        super().restrict(admits)
+        self._admissions.append(admits)
+        self._watch.restrict(admits)
+
+    def wrap_routines(self, wrap: Any) -> None:
+        """Raise ToolError: the tool chooses its steps itself."""
+        raise ToolError(
+            "sentinel chooses the steps that it watches by its budget: give no start, end or frequency"
+        )
 
     @property
     def result(self) -> SentinelResult:
