@@ -119,6 +119,7 @@ def removed(model: nn.Module, *example: Tensor, **options: Any) -> ChannelPruneR
         with amanda.apply(tool):
             masked = first(model(*example))
         result = tool.finalize(model, remove=True)
+        assert tool.result is result
         smaller = first(model(*example))
     assert torch.allclose(smaller, masked, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(smaller, dense, rtol=1e-3, atol=1e-3)

@@ -149,6 +149,21 @@ def test_nan_that_a_parameter_holds_is_told_as_such() -> None:
     assert alarm.detail == "parameter outer.bias is the first to hold NaN, which the op was given"
 
 
+def test_nan_after_the_last_watched_step_is_told_as_the_scope_closes() -> None:
+    def spoil(step: int, net: Net) -> None:
+        if step == 5:
+            with torch.no_grad():
+                net.outer.weight[0, 0] = float("nan")
+
+    sentinel = SentinelTool(budget=1e-9)  # watches the first step alone
+    train(8, sentinel, each=spoil)
+    (alarm,) = sentinel.result.alarms
+    assert sentinel.result.counts.watched == 1
+    assert (alarm.kind, alarm.step) == ("nan", 8)
+    assert "parameters hold NaN or infinity as the scope closes" in alarm.detail
+    assert "it began in a step that was not watched" in alarm.detail
+
+
 def test_a_spike_is_told_with_the_op_at_which_it_begins() -> None:
     faults = InjectTool("value", value=1e6, type="batch_norm", start=20, end=21)
     sentinel = watching(share=0.0)

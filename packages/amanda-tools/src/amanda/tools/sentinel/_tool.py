@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Literal
+from weakref import WeakSet
 
 import amanda
 from amanda.backend import when_imported
@@ -82,6 +84,7 @@ class SentinelTool(amanda.Tool):
         self._ranks = Ranks(self._name_of)
         self._alarms: list[Alarm] = []
         self._told: set[tuple[str, ...]] = set()
+        self._optimizers: WeakSet[Any] = WeakSet()
         self._dropped = 0
         self._remarks: dict[str, None] = {}
         self._begun, self._inside = perf_counter(), 0.0
@@ -138,10 +141,29 @@ class SentinelTool(amanda.Tool):
         self._handles.clear()
         self._judge()
         self._take(self._ranks.received(wait=True), stop=False)
+        if not any(one.kind == "nan" for one in self._alarms):
+            self._take(self._spoilt(), stop=False)
         if not self._counts.steps:
             self._remarks[
                 "No step ended: no optimizer of torch.optim made one, and `step` was not called."
             ] = None
+
+    def _spoilt(self) -> list[Alarm]:
+        """Return an alarm if a parameter is not finite, which no watched step has told."""
+        every = [
+            x for optimizer in self._optimizers for group in optimizer.param_groups for x in group["params"]
+        ]
+        floating = [x for x in every if _pytorch.is_plain(x) and (x.is_floating_point() or x.is_complex())]
+        with amanda.disabled():
+            norms = _pytorch.read([_pytorch.norm(x) for x in floating])
+        spoilt = [x for x, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)]
+        if not spoilt:
+            return []
+        detail = (
+            f"{len(spoilt)} of {len(floating)} parameters hold NaN or infinity as the scope closes, parameter "
+            f"{self._name_of(spoilt[0])} among them; it began in a step that was not watched"
+        )
+        return [Alarm("nan", self._counts.steps, "", "", "", "", detail)]
 
     def _begin_step(self) -> None:
         self._begun, self._inside = perf_counter(), 0.0
@@ -152,6 +174,7 @@ class SentinelTool(amanda.Tool):
 
     def _before_update(self, optimizer: Any, *given: Any) -> None:
         """Compare the ranks, which hold the same gradients by now."""
+        self._optimizers.add(optimizer)
         if not self._options[3] or get_ident() != self._thread:
             return
         begun, step = perf_counter(), self._counts.steps

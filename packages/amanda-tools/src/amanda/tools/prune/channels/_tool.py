@@ -59,6 +59,7 @@ class ChannelPruneTool(amanda.Tool):
             Budget(sparsity, scope, of, round_to), importance, seed, globs[0], globs[1] or ()
         )
         self._plan: Plan | None = None
+        self._finalized: ChannelPruneResult | None = None
         self._masks: TensorMap[Any] = TensorMap()
         self._reductions: dict[int, tuple[str, int, Any]] = {}
         self.depends_on(StandardMapping())
@@ -66,8 +67,8 @@ class ChannelPruneTool(amanda.Tool):
 
     @property
     def result(self) -> ChannelPruneResult:
-        """The groups, how many of their channels are kept, and what is left whole."""
-        return ChannelPruneResult(self._plan)
+        """The groups, how many channels are kept, and what is left whole; after `finalize`, what it did."""
+        return ChannelPruneResult(self._plan) if self._finalized is None else self._finalized
 
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
         """Find the groups in a call of the model, choose channels, and try the removal out.
@@ -125,10 +126,12 @@ class ChannelPruneTool(amanda.Tool):
                         parameter.mul_(mask)
         self._forget()
         result.model = model
+        self._finalized = result
         return result
 
     def _forget(self) -> None:
         self._plan, self._masks, self._reductions = None, TensorMap(), {}
+        self._finalized = None
         self.analyse_again()
 
     def _take(self, plan: Plan) -> None:
