@@ -508,11 +508,12 @@ def test_a_scope_may_be_left_while_a_switch_of_it_is_open() -> None:
     assert interceptor.active() is None
 
 
-def test_ops_are_not_intercepted_for_tools_without_routines() -> None:
-    with amanda.apply(amanda.Tool()):
+def test_ops_are_not_intercepted_for_tools_that_ask_for_none() -> None:
+    class Opens(amanda.Tool):
+        intercepts = False
+
+    with amanda.apply(Opens()):
         assert interceptor.active() is None
-        counting = amanda.Tool()
-        counting.add_inst_for_op(lambda context: None)
-        with amanda.apply(counting):
+        with amanda.apply(amanda.Tool(), Opens()):
             assert interceptor.active() is not None
         assert interceptor.active() is None

@@ -31,7 +31,7 @@ class Layer:
     by_reads: whether shapes decide where analysis routines ask for them.
     sized: ids of the ops where they have.
     writers: ids of the ops that write into tensors that they are given.
-    acts: whether any tool has analysis routines; ops are not intercepted otherwise.
+    intercepts: whether any tool asks for that.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     drafts: the plans that threads make at this moment.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
@@ -50,7 +50,7 @@ class Layer:
         self.by_reads = any(one.guard == "read" for one in self.guards)
         self.sized: set[int] = set()
         self.by_callables = any(callable(one.guard) for one in self.guards)
-        self.acts = any(tool._amanda.analyses for tool in applied)
+        self.intercepts = any(tool.intercepts for tool in applied)
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}

@@ -22,6 +22,7 @@ class AnyTool(Protocol):
     """A tool, as `amanda.Tool` describes it."""
 
     follows_dependents: bool
+    intercepts: bool
     _amanda: Registry
 
     def stands_for(self) -> Hashable:

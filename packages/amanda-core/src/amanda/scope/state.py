@@ -65,7 +65,7 @@ class State:
     def activation(self) -> interceptor.Activation:
         """Return what the interceptor consults while this state is in force."""
         table = self.layer.table if self.layer is not None and self.cache else None
-        open_ = self.enabled and self.layer is not None and self.layer.acts
+        open_ = self.enabled and self.layer is not None and self.layer.intercepts
         return interceptor.Activation(table, self, open_, not self.autodiff)
 
 

@@ -45,6 +45,8 @@ class SentinelTool(amanda.Tool):
     Raises ToolError for options that are not valid.
     """
 
+    intercepts = False
+
     def __init__(
         self,
         budget: float | None = 0.01,
@@ -160,8 +162,8 @@ class SentinelTool(amanda.Tool):
         if not spoilt:
             return []
         detail = (
-            f"{len(spoilt)} of {len(floating)} parameters hold NaN or infinity as the scope closes, parameter "
-            f"{self._name_of(spoilt[0])} among them; it began in a step that was not watched"
+            f"{len(spoilt)} of {len(floating)} parameters hold NaN or infinity as the scope closes, the "
+            f"first is {self._name_of(spoilt[0])}; it began in a step that was not watched"
         )
         return [Alarm("nan", self._counts.steps, "", "", "", "", detail)]
 
