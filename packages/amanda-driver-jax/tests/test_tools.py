@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,6 +19,7 @@ from amanda.testing import attached
 from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
 from amanda.tools.prune import PruneTool
+from amanda.tools.search import Choice, Search, SearchTool
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
@@ -115,3 +118,37 @@ def test_a_graph_has_the_ops_of_the_program() -> None:
     wanted = {("conv2d", "conv"), ("relu", ""), ("linear", "linear"), ("linear_backward", "linear")}
     assert wanted <= set(graphs[0])
     assert [type for type, _ in graphs[0]].count("conv2d_backward") == 1
+
+
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "keep": jax.nn.sigmoid, "relu": jax.nn.relu, "skip": lambda x: x,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_architectures_compute_what_their_candidates_do(jit: bool) -> None:
+    rngs = nnx.Rngs(0)
+    conv, linear = nnx.Conv(1, 2, (3, 3), rngs=rngs), nnx.Linear(2, 3, rngs=rngs)
+
+    def network(x: Any, first: Any = jax.nn.sigmoid, second: Any = jax.nn.sigmoid) -> Any:
+        return second(linear(first(conv(x)).mean((1, 2))))
+
+    run = jax.jit(lambda x: network(x)) if jit else lambda x: network(x)
+    choices = [Choice(list(ACTIVATIONS), type="sigmoid"), Choice(["keep", "conv5"], type="conv2d")]
+    tool, x = SearchTool(choices), jnp.asarray(X)
+    tool.prepare(run, x)
+    assert list(tool.space.values()) == [tuple(ACTIVATIONS)] * 2
+    with amanda.apply(tool) as scope:
+        for chosen in product(ACTIVATIONS, repeat=2):  # more of them than programs follow by themselves
+            tool.architecture = dict(zip(tool.space, chosen, strict=True))
+            with amanda.disabled():
+                wanted = network(x, *(ACTIVATIONS[one] for one in chosen))
+            np.testing.assert_allclose(run(x), wanted, rtol=1e-5, atol=1e-6)
+        assert list(scope.report) == []
+    assert tool.result.remarks[0].endswith("no optimizer of JAX holds the weight of a candidate.")
+    search = Search(tool, lambda: float(run(x).sum()), "random", metric="sum", progress=False)
+    best = search.run(trials=8).best
+    with amanda.disabled():
+        wanted = network(x, *(ACTIVATIONS[one] for one in best.architecture.values()))
+    np.testing.assert_allclose(best.metric, wanted.sum(), rtol=1e-5)

@@ -88,7 +88,7 @@ def test_ops_that_are_random_or_write_are_left_and_counted() -> None:
 
 FAULTS = [
     {"fault": "bit_flip"}, {"fault": "multi_bit", "flips": 3}, {"fault": "wrong_row"},
-    {"fault": "stuck_at_1", "axis": -1, "bits": [25], "permanent": True},
+    {"fault": "stuck_at_1", "axis": -1, "bits": [30], "permanent": True},
     {"fault": "nan", "probability": 0.1}, {"fault": "uniform", "axis": 0},
 ]  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_nan_is_told_with_the_op_at_which_it_begins(target: Any, phase: str) -> 
     train(6, faults, sentinel)
     (alarm,) = sentinel.result.alarms
     assert (alarm.kind, alarm.step, alarm.phase, alarm.module) == ("nan", 5, phase, "norm")
-    assert sentinel.result.counts.followed > 0
+    assert sentinel.result.counts.followed > 0 or phase == "backward"  # nothing reads a weight's gradient
 
 
 def test_nan_that_a_parameter_holds_is_told_as_such() -> None:

@@ -68,12 +68,11 @@ class Decision:
 
     def shares(self, like: Any, library: Library) -> Mapping[str, Any]:
         """Return softmax of the mixture weights, in the element type of a tensor, by label."""
-        first = self.sites[0].within(library)
-        alpha = first.read("alpha", like)
+        alpha = self.sites[0].read("alpha", like, library)
         if self._mixed != self.labels:
             gone = np.array([0.0 if one in self.labels else -np.inf for one in self._mixed], np.float32)
-            alpha = alpha + first.library.cast(gone, like)
-        shares = first.library.softmax(alpha)
+            alpha = alpha + library.cast(gone, like)
+        shares = library.softmax(alpha)
         return {label: shares[self._mixed.index(label)] for label in self.labels}
 
     def probabilities(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import erf
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ class Library:
 
     trains = ""
     """Why no gradient reaches the parameters of candidates; "" where gradients do."""
+    is_traced = False
+    """Whether what is chosen becomes a part of compiled programs, which another choice has to make anew."""
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the activation of a word."""
@@ -68,6 +71,33 @@ class Library:
     def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
         """Return a model with the chosen modules; raise SearchError where it cannot be made of modules."""
         raise SearchError(f"SearchTool.finalize: no modules of {type(model).__name__} are known here")
+
+
+class JaxLibrary(Library):
+    """JAX, eager and under jit."""
+
+    is_traced = True
+    trains = (
+        "no optimizer of JAX holds parameters of a tool: candidates with a weight of their own are left, and "
+        "mixture weights stay as they start"
+    )
+
+    def activation(self, word: str) -> Callable[[Any], Any]:
+        """Return the function of jax.nn."""
+        import jax
+
+        found: Callable[..., Any] = getattr(jax.nn, word)
+        return partial(found, approximate=False) if word == "gelu" else found
+
+    def softmax(self, x: Any) -> Any:
+        """Return softmax of jax.nn."""
+        import jax
+
+        return jax.nn.softmax(x)
+
+    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+        """Refuse any, since its weight could not be trained."""
+        return "no optimizer of JAX holds the weight of a candidate"
 
 
 class TorchLibrary(Library):
@@ -196,6 +226,7 @@ def frameworks() -> MappingTool:
     rules: list[list[Any]] = [
         ["*", _put(Library())], ["pytorch", _put(TorchLibrary())],
         ["tensorflow", _put(TensorFlowLibrary(graph))], ["tensorflow/*/eager", _put(TensorFlowLibrary())],
+        ["jax", _put(JaxLibrary())],
     ]  # fmt: skip
     return MappingTool(rules)
 

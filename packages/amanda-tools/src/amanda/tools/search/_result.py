@@ -29,7 +29,8 @@ class ChoicesResult(Result):
     def __init__(self, sites: Sequence[Site]) -> None:
         self._rows = [
             ("forward", one.type, one.module, one.source, one.name, one.decision.name, " ".join(one.labels),
-             one.chosen, " ".join(map("{:.3f}".format, one.decision.probabilities().values())), one.calls)
+             one.chosen, " ".join(map("{:.3f}".format, one.decision.probabilities().values())),
+             one.executions.calls)
             for one in sites
         ]  # fmt: skip
 

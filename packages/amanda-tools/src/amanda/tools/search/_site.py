@@ -49,7 +49,7 @@ class Site:
         self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
         self.bias = self._bias(context)
         self.op_ids: set[int] = set()
-        self.calls = 0
+        self.executions = amanda.Tally()
         self.left: dict[str, str] = {}
         self._keep = keep
         self._gradients: dict[str, Any] = {}
@@ -95,12 +95,13 @@ class Site:
         """Return state, such as a parameter, as it is kept."""
         return self._states[name]
 
-    def read(self, name: str, like: Any) -> Any:
-        """Return state in the element type of a tensor."""
+    def read(self, name: str, like: Any, library: Library | None = None) -> Any:
+        """Return state in the element type of a tensor.  library: of another mode than that of the site."""
+        library = library or self.library
         value = self._xp.read(self._states[name])
         if name in self._trained:
-            value = self.library.collected(value, partial(self._collect, name))
-        return self.library.cast(value, like)
+            value = library.collected(value, partial(self._collect, name))
+        return library.cast(value, like)
 
     def _collect(self, name: str, gradient: Any) -> None:
         with self._lock:

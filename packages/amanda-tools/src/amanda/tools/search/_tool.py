@@ -17,7 +17,7 @@ from amanda.tools.search._checks import SearchError, check_integer, check_limits
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._costs import Costs
 from amanda.tools.search._decision import Decision
-from amanda.tools.search._libraries import Library, frameworks
+from amanda.tools.search._libraries import frameworks
 from amanda.tools.search._residual import residual
 from amanda.tools.search._result import ChoicesResult
 from amanda.tools.search._settle import settled
@@ -96,6 +96,7 @@ class SearchTool(amanda.Tool):
         for name, label in chosen.items():
             if name in self._decisions:
                 self._decisions[name].chosen = label
+        self._trace_again()
 
     def alphas(self) -> Iterator[Any]:
         """Yield the mixture weights ahead of softmax, of each choice, for an optimizer of their own."""
@@ -206,7 +207,7 @@ class SearchTool(amanda.Tool):
     def clear(self) -> None:
         """Count executions anew."""
         for site in self._sites.values():
-            site.calls = 0
+            site.executions.clear()
 
     def unmatched(self) -> list[str]:
         """Return which choices no op fitted, with the nearest names, and which names of an architecture."""
@@ -242,6 +243,11 @@ class SearchTool(amanda.Tool):
                 raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
             known[name].check(label)
 
+    def _trace_again(self) -> None:
+        """Have programs made anew that have the former candidates in them."""
+        if any(site.library.is_traced for site in self._sites.values()):
+            self.analyse_again()
+
     def _completed(self, what: str, architecture: Mapping[str, str] | None) -> dict[str, str]:
         """Return an architecture of all choices, the present one where it names none."""
         self._check(what, {} if architecture is None else architecture)
@@ -265,7 +271,8 @@ class SearchTool(amanda.Tool):
         library = context["search"]
         if library.trains and site.parameters:
             self._untrained = library.trains
-        context.replace_op(self._compute, site=site, library=library)
+        context.insert_before_op(site.executions, inputs=[])
+        context.replace_op(self._compute, site=site.within(library))
 
     def _meet(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
@@ -294,6 +301,5 @@ class SearchTool(amanda.Tool):
             self._flow.made(node, leaves(context.get_outputs() or []))
 
     @amanda.differentiable
-    def _compute(self, *inputs: Any, site: Site, library: Library, original: Original) -> Any:
-        site.calls += 1
-        return site.within(library).compute(inputs, original, self.mixture)
+    def _compute(self, *inputs: Any, site: Site, original: Original) -> Any:
+        return site.compute(inputs, original, self.mixture)
