@@ -134,7 +134,11 @@ def found_in_memory(masked: list[bytes]) -> list[bool]:
         for start, end in ((int(first, 16), int(last, 16)) for first, last in writable):
             for at in range(start, end, 1 << 24):
                 memory.seek(at)
-                content = np.frombuffer(memory.read(min((1 << 24) + longest, end - at)), np.uint8) ^ 0x5A
+                try:
+                    read = memory.read(min((1 << 24) + longest, end - at))
+                except OSError:  # another thread has unmapped it meanwhile
+                    continue
+                content = np.frombuffer(read, np.uint8) ^ 0x5A
                 if content.size and (content != 0x5A).any():
                     text = content.tobytes()
                     found = [
