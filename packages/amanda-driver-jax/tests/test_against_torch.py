@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ import pytest
 from flax import nnx
 
 import amanda
-from amanda.drivers.jax import JaxDriver
 from amanda.errors import AmandaError
-from amanda.testing import attached
 from amanda.tools.diff import diff
 from amanda.tools.dump import DumpTool
 from amanda.tools.effective_path import EffectivePathTool
@@ -25,6 +23,8 @@ from amanda.tools.inject import InjectTool
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeError, QuantizeTool
 from amanda.tools.stats import StatsTool
+
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 torch = pytest.importorskip("torch")
 
@@ -37,12 +37,6 @@ WEIGHTS = {
     "linear.kernel": RNG.normal(size=(64, 3)).astype(np.float32) / 8,
     "linear.bias": RNG.normal(size=3).astype(np.float32),
 }
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 class Network(nnx.Module):

@@ -1,4 +1,4 @@
-"""What traceable routines read of their tools, in jitted functions: their programs follow its changes."""
+"""Values that traceable routines read of their tools, in jitted functions, whose programs follow changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Values(GraphSample):
         return self.computed(x)
 
     def computed(self, x: Any) -> Any:
-        """What the program computes."""
+        """Return what the program computes."""
         return jnp.tanh(x) * WEIGHT
 
     def check(self, scale: float) -> None:

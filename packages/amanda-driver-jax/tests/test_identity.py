@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,18 +12,12 @@ import pytest
 from flax import nnx
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
+
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 STEPS = 20
 X = np.random.default_rng(0).normal(size=(8, 8, 8, 1)).astype(np.float32)
 Y = np.arange(8) % 3
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 class Network(nnx.Module):

@@ -1,4 +1,4 @@
-"""What scopes leave behind, threads, donation, devices, and programs that are one op."""
+"""Traces that scopes leave, threads, donation, devices, and programs that are one op."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import children
@@ -19,16 +18,10 @@ from jax._src import config
 from jax.experimental import pallas as pl
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
+
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 X, W = jnp.arange(6.0).reshape(2, 3) / 7, jnp.ones((3, 3)) / 3
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 def dense(w: Any, x: Any) -> Any:

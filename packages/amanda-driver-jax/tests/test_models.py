@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import CLASSES, IMAGES, MODELS, Mixer, classified, trained, trained_mixer
+
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 STEPS = 2
 COUNTED = ("dot_general", "conv_general_dilated", "gather", "tanh", "rsqrt", "reduce_window_max")
@@ -44,12 +44,6 @@ WEIGHTS = {
     | {f"blocks.{i}.{j}.layers.{k}.weight" for i in (0, 1) for j in (0, 1) for k in (0, 1)},
 }  # fmt: skip
 """Paths of what convolutions and products read as weights."""
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 class Looking(amanda.Tool):

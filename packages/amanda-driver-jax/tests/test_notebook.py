@@ -5,23 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "tutorial_jax.ipynb"
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 @pytest.mark.slow

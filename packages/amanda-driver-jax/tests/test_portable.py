@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,14 +11,7 @@ import pytest
 from flax import nnx
 from portable import IMAGES, KERNEL, KERNEL_BIAS, MATRIX, MATRIX_BIAS, assert_numbers, measured
 
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 
 class Network(nnx.Module):

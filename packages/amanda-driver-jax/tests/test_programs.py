@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
+
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 X, W = jnp.arange(6.0).reshape(2, 3) / 7, jnp.ones((3, 3)) / 3
 
@@ -59,12 +59,6 @@ def checkpointed(w: Any, x: Any) -> Any:
 
 
 TIMES = {dense: 1, scanned: 5, branched: 1, mapped: 2, checkpointed: 1}
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 @pytest.mark.parametrize("values", [True, False], ids=["values", "none"])

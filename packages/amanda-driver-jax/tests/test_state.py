@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,17 +12,11 @@ import pytest
 from jax import lax
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
+
+pytestmark = pytest.mark.usefixtures("attached_driver")
 
 X, W = jnp.arange(6.0).reshape(2, 3) / 7, jnp.ones((3, 3)) / 3
 TIMES = 4
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 class Scaling(amanda.Tool):
@@ -65,7 +59,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], int]] = {
     "NumPy": (lambda one: np.full((2, 3), one, np.float32), 1),
     "number": (float, TIMES),
 }
-"""What makes a scale, and how often a function is traced for as many scales."""
+"""Makers of a scale, and how often a function is traced for as many scales."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

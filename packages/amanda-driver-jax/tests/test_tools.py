@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,8 +14,6 @@ import pytest
 from flax import nnx
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
 from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
 from amanda.tools.prune import PruneTool
@@ -23,14 +21,10 @@ from amanda.tools.search import Choice, Search, SearchTool
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
+pytestmark = pytest.mark.usefixtures("attached_driver")
+
 STEPS = 3
 X, Y = np.linspace(-1, 1, 4 * 8 * 8).reshape(4, 8, 8, 1).astype(np.float32), np.array([0, 1, 2, 0])
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 class Network(nnx.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +14,6 @@ import pytest
 from flax import nnx
 
 import amanda
-from amanda.drivers.jax import JaxDriver
-from amanda.testing import attached
 from amanda.tools.coverage import CoverageTool
 from amanda.tools.profile import ProfileTool
 from amanda.tools.remat import RematTool
@@ -23,13 +21,9 @@ from amanda.tools.rewrite import Capture, Op, RewriteTool, Rule
 from amanda.tools.sweep import SparsitySweep
 from amanda.tools.trace import TraceTool
 
+pytestmark = pytest.mark.usefixtures("attached_driver")
+
 IMAGES = np.random.default_rng(0).normal(size=(4, 8, 8, 2)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _attached() -> Iterator[None]:
-    with attached(JaxDriver):
-        yield
 
 
 class Network(nnx.Module):

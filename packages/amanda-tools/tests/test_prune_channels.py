@@ -327,6 +327,31 @@ def test_training_goes_on_with_the_optimizers_state() -> None:
     assert step(model, optimizer) < held
 
 
+def test_a_removal_that_fails_leaves_model_and_optimizer_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X).square().sum().backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    tool = ChannelPruneTool()
+    tool.prepare(model, X)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(nn.Linear, "__setattr__", fail)  # convolutions are smaller by then
+    with pytest.raises(RuntimeError, match="no memory"):
+        tool.finalize(model, remove=True, optimizer=optimizer)
+    monkeypatch.undo()
+    after = model.state_dict(), optimizer.state_dict()["state"]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert model[0].out_channels == 16
+    tool.finalize(model, remove=True, optimizer=optimizer)
+    assert optimizer.state[model[0].weight]["exp_avg"].shape == model[0].weight.shape == (8, 3, 3, 3)
+
+
 def test_a_smaller_model_is_saved_copied_and_exported() -> None:
     model = network()
     removed(model, X)

@@ -107,6 +107,15 @@ def test_a_fault_in_a_step_is_found_at_its_op(fault: dict[str, Any], target: Any
         assert f"{faults.result.total:,} of" in first.detail
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_each_watched_step_runs_a_share_of_its_ops_again(seed: int) -> None:
+    sentinel = watching(share=0.25, seed=seed)
+    train(4, sentinel)
+    able = [op for op in sentinel.result.ops if not op.left]
+    assert abs(sum(op.recomputed for op in able) - len(able)) <= 4 * 2  # some ops make views alone
+    assert sum(op.recomputed > 0 for op in able) > len(able) / 4  # not the same ones in each step
+
+
 def test_recall_is_the_share_of_the_ops_that_run_again() -> None:
     from scipy.stats import binomtest
 

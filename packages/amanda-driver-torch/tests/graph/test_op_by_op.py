@@ -130,3 +130,16 @@ def test_the_line_of_a_callable_is_in_the_users_file() -> None:
     with amanda.apply(amanda.Tool()) as scope:
         torch.compile(lambda x: x + 1, backend="eager")(X)
     assert Path(scope.report[0].where.rsplit(":", 1)[0]) == Path(__file__)
+
+
+def test_a_tool_that_opens_scopes_itself_leaves_compiled_code_as_it_is() -> None:
+    class Opens(amanda.Tool):
+        intercepts = False
+
+    backend = OneMore()
+    function = torch.compile(doubled, backend=backend)
+    wanted = function(X)
+    with amanda.apply(Opens()) as scope:
+        assert torch.equal(function(X), wanted)
+    assert len(backend.graphs) == 1
+    assert list(scope.report) == []

@@ -40,6 +40,11 @@ class State:
         return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
 
     @property
+    def intercepts(self) -> bool:
+        """Return True if ops are intercepted: a tool asks for that, and none of the switches forbids it."""
+        return self.enabled and self.layer is not None and self.layer.intercepts
+
+    @property
     def settles(self) -> bool:
         """Return True if routines at a backward op may be kept for the next pass: cache on, autodiff off."""
         return self.cache and not self.autodiff
@@ -65,8 +70,7 @@ class State:
     def activation(self) -> interceptor.Activation:
         """Return what the interceptor consults while this state is in force."""
         table = self.layer.table if self.layer is not None and self.cache else None
-        open_ = self.enabled and self.layer is not None and self.layer.intercepts
-        return interceptor.Activation(table, self, open_, not self.autodiff)
+        return interceptor.Activation(table, self, self.intercepts, not self.autodiff)
 
 
 when_enabled_again: list[Callable[[], None]] = []

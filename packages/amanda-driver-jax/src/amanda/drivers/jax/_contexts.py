@@ -32,7 +32,7 @@ class Function(NamedTuple):
 
 
 class Programs:
-    """What is kept of the programs that were traced for a layer of tools; the layer alone holds it.
+    """The programs that were traced for a layer of tools, and what belongs to them; the layer alone holds it.
 
     JAX's caches hold programs for as long as the functions under other names live, so a program holds
     nothing of the tools: of routines and executions it has tokens.
@@ -51,8 +51,8 @@ class Programs:
     @staticmethod
     def of(layer: Any) -> "Programs":
         """Return those of a layer."""
-        programs: Programs = layer.rewrites.setdefault(Programs, Programs())
-        return programs
+        programs: Programs | None = layer.rewrites.get(Programs)
+        return programs or layer.rewrites.setdefault(Programs, Programs())
 
     def key(self, switches: Hashable) -> Any:
         """Return the key for some switches."""

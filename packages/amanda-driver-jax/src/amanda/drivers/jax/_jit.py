@@ -37,7 +37,7 @@ class _Guarded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What tracing a program has found: what is in it, and what is read for it at each call."""
+    """The findings of tracing a program: what is in it, and what is read for it at each call."""
 
     counts: Counts
     program: Program | None = None

@@ -48,7 +48,7 @@ class JaxReads(Reads):
 
     @property
     def guards(self) -> bool:
-        """Whether a call of the program has to look at what was read."""
+        """True if a call of the program has to look at what was read."""
         return any(not (isinstance(one.value, _CONSTANT) or callable(one.value)) for one in self)
 
 

@@ -71,7 +71,7 @@ class Originals:
         return value if found is None else found
 
     def clear(self) -> None:
-        """Let go of every array."""
+        """Drop every array."""
         self._last.clear()
 
     def _forget(self, key: int, _: Any) -> None:

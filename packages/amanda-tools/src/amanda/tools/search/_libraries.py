@@ -35,7 +35,7 @@ class Library:
     trains = ""
     """Why no gradient reaches the parameters of candidates; "" where gradients do."""
     is_traced = False
-    """Whether what is chosen becomes a part of compiled programs, which another choice has to make anew."""
+    """True if what is chosen becomes a part of compiled programs, which another choice has to make anew."""
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the activation of a word."""

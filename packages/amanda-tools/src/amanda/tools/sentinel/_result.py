@@ -1,4 +1,4 @@
-"""What the sentinel saw."""
+"""The result of the sentinel: alarms, and a row for each op that was watched."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Watched(OpRecord):
     """One op that was watched.
 
     left: why it is not run again; "" if it is.  executions: that were watched.  recomputed: that were run
-    again.  corrupt: of these, with other bits.  norms: of each output or gradient.  hashes: the last steps
-    at which an output was hashed, with the hash.
+    again.  corrupt: of these, with other bits.  norms: of each output or gradient.  last: the last norm.
+    hash: of the first output, with the step at which it was taken last.
     """
 
     left: str = ""

@@ -50,6 +50,7 @@ class Watch(amanda.Tool):
         self._norms: list[Norm] = []
         self._given: dict[tuple[int, int], tuple[Sequence[Any], Sequence[Any], bool]] = {}
         self.overflowed = False
+        self._drawn = self._random.random()
         self.seconds = 0.0
         """Time in routines since the step began."""
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
@@ -60,6 +61,7 @@ class Watch(amanda.Tool):
         """Return the norms of the step so far, and begin another."""
         norms, self._norms = self._norms, []
         self._given.clear()
+        self._drawn = self._random.random()
         return norms
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str, left: str) -> Watched:
@@ -102,8 +104,12 @@ class Watch(amanda.Tool):
         context.insert_after_backward_op(self._end_backward, op=op, dtype=context["dtype"])
 
     def _is_sampled(self, op: Watched) -> bool:
+        """Return True for the share of executions, which in a step lie evenly apart from a random start."""
         op.executions += 1
-        return not op.left and self._random.random() < self._share
+        if op.left:
+            return False
+        before, self._drawn = self._drawn, self._drawn + self._share
+        return int(self._drawn) > int(before)
 
     @amanda.observer
     @_timed

@@ -9,9 +9,6 @@ from amanda.backend import Action, Execution, Executions, Insertion, Observed, f
 
 from ._handles import borrowed
 
-RunOf = Callable[[Any], dict[Any, Any]]
-"""Gives what an observer keeps from run to run."""
-
 
 class _Observer:
     """One observer at one place.
@@ -72,7 +69,9 @@ class _Together:
 class _Lazily(Sequence[Observed]):
     """What observers see in one run, each made when it is asked for."""
 
-    def __init__(self, observers: Sequence[_Observer], flat: Sequence[Any], run_of: RunOf) -> None:
+    def __init__(
+        self, observers: Sequence[_Observer], flat: Sequence[Any], run_of: Callable[..., dict[Any, Any]]
+    ) -> None:
         self._observers = observers
         self._flat = flat
         self._run_of = run_of

@@ -70,7 +70,7 @@ def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
     if not Surroundings.leaves_stance(eval_frame._stance):
         return otherwise(callback)
     if interceptor.active() is None:
-        return otherwise(callback) if state.enabled else callback
+        return otherwise(callback) if state.intercepts else callback
     if not isinstance(callback, CatchErrorsWrapper):
         state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
         return otherwise(callback)

@@ -101,7 +101,7 @@ def _is_outside(stance: Any) -> bool:
     if not interceptor.NATIVE:
         return False
     activation = interceptor.ACTIVATION.get(None)
-    if activation is not None and activation.state.enabled and activation.state.layer is not None:
+    if activation is not None and activation.state.intercepts:
         return False  # a routine, or an op, runs
     return stance is Surroundings.stance and Surroundings.leaves_stance(stance)
 

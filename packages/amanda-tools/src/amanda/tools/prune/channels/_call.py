@@ -35,7 +35,7 @@ class Work:
 
 @dataclass
 class Notes:
-    """What removal needs besides the labels.
+    """Notes of the ops for the removal, besides the labels.
 
     whole_groups: names of weights whose groups are removed as wholes, so that their number changes.
     """

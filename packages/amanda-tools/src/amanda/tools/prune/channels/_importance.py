@@ -1,4 +1,4 @@
-"""What channels are worth, and which are kept by a budget."""
+"""Importance of channels, and the budget that chooses which are kept."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Labels:
             kept.append(family)
 
     def settle(self) -> None:
-        """Let each family that varies along several axes, as heads and their features, vary along one.
+        """Make each family that varies along several axes, as heads and their features, vary along one.
 
         That is the longest one, if what ops do has not decided.
         """

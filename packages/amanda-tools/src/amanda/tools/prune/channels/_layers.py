@@ -174,7 +174,7 @@ def embedding(call: Call) -> Sequence[Families]:
 
 
 def attention(call: Call) -> Sequence[Families]:
-    """Let whole heads go: the scale is of all features of a head.
+    """Keep the features of a head together, which the scale is of all of: whole heads are removed.
 
     Where several queries share a key and value, they go together.
     """

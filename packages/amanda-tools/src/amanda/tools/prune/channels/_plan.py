@@ -19,7 +19,7 @@ from amanda.tools.prune.channels._tracing import Step, Tracing
 
 @dataclass(frozen=True)
 class Choice:
-    """How channels are chosen: the tool's options."""
+    """Options of the tool that choose channels."""
 
     budget: Budget
     importance: Any
@@ -30,7 +30,7 @@ class Choice:
 
 @dataclass
 class Plan:
-    """What is removed of a model.
+    """A choice of channels to remove of a model.
 
     groups, kept: the groups, and which of the channels of each are kept.  left: weights whose outputs are
     left whole, and why.  alive: for each label whether its channel is kept.  work: share of multiplications.

@@ -61,7 +61,9 @@ class Removal:
         import torch
 
         for owner, attribute, value in reversed(self._before):
-            if attribute == "data":
+            if isinstance(owner, dict):
+                owner[attribute] = value
+            elif attribute == "data":
                 _set_data(owner, value)
             elif isinstance(owner, torch.Tensor):
                 owner.grad = value
@@ -86,6 +88,7 @@ class Removal:
         state = {} if optimizer is None else optimizer.state.get(tensor, {})
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shape:
+                self._before.append((state, name, value))
                 state[name] = shortened(value)
 
     def _adapt(self, path: str, module: Any) -> None:
@@ -113,8 +116,9 @@ class Removal:
             self._set(module, "normalized_shape", tuple(weight.shape))
 
     def _set(self, owner: Any, attribute: str, value: Any) -> None:
-        self._before.append((owner, attribute, getattr(owner, attribute)))
+        before = getattr(owner, attribute)
         setattr(owner, attribute, value)
+        self._before.append((owner, attribute, before))
 
 
 def _set_data(tensor: Any, data: Any) -> None:

@@ -175,9 +175,7 @@ RULES: dict[str, Rule] = _by_word({
     "linear": linear, "matmul": product, "addmm baddbmm": matrices_added,
     "batch_norm instance_norm": batch_norm, "layer_norm rms_norm": layer_norm, "group_norm": group_norm,
     "embedding": embedding, "scaled_dot_product_attention": attention,
-    "glu": gated,
-        "prelu": with_slopes,
-        "cat": concatenated, "stack": stacked,
+    "glu": gated, "prelu": with_slopes, "cat": concatenated, "stack": stacked,
     "softmax log_softmax cumsum cumprod sort argsort topk": along_axis,
     "mean sum amax amin max min prod var std norm any all argmax argmin logsumexp "
     "linalg_vector_norm": reduced,

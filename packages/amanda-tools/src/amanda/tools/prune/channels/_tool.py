@@ -111,7 +111,12 @@ class ChannelPruneTool(amanda.Tool):
             )
         result = self.result
         if remove:
-            plan.removal().apply(model, optimizer)
+            removal = plan.removal()
+            try:
+                removal.apply(model, optimizer)
+            except BaseException:
+                removal.undo()
+                raise
         elif self._reductions:
             places = ", ".join(sorted({one.type for one in plan.tracing.notes.reductions}))
             raise PruneError(
