@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -307,6 +308,10 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
     assert "total against bits" in out
     assert "7/7 2/linear, bits 4" in err
     assert [row["bits"] for row in json.loads(saved.read_text())["rows"]] == [8, 4] * 3
+    budgets = ["--budgets", "0.4,0.3", "-q", "--save", str(saved)]
+    assert command(["bits", named, "--levels", "8,2", "--metric", "total", *budgets]) == 0
+    assert "5 architectures by total, size" in capsys.readouterr().out
+    assert json.loads(saved.read_text())["rows"][0]["architecture"] == "keep keep"
     assert command(["sparsity", named, "--levels", "0.5", "--type", "conv2d", "-q"]) == 0
     out = capsys.readouterr().out
     assert "linear" not in out
@@ -415,3 +420,85 @@ def test_compiled_code_is_swept_where_it_is_asked_to() -> None:
     assert any("instrumented_linear" in code for code in graphs)
     assert result.points[0].metric is not None
     torch._dynamo.reset()
+
+
+def drops(result: Any) -> dict[tuple[str, float], float]:
+    return {(one.site.name, one.level): max(result.dense - one.metric, 0.0) for one in result.points}
+
+
+def test_levels_within_a_budget_are_those_that_enumeration_finds(
+    model: Digits, digits: tuple[Tensor, Tensor]
+) -> None:
+    sweep = BitsSweep(lambda: accuracy(model, digits), [8, 4, 3, 2], activations=False, progress=False)
+    sweep.run()
+    lost = drops(sweep.result)
+    numbers = [getattr(model, name).weight.numel() for name in LAYERS]
+    whole = sum(one.numel() * 4 for one in model.parameters())
+    budgets = [0.5, 0.25, 0.14, 0.1]
+    trials = sweep.search(budgets).trials[1 : 1 + len(budgets)]
+    for budget, trial in zip(budgets, trials, strict=True):
+        best = min(
+            sum(lost.get((op, bits), 0.0) for op, bits in zip(OPS, chosen, strict=True))
+            for chosen in itertools.product([32, 8, 4, 3, 2], repeat=3)
+            if whole - sum(n * (32 - b) / 8 for n, b in zip(numbers, chosen, strict=True)) <= budget * whole
+        )
+        chosen = {op: label for op, label in trial.architecture.items() if label != "keep"}
+        assert sum(lost[op, int(bits)] for op, bits in chosen.items()) == pytest.approx(best)
+        assert trial.costs["size"] <= budget * whole
+        other = copy.deepcopy(model)
+        for op, bits in chosen.items():
+            quantised(getattr(other, op.split("/")[0]), int(bits))
+        assert trial.metric == accuracy(other, digits)
+
+
+def test_ops_that_share_a_weight_get_one_level_and_count_it_once() -> None:
+    torch.manual_seed(0)
+    one, other, head = (nn.Linear(8, width, bias=False) for width in (8, 8, 2))
+    other.weight = one.weight
+    tied, x = nn.Sequential(one, nn.ReLU(), other, head), torch.rand(64, 8)
+    wanted = tied(x).detach()
+
+    def fit() -> Tensor:
+        return -(tied(x) - wanted).square().mean().detach()
+
+    sweep = BitsSweep(fit, [8, 2], activations=False, progress=False)
+    found = sweep.search([0.3, 0.1])
+    for trial in found.trials:
+        first, second, _ = trial.architecture.values()
+        assert first == second
+    assert found.trials[0].costs == {"size": 4 * (64 + 16)}
+    assert found.trials[-1].costs == {"size": (64 + 16) / 4}
+    assert found.trials[1].costs["size"] <= 0.3 * 4 * 80
+
+
+def test_a_cost_may_be_measured_with_the_tools_in_force(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
+    def kept(*tools: Any) -> int:
+        pruned = [int((~one.mask).sum()) for tool in tools for one in tool.weights]
+        return sum(one.numel() for one in model.parameters()) - sum(pruned)
+
+    sweep = SparsitySweep(lambda: accuracy(model, digits), [0.5, 0.9], cost=kept, progress=False)
+    result = sweep.search([0.6, 0.4])
+    dense = kept()
+    assert result.costs == ("kept",)
+    assert result.trials[0].costs["kept"] == dense
+    for budget, trial in zip([0.6, 0.4], result.trials[1:3], strict=True):
+        with amanda.apply(*(tools := sweep.tools(trial.architecture))):
+            assert accuracy(model, digits) == trial.metric
+            assert kept(*tools) == trial.costs["kept"] <= budget * dense
+    flops = SparsitySweep(lambda: accuracy(model, digits), [0.5], cost="flops", progress=False).search([0.9])
+    macs = {"first": 64 * 54, "second": 16 * 324, "classes": 960}
+    batch = len(digits[0]) - 1200
+    assert flops.trials[0].costs["flops"] - flops.trials[-1].costs["flops"] == sum(macs.values()) * batch
+
+
+def test_a_search_that_cannot_be_is_said(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(SweepError, match=r"a budget is 0\.01; the harshest levels leave 0\.\d+ of the size"):
+        BitsSweep(lambda: accuracy(model, digits), [8, 4], activations=False, progress=False).search([0.01])
+    with pytest.raises(SweepError, match="has no cost; give it one"):
+        Sweep(lambda: loss(model, digits), Scale, [2.0], progress=False).search([0.5])
+    with pytest.raises(SweepError, match="cost is 'size'; it is one of None"):
+        Sweep(lambda: loss(model, digits), Scale, [2.0], cost="size")
+    with pytest.raises(SweepError, match="of which fewer bits save none"):
+        BitsSweep(lambda: 1.0, cost="flops")
+    with pytest.raises(SweepError, match=r"budgets is \[1.5\]; give shares of the size"):
+        BitsSweep(lambda: 1.0).search([1.5])

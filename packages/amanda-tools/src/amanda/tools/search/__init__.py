@@ -9,6 +9,7 @@ found = tool.finalize(model)
 from amanda.tools.search._checks import SearchError
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._costs import Costs, Weight
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import ChoicesResult, SearchResult, Trial
@@ -20,6 +21,7 @@ __all__ = [
     "Choice",
     "ChoicesResult",
     "Controller",
+    "Costs",
     "Evolution",
     "LSTMPolicy",
     "OptunaController",
@@ -31,4 +33,5 @@ __all__ = [
     "SearchTool",
     "Site",
     "Trial",
+    "Weight",
 ]

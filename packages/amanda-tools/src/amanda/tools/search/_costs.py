@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 import amanda
 from amanda.tools.flops import Cost, FlopsTool
@@ -11,6 +12,13 @@ from amanda.tools.kit import holders_of, parameter_inputs
 from amanda.tools.mapping import itemsize
 from amanda.tools.search._checks import SearchError
 from amanda.tools.search._site import Site
+
+
+class Weight(NamedTuple):
+    """The numbers in a weight, and their bytes."""
+
+    numbers: int
+    size: int
 
 
 class Costs(amanda.Tool):
@@ -21,6 +29,7 @@ class Costs(amanda.Tool):
         self._flops: dict[int, Cost] = {}
         self._sizes: dict[int, dict[Hashable, int]] = {}
         self._weights: dict[int, Hashable] = {}
+        self._numbers: dict[Hashable, int] = {}
         self.depends_on(FlopsTool())
         self.add_inst_for_op(self._look, require_outputs=True, guard="shape")
 
@@ -31,12 +40,28 @@ class Costs(amanda.Tool):
         self._flops[op_id] = cost if isinstance(cost, Cost) else Cost()
         for position in parameter_inputs(context):
             extents = context["shape"](inputs[position])
-            size = prod(extents) * (itemsize(context["dtype"](inputs[position])) or 4)
+            numbers = prod(extents)
+            size = numbers * (itemsize(context["dtype"](inputs[position])) or 4)
             variable = context.get_variable(position)
             holder = holders_of(variable).identity(variable)
             self._sizes.setdefault(op_id, {})[holder] = size
             if position == context["weight_index"]:
                 self._weights[op_id] = holder
+                self._numbers[holder] = numbers
+
+    def of_ops(self, op_ids: Iterable[int]) -> tuple[int, dict[Hashable, Weight]]:
+        """Return the FLOPs of the products of some ops, and the weights that they read, by holder."""
+        own = [one for one in op_ids if one in self._flops]
+        weights = {
+            holder: Weight(self._numbers[holder], self._sizes[one][holder])
+            for one in own
+            if (holder := self._weights.get(one)) is not None
+        }
+        return sum(2 * self._flops[one].macs for one in own), weights
+
+    def totals(self) -> tuple[float, float]:
+        """Return the FLOPs of the forward pass, and the bytes of all parameters."""
+        return self.flops((), {}), self.size((), {})
 
     def flops(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
         """Return FLOPs of the forward pass; what an op does besides products, such as a bias, stays."""

@@ -6,9 +6,10 @@ sweep.result.save("sensitivity.svg")
 """
 
 from amanda.tools.sweep._command import command
+from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
-from amanda.tools.sweep._sweep import Sweep, SweepError
+from amanda.tools.sweep._sweep import Sweep
 
 __all__ = [
     "ALL",

@@ -13,6 +13,7 @@ import click
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.command import __file__ as _command_package
+from amanda.tools.results import PlottedResult
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
@@ -32,6 +33,8 @@ def _numbers(text: str) -> list[float]:
 @click.argument("evaluate", metavar="FILE:FUNCTION")
 @click.option("--levels", type=_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh.")
 @click.option("--type", "types", multiple=True, help="Only ops of this type; may be repeated.")
+@click.option("--budgets", type=_numbers, metavar="N,N,...", help="Shares of the cost to search levels for.")
+@click.option("--cost", type=click.Choice(["size", "flops"]), default="size", help="What budgets are of.")
 @click.option("--metric", default="metric", help="What the number is called.")
 @compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
@@ -41,6 +44,8 @@ def _command(
     evaluate: str,
     levels: list[float] | None,
     types: Sequence[str],
+    budgets: list[float] | None,
+    cost: str,
     metric: str,
     compiled: str,
     files: Sequence[Path],
@@ -49,26 +54,31 @@ def _command(
     """Prune or quantise one op at a time, and all together, and evaluate the model each time.
 
     FUNCTION, of a FILE or a module, takes no arguments and gives a number, such as an accuracy. After Ctrl-C
-    what was measured is printed and saved.
+    what was measured is printed and saved. With budgets each op gets a level of its own, such that the model
+    costs no more than each budget, and that search is what is saved.
 
     \b
     amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
+    amanda sweep bits evaluate.py:accuracy --levels 8,4,2 --budgets 0.25,0.125 --save front.svg
     """
     status = 0
     try:
         options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
-        sweep = _sweep(kind, function_of(evaluate), levels, **options)
+        sweep = _sweep(kind, function_of(evaluate), levels, cost=cost, **options)
+        results: list[PlottedResult] = []
         try:
             sweep.run()
+            results += [sweep.search(budgets)] if budgets else []
         except KeyboardInterrupt:
             status = 130
     except AmandaError:
         raise
     except Exception as error:
         return _failed(evaluate, error)
+    results.insert(0, sweep.result)
     for path in files:
-        sweep.result.save(path)
-    sys.stdout.write(f"{sweep.result}\n")
+        results[-1].save(path)
+    sys.stdout.write("\n".join(f"{result}\n" for result in results))
     return status
 
 

@@ -7,7 +7,9 @@ from typing import Any, Literal, TypeVar
 
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
-from amanda.tools.sweep._sweep import Sweep, SweepError
+from amanda.tools.sweep._errors import SweepError
+from amanda.tools.sweep._prices import Cost
+from amanda.tools.sweep._sweep import Sweep
 
 Number = TypeVar("Number", int, float)
 
@@ -16,6 +18,7 @@ class SparsitySweep(Sweep[float]):
     """Prunes the weight of each op alone, and all of them, ever more.
 
     evaluate, metric, progress, compiled: see `Sweep`.  options: of `PruneTool`, such as pattern and type.
+    cost: "size", the bytes of weights that are not zero, without indices, "flops" or a function: see `Sweep`.
     With scope="global" the weights are ranked together in a first evaluation of each point.
 
     Raises what PruneTool does for an option or a level that cannot be.
@@ -30,6 +33,7 @@ class SparsitySweep(Sweep[float]):
         metric: str = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
+        cost: Cost = "size",
         **options: Any,
     ) -> None:
         def make(sparsity: float) -> PruneTool:
@@ -41,7 +45,10 @@ class SparsitySweep(Sweep[float]):
                     evaluate()
 
         mild = _ordered("sparsities", sparsities)
-        super().__init__(evaluate, make, mild, prepare, "sparsity", metric, progress, compiled)
+        super().__init__(
+            evaluate, make, mild, prepare, "sparsity", metric, progress, compiled, cost,
+            lambda level, weight: 1 - level,
+        )  # fmt: skip
         self._check_levels()
 
 
@@ -50,7 +57,8 @@ class BitsSweep(Sweep[int]):
 
     evaluate, metric, progress, compiled: see `Sweep`.  weights, activations: which of the two.  calibrate:
     runs the model on examples, by which the scales of activations are found; without it they are found at
-    each execution.  options: of `QuantizeTool`, such as type, observer, per_channel.
+    each execution.  cost: "size", the bytes of weights at their bits, without scales, or a function: see
+    `Sweep`.  options: of `QuantizeTool`, such as type, observer, per_channel.
 
     Raises what QuantizeTool does for an option or a level that cannot be.
 
@@ -67,6 +75,7 @@ class BitsSweep(Sweep[int]):
         metric: str = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
+        cost: Cost = "size",
         **options: Any,
     ) -> None:
         def make(level: int) -> QuantizeTool:
@@ -81,7 +90,12 @@ class BitsSweep(Sweep[int]):
                     calibrate()
 
         mild = _ordered("bits", bits)[::-1]
-        super().__init__(evaluate, make, mild, prepare, "bits", metric, progress, compiled)
+        if cost == "flops":
+            raise SweepError("cost is 'flops', of which fewer bits save none; give 'size' or a function")
+        super().__init__(
+            evaluate, make, mild, prepare, "bits", metric, progress, compiled, cost,
+            lambda level, weight: level * weight.numbers / 8 / weight.size if weights else 1.0,
+        )  # fmt: skip
         self._check_levels()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +23,7 @@ class Site:
     type: str
     module: str
     source: str
+    op_ids: set[int] = field(default_factory=set, compare=False)
 
 
 ALL = Site("", "all", "", "")
@@ -31,12 +32,17 @@ ALL = Site("", "all", "", "")
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation; metric: None where it failed, which `error` tells."""
+    """One evaluation; metric: None where it failed, which `error` tells.
+
+    cost: what a function given as `cost` said with the tool in force; None without one.
+    """
 
     site: Site
     level: float
     metric: float | None
     error: str = ""
+    seconds: float = 0.0
+    cost: float | None = None
 
 
 class SweepResult(PlottedResult):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
-from typing import Any, Generic, Literal, TypeVar
+from time import perf_counter
+from typing import Any, Generic, Literal
 
 import amanda
 from amanda.action import ActionType, Routine
-from amanda.errors import AmandaError
-from amanda.tools.kit import Progress, attempt, check_finite, check_number
+from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
 from amanda.tools.mapping import StandardMapping
+from amanda.tools.search import SearchResult, Trial
+from amanda.tools.sweep._allocate import KEEP, Allocation
+from amanda.tools.sweep._errors import SweepError
+from amanda.tools.sweep._prices import Cost, Left, Level, Prices
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
 
-Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
-
-
-class SweepError(AmandaError, ValueError):
-    """A sweep that cannot be made."""
 
 
 class Sweep(Generic[Level]):
@@ -28,7 +27,10 @@ class Sweep(Generic[Level]):
     to give the same each time.  make: a new tool for a level.  levels: from mild to harsh.  prepare: called
     with each tool in its scope before the evaluation, to calibrate for example.  level, metric: what the two
     are called.  progress: whether stderr tells how far it is, as a bar on a terminal and in lines elsewhere.
-    compiled: as of `amanda.apply`: what becomes of callables that torch.compile made.
+    compiled: as of `amanda.apply`: what becomes of callables that torch.compile made.  cost: what `search`
+    keeps within a budget: "size" or "flops" where `left(level, weight)` gives the share of them that a level
+    leaves; or a function that gives a number, such as a measured latency: it is called after each evaluation
+    with the tools in force, and with none for the model as it is.
 
     First the program is evaluated without a tool, then at each level with the tool at all ops, which tells
     the ops where the tool acts, then with the tool at each of them. A tool is told of one op alone by
@@ -47,7 +49,11 @@ class Sweep(Generic[Level]):
         metric: str = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
+        cost: Cost = None,
+        left: Left[Level] | None = None,
     ) -> None:
+        if not callable(cost):
+            check_one_of("cost", cost, (None, "size", "flops") if left else (None,), SweepError)
         if not callable(evaluate):
             raise SweepError(f"evaluate is {evaluate!r}; give a function of no arguments that gives a number")
         if not levels or len(set(levels)) < len(levels):
@@ -61,6 +67,8 @@ class Sweep(Generic[Level]):
         self._sites: dict[str, Site] = {}
         self._points: dict[tuple[str, Level], Point] = {}
         self._dense: float | None = None
+        self._prices = Prices(cost, left)
+        self._trials: dict[tuple[str, ...], Trial] = {}
 
     @property
     def result(self) -> SweepResult:
@@ -80,7 +88,10 @@ class Sweep(Generic[Level]):
         with Progress(self._progress) as progress:
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
-                dense = check_number(self._evaluate(), self._evaluate, SweepError)
+                noted = [self._prices.noted] if self._prices.cost is not None else []
+                with amanda.apply(*noted, compiled=self._compiled):
+                    dense = check_number(self._evaluate(), self._evaluate, SweepError)
+                    self._prices.measured = self._measured_cost()
                 if not isfinite(dense):
                     raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
                 self._dense = dense
@@ -92,6 +103,60 @@ class Sweep(Generic[Level]):
                 for level in self._levels:
                     self._measure(site, level, progress, total)
         return self.result
+
+    def search(self, budgets: Sequence[float]) -> SearchResult:
+        """Choose a level for each op such that the cost is within a budget, and evaluate the choice.
+
+        budgets: shares of the cost without the tool, such as 0.25.  Each op gets one of the levels, or is
+        left ("keep"), such that the sum of the drops, each measured at one op alone, is the least; a drop
+        below 0 counts as 0.  Ops that read a weight in common get one level.
+
+        The result has a trial for the model without the tool, for each budget, and for all ops at each level,
+        with those of the Pareto front marked; `tools` gives the tools of one.  What is not measured yet is
+        measured first, as by `run`.
+
+        Raises SweepError without a cost, and for a budget that the levels do not reach.
+        """
+        name = self._prices.name
+        if self._prices.cost is None:
+            raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
+        if not budgets or not all(0 < one <= 1 for one in budgets):
+            raise SweepError(f"search: budgets is {budgets!r}; give shares of the {name}, up to 1")
+        self.run()
+        assert self._dense is not None
+        allocation = Allocation(self._sites, self._levels, self._points, self._dense, self._prices)
+        chosen = [allocation.choose(one) for one in budgets]
+        trials = [Trial(dict.fromkeys(self._sites, KEEP), self._dense, {name: self._prices.total}, 0.0)]
+        with Progress(self._progress) as progress:
+            for number, (budget, architecture) in enumerate(zip(budgets, chosen, strict=True)):
+                progress.begin(len(budgets), f"{budget:g} of the {name}", number)
+                trials.append(self._trial(architecture, allocation.cost(architecture)))
+                self._done(progress, trials[-1])
+        for level in self._levels:
+            same, one = dict.fromkeys(self._sites, f"{level:g}"), self._points[ALL.name, level]
+            cost = allocation.cost(same) if one.cost is None else one.cost
+            trials.append(Trial(same, one.metric, {name: cost}, one.seconds, one.error))
+        return SearchResult(trials, self._names[1], [name], "")
+
+    def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
+        """Return new tools, one for each level, that act at the ops which an architecture gives it.
+
+        with amanda.apply(*sweep.tools(result.best.architecture)): ...
+        """
+        found = []
+        for level in self._levels:
+            names = {name for name, label in architecture.items() if label == f"{level:g}"}
+            found += [self._tool(names, level)] if names else []
+        return found
+
+    def _trial(self, architecture: Mapping[str, str], cost: float) -> Trial:
+        """Evaluate an architecture, unless it was."""
+        labels = tuple(architecture.values())
+        if labels not in self._trials:
+            metric, error, seconds, measured = self._evaluated(" ".join(labels), *self.tools(architecture))
+            costs = {self._prices.name: cost if measured is None else measured}
+            self._trials[labels] = Trial(architecture, metric, costs, seconds, error)
+        return self._trials[labels]
 
     def _check_levels(self) -> None:
         """Say now what is wrong with an option, and not after an evaluation."""
@@ -107,35 +172,49 @@ class Sweep(Generic[Level]):
             return
         told = f"{site.name or 'all ops'}, {self._names[0]} {level:g}"
         progress.begin(total, told, 1 + len(self._points))
-        tool = self._tool(site, level)
+        tool = self._tool(None if site is ALL else {site.name}, level)
+        self._points[site.name, level] = Point(site, level, *self._evaluated(told, tool))
+        self._done(progress, self._points[site.name, level])
 
-        def measure() -> float:
-            metric = check_number(self._evaluated(tool), self._evaluate, SweepError)
-            return check_finite(self._names[1], metric)
+    def _done(self, progress: Progress, one: Point | Trial) -> None:
+        progress.done(one.error or f"{self._names[1]} {one.metric:g}")
 
-        metric, error = attempt(measure, f"no {self._names[1]} of {told}")
-        self._points[site.name, level] = Point(site, level, metric, error)
-        progress.done(error or f"{self._names[1]} {metric:g}")
+    def _evaluated(self, told: str, *tools: amanda.Tool) -> tuple[float | None, str, float, float | None]:
+        """Evaluate with tools; return the metric, what was raised, the seconds, and a measured cost."""
+        begun = perf_counter()
 
-    def _tool(self, site: Site, level: Level) -> amanda.Tool:
-        """Make a tool that acts at one op alone, or at all and tells where."""
+        def measure() -> tuple[float, float | None]:
+            with amanda.apply(*tools, compiled=self._compiled):
+                for tool in tools:
+                    if self._prepare is not None:
+                        self._prepare(tool)
+                metric = check_number(self._evaluate(), self._evaluate, SweepError)
+                return check_finite(self._names[1], metric), self._measured_cost(*tools)
+
+        found, error = attempt(measure, f"no {self._names[1]} of {told}")
+        metric, cost = found or (None, None)
+        return metric, error, perf_counter() - begun, cost
+
+    def _measured_cost(self, *tools: amanda.Tool) -> float | None:
+        cost = self._prices.cost
+        if not callable(cost):
+            return None
+        return check_finite(self._prices.name, check_number(cost(*tools), cost, SweepError))
+
+    def _tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
+        """Make a tool that acts at some ops alone; None: at all, and tells where."""
         tool = self._make(level)
         tool.depends_on(StandardMapping())
-        if site is ALL:
+        if names is None:
             tool.wrap_routines(self._meet)
         else:
-            tool.restrict(lambda context: self._places.place(context) == site.name)
+            tool.restrict(lambda context: self._places.place(context) in names)
         return tool
-
-    def _evaluated(self, tool: amanda.Tool) -> Any:
-        with amanda.apply(tool, compiled=self._compiled):
-            if self._prepare is not None:
-                self._prepare(tool)
-            return self._evaluate()
 
     def _meet(self, context: amanda.OpContext, type: ActionType, routine: Routine) -> Routine:
         """Note the op at which the tool acts."""
         name = self._places.place(context)
         if name not in self._sites:
             self._sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
+        self._sites[name].op_ids.add(context.get_op_id())
         return routine

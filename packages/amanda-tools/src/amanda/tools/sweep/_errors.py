@@ -1,0 +1,7 @@
+"""What is wrong with a sweep."""
+
+from amanda.errors import AmandaError
+
+
+class SweepError(AmandaError, ValueError):
+    """A sweep that cannot be made."""

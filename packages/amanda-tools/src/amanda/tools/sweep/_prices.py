@@ -1,0 +1,58 @@
+"""What levels save: bytes of weights, FLOPs, or what a function of the user measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from amanda.tools.search import Costs, Weight
+from amanda.tools.sweep._result import Point, Site
+
+Level = TypeVar("Level", int, float)
+Cost: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
+
+
+Left: TypeAlias = "Callable[[Level, Weight], float]"
+"""The share of a weight's bytes, or of the FLOPs of an op that reads it, that a level leaves."""
+
+
+class Prices(Generic[Level]):
+    """The cost of a model, and what is saved where some ops are at a level.
+
+    cost: "size", "flops", or a function that was called with the tools of each point in force.
+    """
+
+    def __init__(self, cost: Cost, left: Left[Level] | None) -> None:
+        self.cost, self._left = cost, left
+        self.noted = Costs()
+        """Is applied while the model is evaluated without the tool."""
+        self.measured: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the cost is called."""
+        return self.cost if isinstance(self.cost, str) else getattr(self.cost, "__name__", "cost")
+
+    @property
+    def total(self) -> float:
+        """The cost of the model without a tool."""
+        if self.measured is not None:
+            return self.measured
+        flops, size = self.noted.totals()
+        return size if self.cost == "size" else flops
+
+    def weights(self, site: Site) -> dict[Hashable, Weight]:
+        """Return the weights that an op reads, by holder."""
+        return self.noted.of_ops(site.op_ids)[1]
+
+    def saved(self, sites: Sequence[Site], level: Level, points: Sequence[Point]) -> float:
+        """Return what is saved where ops that share weights are at a level; points: of each op alone."""
+        if self.measured is not None:
+            return sum(self.measured - (one.cost or 0.0) for one in points)
+        left = self._left
+        assert left is not None
+        if self.cost == "size":
+            weights = {holder: one for site in sites for holder, one in self.weights(site).items()}
+            return sum(one.size * (1 - left(level, one)) for one in weights.values())
+        found = [self.noted.of_ops(site.op_ids) for site in sites]
+        return sum(flops * (1 - left(level, next(iter(own.values())))) for flops, own in found if own)
