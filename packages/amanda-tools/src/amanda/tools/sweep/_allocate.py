@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Generic, NamedTuple
+from typing import Any, NamedTuple
 
 from amanda.tools.sweep._errors import SweepError
-from amanda.tools.sweep._prices import Level, Prices
+from amanda.tools.sweep._prices import Prices
 from amanda.tools.sweep._result import Point, Site
 
 KEEP = "keep"
@@ -70,7 +70,7 @@ def grouped(holders: Mapping[str, frozenset[object]]) -> list[list[str]]:
     return [names for _, names in groups]
 
 
-class Allocation(Generic[Level]):
+class Allocation:
     """The measurements of a sweep as offers of levels, from which budgets choose.
 
     sites: the ops.  points: by name and level.  dense: the metric without the tool.
@@ -79,10 +79,10 @@ class Allocation(Generic[Level]):
     def __init__(
         self,
         sites: Mapping[str, Site],
-        levels: Sequence[Level],
-        points: Mapping[tuple[str, Level], Point],
+        levels: Sequence[float],
+        points: Mapping[tuple[str, Any], Point],
         dense: float,
-        prices: Prices[Level],
+        prices: Prices,
     ) -> None:
         self._prices = prices
         holders = {name: frozenset(prices.weights(site)) for name, site in sites.items()}

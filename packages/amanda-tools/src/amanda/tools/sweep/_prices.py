@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from amanda.tools.search import Costs, Weight
 from amanda.tools.sweep._result import Point, Site
 
-Level = TypeVar("Level", int, float)
 Cost: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
-
-
-Left: TypeAlias = "Callable[[Level, Weight], float]"
+Left: TypeAlias = "Callable[[Any, Weight], float]"
 """The share of a weight's bytes, or of the FLOPs of an op that reads it, that a level leaves."""
 
 
-class Prices(Generic[Level]):
+class Prices:
     """The cost of a model, and what is saved where some ops are at a level.
 
     cost: "size", "flops", or a function that was called with the tools of each point in force.
     """
 
-    def __init__(self, cost: Cost, left: Left[Level] | None) -> None:
+    def __init__(self, cost: Cost, left: Left | None) -> None:
         self.cost, self._left = cost, left
         self.noted = Costs()
         """Is applied while the model is evaluated without the tool."""
@@ -45,7 +42,7 @@ class Prices(Generic[Level]):
         """Return the weights that an op reads, by holder."""
         return self.noted.of_ops(site.op_ids)[1]
 
-    def saved(self, sites: Sequence[Site], level: Level, points: Sequence[Point]) -> float:
+    def saved(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
         """Return what is saved where ops that share weights are at a level; points: of each op alone."""
         if self.measured is not None:
             return sum(self.measured - (one.cost or 0.0) for one in points)

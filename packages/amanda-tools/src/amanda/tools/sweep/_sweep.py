@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from time import perf_counter
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
@@ -14,9 +14,10 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.search import SearchResult, Trial
 from amanda.tools.sweep._allocate import KEEP, Allocation
 from amanda.tools.sweep._errors import SweepError
-from amanda.tools.sweep._prices import Cost, Left, Level, Prices
+from amanda.tools.sweep._prices import Cost, Left, Prices
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
 
+Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
 
 
@@ -50,7 +51,7 @@ class Sweep(Generic[Level]):
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
         cost: Cost = None,
-        left: Left[Level] | None = None,
+        left: Left | None = None,
     ) -> None:
         if not callable(cost):
             check_one_of("cost", cost, (None, "size", "flops") if left else (None,), SweepError)
