@@ -490,6 +490,38 @@ def test_models_of_timm(name: str) -> None:
     assert result.flops < 0.6
 
 
+BY_THEIR_INPUT: dict[str, tuple[str, dict[str, Any], int]] = {
+    "beit": ("beit_base_patch16_224", {"depth": 2, "embed_dim": 192, "num_heads": 6, "img_size": 32}, 32),
+    "crossvit": ("crossvit_tiny_240", {}, 240), "edgenext": ("edgenext_xx_small", {}, 64),
+    "efficientformer": ("efficientformer_l1", {}, 224), "levit": ("levit_128s", {}, 224),
+    "pvt_v2": ("pvt_v2_b0", {}, 64), "tiny_vit": ("tiny_vit_5m_224", {}, 224),
+    "xcit": ("xcit_nano_12_p16_224", {}, 64),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_THEIR_INPUT)
+def test_models_whose_attention_counts_by_its_input_lose_other_channels(name: str) -> None:
+    let_torchvision_load()
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model_name, options, extent = BY_THEIR_INPUT[name]
+    model = randomize(timm.create_model(model_name, **options)).eval()
+    x, tool = torch.rand(1, 3, extent, extent), ChannelPruneTool(sparsity=0.4)
+    with torch.no_grad():
+        tool.prepare(model, x)
+        with amanda.apply(tool):
+            masked = first(model(x))
+        result = tool.finalize(model, remove=True)
+        smaller = first(model(x))
+    assert torch.allclose(smaller, masked, rtol=1e-4, atol=1e-5)
+    assert sum(one.numel() for one in model.parameters()) == result.kept_parameters
+    assert result.flops < 0.8
+    trained = first(model.train()(torch.rand(2, 3, extent, extent)))
+    trained.square().mean().backward()
+    assert all(one.grad is not None and one.grad.shape == one.shape for one in model.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama tied", "bert", "gpt2"])
 def test_models_of_transformers(name: str) -> None:
