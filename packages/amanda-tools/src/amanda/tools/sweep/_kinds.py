@@ -16,11 +16,12 @@ class SparsitySweep(Sweep[float]):
     """Prunes the weight of each op alone, and all of them, ever more.
 
     evaluate, metric, progress, compiled: see `Sweep`.  options: of `PruneTool`, such as pattern and type.
-    With scope="global" the weights are ranked together in a first evaluation of each point.
+    With scope="global" the weights are ranked together in a first evaluation of each point; an importance of
+    inputs is computed of these, and one of gradients needs an evaluation that runs a backward pass.
 
     Raises what PruneTool does for an option or a level that cannot be.
 
-    >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="channel", progress=False)
+    >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="structured", progress=False)
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class SparsitySweep(Sweep[float]):
             return PruneTool(sparsity=sparsity, **options)
 
         def prepare(tool: PruneTool) -> None:
-            if options.get("scope") == "global":
+            if tool.needs_preparation:
                 with tool.preparing():
                     evaluate()
 
