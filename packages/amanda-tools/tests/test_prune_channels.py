@@ -426,6 +426,34 @@ def test_budgets_of_flops_and_rounding() -> None:
     assert sizes(result) == {"0": (16, 8), "3": (8, 8), "5": (20, 8)}
 
 
+class Slow(nn.Module):
+    """A call takes a second for each channel of a convolution, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 20, 1), nn.Conv2d(20, 2, 1)
+        self.clock = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock += self.one.weight.shape[0]
+        found: Tensor = self.two(self.one(x).relu())
+        return found
+
+
+def test_a_budget_of_latency_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Slow()
+    monkeypatch.setattr("amanda.tools.prune.channels._plan.perf_counter", lambda: model.clock)
+    result = removed(model, X, of="latency", sparsity=0.6)
+    assert result.latency == 0.4
+    assert sizes(result) == {"one": (20, 8)}
+    assert "A call takes 40.0% of the time" in str(result)
+    monkeypatch.undo()
+    measured = removed(network(), X, of="latency").latency
+    assert measured is not None
+    assert measured > 0
+    assert removed(network(), X, of="flops").latency is None
+
+
 def test_layers_are_selected_and_excluded() -> None:
     assert sizes(removed(network(), X, module="0")) == {"0": (16, 8)}
     result = removed(network(), X, exclude=["0", "3"])
@@ -437,7 +465,7 @@ def test_layers_are_selected_and_excluded() -> None:
     ("options", "told"),
     [
         ({"sparsity": 2}, "sparsity is 2"), ({"importance": "l3"}, "importance is 'l3'"),
-        ({"scope": "op"}, "scope is 'op'"), ({"of": "latency"}, "of is 'latency'"),
+        ({"scope": "op"}, "scope is 'op'"), ({"of": "energy"}, "of is 'energy'"),
         ({"round_to": 0}, "round_to is 0"),
     ],
 )  # fmt: skip
