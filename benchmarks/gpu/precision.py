@@ -1,5 +1,6 @@
-"""Mixed precision, compiled models, attention's kernels, quantised layers, the allocator's peak."""
+"""Mixed precision, compiled models, attention's kernels, quantised and 2:4 layers, the allocator's peak."""
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import amanda
 from amanda.drivers.torch._requirements import missing_for_graphs
 from amanda.testing import Fresh, Silent, Unchanged
+from amanda.tools.prune import PruneError, PruneTool
 
 Program = Callable[[], list[Tensor]]
 HEADS = (2, 4, 64, 32) if QUICK else (4, 16, 2048, 64)
@@ -49,6 +51,7 @@ def stage(cases: Cases) -> None:
         else:
             cases(library, same, quantised)
     torch.use_deterministic_algorithms(False)
+    cases("2:4 weights", sparse)
     step = functools.partial(train, placed(layers), placed(lambda: torch.randn(64, WIDE)))
     cases("peak of memory", peaks, step)
     for name, make in COMPILED.items():
@@ -170,6 +173,31 @@ def by_bitsandbytes() -> list[Tensor]:
     model = nn.Sequential(library.nn.Linear8bitLt(WIDE, WIDE), library.nn.Linear4bit(WIDE, WIDE)).to(DEVICE)
     with torch.no_grad():
         return [model(placed(lambda: torch.randn(8, WIDE, dtype=torch.float16)))]
+
+
+@torch.no_grad()
+def sparse() -> dict[str, Any]:
+    """Return seconds of a model with zeros 2:4, and of one with 2:4 weights, which gives the same.
+
+    Without a GPU, the error of the tool.
+    """
+    model, x = placed(lambda: (layers().to(torch.bfloat16), torch.randn(64, WIDE, dtype=torch.bfloat16)))
+    tool = PruneTool(pattern="2:4")
+    tool.prepare(model, x)
+    tool.finalize(model)
+    masked = copy.deepcopy(model)
+    try:
+        tool.finalize(model, semi_structured=True)
+    except PruneError as error:
+        if ON_GPU:
+            raise
+        return {"told": str(error), "amiss": []}
+    close = torch.allclose(model(x), masked(x), rtol=2e-2, atol=2e-2)
+    medians = {
+        name: timed(functools.partial(one, x), controls())["medians"]
+        for name, one in {"zeros": masked, "2:4": model}.items()
+    }
+    return {"medians": medians, "amiss": [] if close else ["it differs"]}
 
 
 def peaks(step: Callable[[], None]) -> dict[str, Any]:

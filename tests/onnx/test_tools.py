@@ -115,7 +115,7 @@ def test_statistics_are_those_of_the_module(network: Network, session: Any) -> N
             np.testing.assert_allclose(column(graph.result, name, type=kind), expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"pattern": "2:4", "type": "linear"}, {"pattern": "channel"}])
+@pytest.mark.parametrize("options", [{}, {"pattern": "2:4", "type": "linear"}, {"pattern": "structured"}])
 def test_masks_are_those_of_the_module(network: Network, session: Any, options: dict[str, Any]) -> None:
     eager, graph = PruneTool(**options), PruneTool(**options)
     expected, result = both(network, session, eager, graph)

@@ -138,7 +138,7 @@ def test_macs_are_equal(jit: bool) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("pattern", ["element", "2:4", "channel"])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
 def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) -> None:
     tool, other = PruneTool(0.5, pattern=pattern), PruneTool(0.5, pattern=pattern)
     losses, model = steps(tool, jit=jit)
@@ -152,6 +152,17 @@ def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) ->
     assert np.allclose(model(IMAGES), masked, atol=1e-5)  # the order of sums is XLA's
     assert_weights_agree(model, reference)
     assert (np.asarray(model.linear.kernel[...]) == 0).mean() >= 0.25
+
+
+@MODES
+@pytest.mark.parametrize("importance", ["gradient", "movement", "wanda", "sparsegpt", "random"])
+def test_importance_of_what_a_step_has_met_agrees(importance: Any, jit: bool) -> None:
+    tool, other = (PruneTool(0.5, importance=importance, begin=1) for _ in range(2))
+    losses, model = steps(tool, jit=jit)
+    expected, reference = steps_of_torch(other)
+    assert np.allclose(losses, expected, rtol=1e-5)
+    assert_weights_agree(model, reference)
+    assert tool.result.sparsity == other.result.sparsity == 0.5
 
 
 @MODES

@@ -306,7 +306,7 @@ def test_forward_flops_are_those_of_pytorchs_twin(twins: Any) -> None:
     assert ours.result.total() == theirs.result.total()
 
 
-@pytest.mark.parametrize("pattern", ["element", "2:4", "channel"])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
 def test_pruned_weights_are_those_of_pytorchs_twin(twins: Any, pattern: str) -> None:
     network, module, example = twins
     ours, theirs = PruneTool(0.5, pattern, exclude="stem"), PruneTool(0.5, pattern, exclude="stem")

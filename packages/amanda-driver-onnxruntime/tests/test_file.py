@@ -119,6 +119,13 @@ def test_a_pruned_copy_gives_what_the_tool_gives_when_it_runs(model: Path, tmp_p
     assert not np.allclose(running, session.run(None, {"x": X})[0])
 
 
+@pytest.mark.parametrize("importance", ["gradient", "wanda"])
+def test_what_no_file_tells_is_an_error(model: Path, tmp_path: Path, importance: Any) -> None:
+    with pytest.raises(amanda.AmandaError, match=f"importance='{importance}' is computed while a model runs"):
+        amanda.instrument(model, PruneTool(importance=importance), out=tmp_path / "pruned.onnx")
+    assert not (tmp_path / "pruned.onnx").exists()
+
+
 def test_a_trained_model_is_pruned_as_when_it_runs_and_as_by_hand(tmp_path: Path) -> None:
     """The transcription network of basic-pitch (Spotify, 2022); the package itself is not imported."""
     package = importlib.util.find_spec("basic_pitch")

@@ -143,7 +143,7 @@ def test_a_closure_of_an_optimizer_trains_the_pruned_model() -> None:
 
 
 def test_a_model_computes_without_the_tool_what_it_did_with_it() -> None:
-    for options in ({}, {"pattern": "2:4"}, {"pattern": "channel", "sparsity": 0.3}, {"pattern": "tile"}):
+    for options in ({}, {"pattern": "2:4"}, {"pattern": "structured", "sparsity": 0.3}, {"pattern": "tile"}):
         model, tool = network().eval(), PruneTool(**options)  # type: ignore[arg-type]
         with amanda.apply(tool):
             y = model(X)
@@ -187,7 +187,7 @@ def test_a_global_budget_uses_the_weights_of_the_step_before() -> None:
         assert torch.equal(mask, value.abs() >= threshold[dropped])
 
 
-@pytest.mark.parametrize("regrow", ["gradient", "random", "magnitude"])
+@pytest.mark.parametrize("regrow", ["gradient", "random", "importance"])
 def test_what_comes_back_begins_at_nothing_and_the_sparsity_stays(regrow: Any) -> None:
     model = network()
     tool = PruneTool(0.8, regrow=regrow, frequency=3, end=9, regrow_fraction=0.4)
@@ -216,7 +216,7 @@ def test_what_comes_back_begins_at_nothing_and_the_sparsity_stays(regrow: Any) -
     ]
     assert all(not changed for i, changed in enumerate(changes) if i + 1 not in (3, 6, 9))
     assert changes[2]
-    if regrow != "magnitude":
+    if regrow != "importance":
         came = history[3][2] & ~history[2][2]
         assert came.any()
         assert not read[3][came].any()
@@ -384,7 +384,7 @@ def test_half_precision_and_autocast_are_pruned_alike() -> None:
 
 
 def test_weights_of_inference_are_weights_of_training() -> None:
-    model, tool = network(), PruneTool(frequency=1, regrow="magnitude")
+    model, tool = network(), PruneTool(frequency=1, regrow="importance")
     with amanda.apply(tool):
         with torch.inference_mode():
             model(X)
@@ -436,15 +436,15 @@ def test_weights_in_a_grouped_product_are_told_to_be_left() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pattern": "block"}, ["'block'", "2:4", "tile", "channel"]),
+        ({"pattern": "blocks"}, ["'blocks'", "2:4", "tile", "structured"]),
         ({"pattern": "5:4"}, ["5:4"]),
         ({"scope": "layer"}, ["'layer'", "'global'"]),
         ({"sparsity": 1.5}, ["1.5"]),
         ({"pattern": "2:4", "scope": "global"}, ["2:4", "global"]),
-        ({"permute": True}, ["permute", "element"]),
+        ({"permute": True}, ["permute", "unstructured"]),
         ({"regrow": "gradient"}, ["frequency"]),
         ({"regrow": "hope", "frequency": 2}, ["'hope'", "gradient"]),
-        ({"regrow": "random", "frequency": 2, "pattern": "channel"}, ["random", "channel"]),
+        ({"regrow": "random", "frequency": 2, "pattern": "structured"}, ["random", "structured"]),
         ({"regrow": "random", "frequency": 2, "regrow_fraction": 2}, ["regrow_fraction is 2"]),
         ({"type": [3]}, ["type", "3"]),
         ({"norm": 3}, ["norm 3"]),
@@ -477,7 +477,7 @@ def test_what_is_missing_is_said_when_it_is_needed() -> None:
 
 
 def test_the_result_is_a_table_and_a_file() -> None:
-    tool = PruneTool(0.25, pattern="channel")
+    tool = PruneTool(0.25, pattern="structured")
     tool.prepare(network(), X)
     found = tool.result.to_dict()
     assert (found["schema"], found["version"], found["tensors"]) == ("amanda.prune", 1, 3)
@@ -485,7 +485,7 @@ def test_the_result_is_a_table_and_a_file() -> None:
     assert (row["phase"], row["type"], row["module"]) == ("forward", "conv2d", "3")
     assert row["source"].startswith(__file__)
     assert (row["shape"], row["layout"], row["weights"], row["zeros"]) == ("8x8x3x3", "OIHW", 576, 144)
-    assert (row["sparsity"], row["pattern"]) == (0.25, "channel")
+    assert (row["sparsity"], row["pattern"]) == (0.25, "structured")
     assert "3 weights of 1,376 elements, sparsity 0.2500." in str(tool.result)
     assert np.allclose(tool.result.to_pandas()["sparsity"], 0.25)
 
@@ -565,7 +565,7 @@ class Experts(nn.Module):
 BATCHES = [torch.tensor(one) for one in ([2, 0], [1], [0, 1, 2], [2, 1])]
 
 
-@pytest.mark.parametrize("regrow", [None, "magnitude"])
+@pytest.mark.parametrize("regrow", [None, "importance"])
 def test_parts_of_a_parameter_have_masks_of_their_own_whichever_an_op_reads(regrow: Any) -> None:
     model, x = Experts(), torch.rand(3, 4)
     by_hand = copy.deepcopy(model)
@@ -642,7 +642,7 @@ class AutoEncoder(nn.Module):
         return F.linear(F.linear(x, self.weight).relu(), self.weight.t())
 
 
-@pytest.mark.parametrize("pattern", ["element", "2:4", "channel", "tile"])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured", "block", "tile"])
 def test_a_parameter_and_its_transpose_are_one_weight(pattern: str) -> None:
     model, x, tool = AutoEncoder(), torch.rand(4, 16), PruneTool(sparsity=0.5, pattern=pattern)
     with amanda.apply(tool):
@@ -813,7 +813,7 @@ def test_options_of_another_kind_are_refused(options: Any, words: list[str]) -> 
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("pattern", ["element", "2:4", "channel", "tile"])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured", "block", "tile"])
 def test_weights_without_elements_are_left(pattern: str) -> None:
     tool = PruneTool(pattern=pattern)
     with amanda.apply(tool):

@@ -426,6 +426,34 @@ def test_budgets_of_flops_and_rounding() -> None:
     assert sizes(result) == {"0": (16, 8), "3": (8, 8), "5": (20, 8)}
 
 
+class Slow(nn.Module):
+    """A call takes a second for each channel of a convolution, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 20, 1), nn.Conv2d(20, 2, 1)
+        self.clock = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock += self.one.weight.shape[0]
+        found: Tensor = self.two(self.one(x).relu())
+        return found
+
+
+def test_a_budget_of_latency_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Slow()
+    monkeypatch.setattr("amanda.tools.prune.channels._plan.perf_counter", lambda: model.clock)
+    result = removed(model, X, of="latency", sparsity=0.6)
+    assert result.latency == 0.4
+    assert sizes(result) == {"one": (20, 8)}
+    assert "A call takes 40.0% of the time" in str(result)
+    monkeypatch.undo()
+    measured = removed(network(), X, of="latency").latency
+    assert measured is not None
+    assert measured > 0
+    assert removed(network(), X, of="flops").latency is None
+
+
 def test_layers_are_selected_and_excluded() -> None:
     assert sizes(removed(network(), X, module="0")) == {"0": (16, 8)}
     result = removed(network(), X, exclude=["0", "3"])
@@ -437,7 +465,7 @@ def test_layers_are_selected_and_excluded() -> None:
     ("options", "told"),
     [
         ({"sparsity": 2}, "sparsity is 2"), ({"importance": "l3"}, "importance is 'l3'"),
-        ({"scope": "op"}, "scope is 'op'"), ({"of": "latency"}, "of is 'latency'"),
+        ({"scope": "op"}, "scope is 'op'"), ({"of": "energy"}, "of is 'energy'"),
         ({"round_to": 0}, "round_to is 0"),
     ],
 )  # fmt: skip
@@ -488,6 +516,38 @@ def test_models_of_timm(name: str) -> None:
     assert set(result.left.values()) == {"the model returns them"}
     assert len(result.left) == 1
     assert result.flops < 0.6
+
+
+BY_THEIR_INPUT: dict[str, tuple[str, dict[str, Any], int]] = {
+    "beit": ("beit_base_patch16_224", {"depth": 2, "embed_dim": 192, "num_heads": 6, "img_size": 32}, 32),
+    "crossvit": ("crossvit_tiny_240", {}, 240), "edgenext": ("edgenext_xx_small", {}, 64),
+    "efficientformer": ("efficientformer_l1", {}, 224), "levit": ("levit_128s", {}, 224),
+    "pvt_v2": ("pvt_v2_b0", {}, 64), "tiny_vit": ("tiny_vit_5m_224", {}, 224),
+    "xcit": ("xcit_nano_12_p16_224", {}, 64),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_THEIR_INPUT)
+def test_models_whose_attention_counts_by_its_input_lose_other_channels(name: str) -> None:
+    let_torchvision_load()
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model_name, options, extent = BY_THEIR_INPUT[name]
+    model = randomize(timm.create_model(model_name, **options)).eval()
+    x, tool = torch.rand(1, 3, extent, extent), ChannelPruneTool(sparsity=0.4)
+    with torch.no_grad():
+        tool.prepare(model, x)
+        with amanda.apply(tool):
+            masked = first(model(x))
+        result = tool.finalize(model, remove=True)
+        smaller = first(model(x))
+    assert torch.allclose(smaller, masked, rtol=1e-4, atol=1e-5)
+    assert sum(one.numel() for one in model.parameters()) == result.kept_parameters
+    assert result.flops < 0.8
+    trained = first(model.train()(torch.rand(2, 3, extent, extent)))
+    trained.square().mean().backward()
+    assert all(one.grad is not None and one.grad.shape == one.shape for one in model.parameters())
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_masks_of_rows_are_those_of_experts_called_one_after_another_and_go_from
     [
         {"scope": "global", "begin": 1},
         {"schedule": "cubic", "end": 3},
-        {"regrow": "magnitude", "frequency": 1},
+        {"regrow": "importance", "frequency": 1},
         {"regrow": "random", "frequency": 1, "end": 9},
     ],
     ids=str,
@@ -141,7 +141,7 @@ def test_rows_that_no_pattern_fits_or_nothing_follows_are_told_to_be_left() -> N
             torch.matmul(x, table[torch.tensor([0, 2])].T)  # as a sampled softmax does
         assert torch.equal(y, Gathered()(X, BATCHES[0])) == (tool is not tools[2])
     assert "no multiple of 7" in str(tools[0].result.left)
-    assert "regrow of gradients" in str(tools[1].result.left)
+    assert "gradients and inputs are not followed" in str(tools[1].result.left)
     assert "no weights by themselves" in str(tools[2].result.left)
 
 
@@ -224,7 +224,7 @@ class Cast(nn.Module):
         return F.linear(x, self.third.clone().double().T.contiguous())
 
 
-@pytest.mark.parametrize("pattern", ["element", "2:4", "channel"])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
 def test_copies_of_parameters_are_masked_and_finalized(pattern: str) -> None:
     model, tool, x = Cast(), PruneTool(sparsity=0.5, pattern=pattern), torch.rand(2, 4, 5, 5)
     with amanda.apply(tool):
@@ -330,7 +330,7 @@ model = keras.Sequential([
     layers.Input((8, 8, 4)), layers.Conv2D(8, 3), layers.DepthwiseConv2D(3), layers.SeparableConv2D(8, 1),
     layers.Conv2DTranspose(4, 3), layers.Flatten(), layers.Dense(4),
 ])
-x, tool = torch.rand(2, 8, 8, 4), PruneTool(0.5, "channel")
+x, tool = torch.rand(2, 8, 8, 4), PruneTool(0.5, "structured")
 with amanda.apply(tool):
     model(x)
     y = model(x)

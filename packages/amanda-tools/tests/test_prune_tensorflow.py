@@ -58,7 +58,9 @@ MODES: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 }
 OPTIONS: list[dict[str, Any]] = [
     {"sparsity": 0.6}, {"pattern": "2:4"}, {"pattern": "2:4", "permute": True},
-    {"pattern": "tile", "granularity": 4}, {"pattern": "channel"}, {"scope": "global", "sparsity": 0.7},
+    {"pattern": "tile", "granularity": 4}, {"pattern": "structured"}, {"scope": "global", "sparsity": 0.7},
+    {"pattern": "block", "block": (4, 1)}, {"importance": "random"}, {"importance": "wanda"},
+    {"importance": "sparsegpt", "pattern": "2:4"},
 ]  # fmt: skip
 
 
@@ -334,7 +336,7 @@ class Tied(tf.Module):  # type: ignore[misc]
         return tf.nn.relu(x @ self.weight) @ tf.transpose(self.weight)
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "channel"])
+@pytest.mark.parametrize("pattern", ["2:4", "structured"])
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_variable_and_its_transpose_are_one_weight(mode: str, pattern: str) -> None:
     model, tool = Tied(), PruneTool(sparsity=0.5, pattern=pattern)

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 import amanda
 from amanda.errors import OptionError
-from amanda.tools.prune import PruneError
+from amanda.tools.prune import PruneError, PruneTool
 from amanda.tools.sweep import ALL, BitsSweep, SparsitySweep, Sweep, SweepError, command
 
 Evaluate = Callable[[], Any]
@@ -132,6 +132,17 @@ def test_all_together_may_share_one_budget(model: Digits, digits: tuple[Tensor, 
     alone = copy.deepcopy(model)
     pruned(alone.second, 0.7)
     assert result.points[2].metric == loss(alone, digits)
+
+
+def test_weights_may_be_ranked_by_the_inputs_of_the_evaluation(
+    model: Digits, digits: tuple[Tensor, Tensor]
+) -> None:
+    result = SparsitySweep(lambda: loss(model, digits), [0.7], importance="wanda", progress=False).run()
+    tool = PruneTool(0.7, importance="wanda")
+    with tool.preparing(), amanda.apply(tool):
+        loss(model, digits)
+    with amanda.apply(tool):
+        assert result.points[0].metric == loss(model, digits)
 
 
 def test_activations_are_calibrated_before_each_evaluation(

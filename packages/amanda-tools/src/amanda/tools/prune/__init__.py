@@ -1,20 +1,29 @@
-"""Pruning of weights: by element, N:M, tile or channel, at once or by a schedule; removal of channels.
+"""Pruning of weights: unstructured, N:M, block, tile or structured, by a schedule; removal of channels.
 
-prune = PruneTool(sparsity=0.9, pattern="element", schedule="cubic", end=1000, frequency=100)
+prune = PruneTool(sparsity=0.9, pattern="unstructured", schedule="cubic", end=1000, frequency=100)
 with amanda.apply(prune):
     train(model)
 prune.finalize(model)
 print(prune.result)
 """
 
-from amanda.tools.prune._masks import PruneError, ShapeError, channel_mask, element_mask, n_m_mask, tile_mask
+from amanda.tools.prune._masks import (
+    PruneError,
+    ShapeError,
+    block_mask,
+    channel_mask,
+    element_mask,
+    n_m_mask,
+    tile_mask,
+)
 from amanda.tools.prune._permutation import input_permutation
 from amanda.tools.prune._result import PruneResult
-from amanda.tools.prune._schedule import cubic_sparsity
+from amanda.tools.prune._schedule import cubic_sparsity, linear_sparsity
 from amanda.tools.prune._tool import PruneTool
 from amanda.tools.prune.channels import ChannelPruneResult, ChannelPruneTool
 
 __all__ = [
     "ChannelPruneResult", "ChannelPruneTool", "PruneError", "PruneResult", "PruneTool", "ShapeError",
-    "channel_mask", "cubic_sparsity", "element_mask", "input_permutation", "n_m_mask", "tile_mask",
+    "block_mask", "channel_mask", "cubic_sparsity", "element_mask", "input_permutation", "linear_sparsity",
+    "n_m_mask", "tile_mask",
 ]  # fmt: skip

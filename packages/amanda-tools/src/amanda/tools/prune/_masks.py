@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from math import prod, sqrt
+from math import inf, prod, sqrt
 from numbers import Real
 from typing import Any
 
@@ -83,6 +83,17 @@ def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 
     return do("moveaxis", kept, 0, axis)
 
 
+@_of_any
+def block_mask(weight: Any, sparsity: float = 0.5, block: tuple[int, int] = (4, 4), norm: int = 2) -> Any:
+    """Drop the round(sparsity * blocks) blocks of the smallest norm.
+
+    weight: (k, n), of whole blocks.  norm: 1 or 2.
+    Raises ShapeError for a weight of another shape.
+    Source: Narang et al. 2017, "Block-sparse recurrent neural networks" (with the largest magnitude there).
+    """
+    return blocks_kept([abs(weight)], sparsity, block, norm)[0]
+
+
 def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return what is kept of weights of any shapes when the smallest of all their elements are dropped."""
     check_sparsity(sparsity)
@@ -143,7 +154,7 @@ def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -
     for one in magnitudes:
         rows = do("reshape", one, (shape(one)[0], -1))
         alive = tensors.to_numpy((rows >= 0).sum(1)) > 0
-        powers = tensors.to_numpy(((rows * (rows >= 0)) ** norm).sum(1))
+        powers = tensors.to_numpy((_alive(rows) ** norm).sum(1))
         length = shape(rows)[1]
         units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
     if len(units) > 1 and sparsity < 1:
@@ -154,6 +165,48 @@ def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -
         column = do("reshape", tensors.beside(kept, one), (-1, *[1] * (len(shape(one)) - 1)))
         found.append(do("broadcast_to", column, shape(one)))
     return found
+
+
+def blocks_kept(
+    magnitudes: Sequence[Array], sparsity: float, block: tuple[int, int] = (4, 4), norm: int = 2
+) -> list[Array]:
+    """Return what is kept of matrices when the blocks of the smallest norms of all of them are dropped."""
+    check_sparsity(sparsity)
+    tensors = tensors_of(magnitudes[0])
+    height, width = block
+    grids = []
+    for one in magnitudes:
+        extents = shape(one)
+        if len(extents) != 2 or extents[0] % height or extents[1] % width:
+            raise ShapeError(f"a weight of shape {extents} has no whole number of blocks {height}x{width}")
+        grids.append(do("reshape", one, (extents[0] // height, height, extents[1] // width, width)))
+    units = []
+    for grid in grids:
+        dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
+        powers = tensors.to_numpy((_alive(grid) ** norm).sum((1, 3)))
+        units.append((np.where(dropped, -1, powers).reshape(-1), height * width))
+    found = []
+    for kept, grid in zip(lowest_units_dropped(units, sparsity), grids, strict=True):
+        rows, _, columns, _ = shape(grid)
+        blocks = do("reshape", tensors.beside(kept, grid), (rows, 1, columns, 1))
+        found.append(do("reshape", do("broadcast_to", blocks, shape(grid)), (rows * height, columns * width)))
+    return found
+
+
+def rows_kept(scores: Sequence[Array], sparsity: float) -> list[Array]:
+    """Return what is kept of weights (outputs, ...) when the lowest scores of each output are dropped."""
+    check_sparsity(sparsity)
+    found = []
+    for one in scores:
+        rows = do("reshape", one, (shape(one)[0], -1))
+        kept = tensors_of(one).ranks(rows) >= round(sparsity * shape(rows)[1])
+        found.append(do("reshape", kept, shape(one)))
+    return found
+
+
+def _alive(magnitudes: Array) -> Array:
+    """Return magnitudes with 0 for what is dropped."""
+    return do("where", magnitudes >= 0, magnitudes, do("zeros_like", magnitudes))
 
 
 def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> list[Any]:
@@ -177,7 +230,7 @@ def regrown_kept(
 ) -> list[Array]:
     """Return what is kept of weights when the smallest are exchanged for those of the highest growth scores.
 
-    magnitudes: -1 where a weight is dropped already.  growth: magnitudes of gradients (RigL) or random
+    magnitudes: -inf where a weight is dropped already.  growth: magnitudes of gradients (RigL) or random
     numbers (SET), not negative.  Of what the sparsity lets be kept, the share `fraction` is exchanged.
     Source: Mocanu et al. 2018 (SET); Evci et al. 2020 (RigL), algorithm 1.
     """
@@ -185,7 +238,7 @@ def regrown_kept(
     row, scores = tensors.flat(magnitudes), tensors.flat(growth)
     total = len(row)
     kept = total - round(sparsity * total)
-    stay = min(kept - round(fraction * kept), int((row >= 0).sum()))
+    stay = min(kept - round(fraction * kept), int((row > -inf).sum()))
     staying = tensors.drop_lowest(row, total - stay)
     candidates = do("where", staying, -do("ones_like", scores), scores)
     grown = tensors.drop_lowest(candidates, total - (kept - stay))

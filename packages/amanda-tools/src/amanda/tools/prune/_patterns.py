@@ -6,10 +6,18 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 from amanda.tools._libraries import do, shape
 from amanda.tools.kit._tensors import Array
-from amanda.tools.prune._masks import PruneError, channels_kept, elements_kept, n_m_kept, tiles_kept
+from amanda.tools.prune._masks import (
+    PruneError,
+    blocks_kept,
+    channels_kept,
+    elements_kept,
+    n_m_kept,
+    tiles_kept,
+)
 
 
 @dataclass(frozen=True)
@@ -17,13 +25,15 @@ class Pattern:
     """The elements that are dropped together.
 
     name: as the user gives it.  kept: returns what is kept of weights (outputs, inputs, ...) at a sparsity,
-    by magnitudes, which are -1 where an element is dropped already.
+    by scores, which are -inf where an element is dropped already.
     vectors: n and m where n of each m consecutive input channels are kept, whatever the sparsity.
+    block: outputs and inputs of a block, by which a weight's matrix (outputs, inputs and window) is divided.
     """
 
     name: str
     kept: Callable[[Sequence[Array], float], list[Array]]
     vectors: tuple[int, int] | None = None
+    block: tuple[int, int] | None = None
 
     @property
     def is_elementwise(self) -> bool:
@@ -36,11 +46,15 @@ class Pattern:
             return "which of its axes are outputs and inputs is not known"
         if self.vectors is not None and extents[1] % self.vectors[1]:
             return f"its {extents[1]} input channels are no multiple of {self.vectors[1]}"
+        if self.block is not None:
+            matrix = extents[0], prod(extents[1:])
+            if any(extent % own for extent, own in zip(matrix, self.block, strict=True)):
+                return f"its matrix of {matrix[0]}x{matrix[1]} has no whole number of blocks {self.block}"
         return None
 
 
-def pattern_of(name: str, granularity: int, norm: int) -> Pattern:
-    """Return the pattern of a name: "element", "2:4" and its like, "tile", "channel".
+def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -> Pattern:
+    """Return the pattern of a name: "unstructured", "2:4" and its like, "block", "tile", "structured".
 
     Raises PruneError for another.
     """
@@ -51,18 +65,36 @@ def pattern_of(name: str, granularity: int, norm: int) -> Pattern:
         raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
     if granularity < 1 or norm not in (1, 2):
         raise PruneError(f"granularity is {granularity} and norm {norm}; give 1 or more columns, and 1 or 2")
+    if not (isinstance(block, Sequence) and len(block) == 2 and all(_is_count(one) for one in block)):
+        raise PruneError(f"block is {block!r}; it is two whole numbers: of outputs and of inputs")
     named: dict[str, Callable[..., list[Array]]] = {
-        "element": elements_kept,
+        "unstructured": elements_kept,
+        "block": partial(_blocks_kept, block, norm),
         "tile": partial(_tiles_kept, granularity),
-        "channel": partial(channels_kept, norm=norm),
+        "structured": partial(channels_kept, norm=norm),
     }
     if name not in named:
-        raise PruneError(f"pattern is {name!r}; it is element, n:m (such as 2:4), tile or channel")
-    return Pattern(name, named[name])
+        raise PruneError(
+            f"pattern is {name!r}; it is unstructured, n:m (such as 2:4), block, tile or structured"
+        )
+    return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _vectors_kept(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     return [do("moveaxis", n_m_kept(do("moveaxis", one, 1, -1), n, m), -1, 1) for one in magnitudes]
+
+
+def _blocks_kept(
+    block: tuple[int, int], norm: int, magnitudes: Sequence[Array], sparsity: float
+) -> list[Array]:
+    """Return what is kept of the matrices (outputs, inputs and window)."""
+    matrices = [do("reshape", one, (shape(one)[0], -1)) for one in magnitudes]
+    found = blocks_kept(matrices, sparsity, block, norm)
+    return [do("reshape", kept, shape(one)) for kept, one in zip(found, magnitudes, strict=True)]
 
 
 def _tiles_kept(granularity: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:

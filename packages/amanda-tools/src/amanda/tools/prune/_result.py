@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class PruneResult(WeightResult):
     """The weights with the share of their elements that is dropped.
 
-    zeros: number of elements of pruned weights that are dropped.
+    zeros: number of elements of pruned weights that are dropped.  importance: what is dropped first.
+    dense: weights that `finalize(model, semi_structured=True)` has left dense, by path, and why.
     """
 
     name: ClassVar[str] = "prune"
@@ -27,8 +28,9 @@ class PruneResult(WeightResult):
     )  # fmt: skip
 
     def __init__(self, tool: PruneTool) -> None:
-        self._pattern = tool.pattern
+        self._pattern, self.importance = tool.pattern, tool.importance
         super().__init__(tool)
+        self.dense: dict[str, str] = {}
         self.zeros: int = sum(one.zeros for one in tool.weights)
 
     def row(self, weight: Any) -> tuple[Any, ...]:
@@ -48,7 +50,13 @@ class PruneResult(WeightResult):
 
     def facts(self) -> Mapping[str, Any]:
         """Return totals, and what was left."""
-        return {**super().facts(), "zeros": self.zeros, "sparsity": self.sparsity, "share": self.share}
+        return {
+            **super().facts(),
+            "zeros": self.zeros,
+            "sparsity": self.sparsity,
+            "share": self.share,
+            "importance": self.importance,
+        }
 
     def notes(self) -> Sequence[str]:
         """Return totals, and what was left."""
@@ -59,4 +67,5 @@ class PruneResult(WeightResult):
                 f"{self.share:.4f} of the {self.elements + self.elements_left:,} elements that were selected "
                 f"are zero: {self.elements_left:,} are left as they are.",
             )
+        notes += [f"{path} stays dense: {why}." for path, why in self.dense.items()]
         return notes + self.told_left()

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from amanda.tools.prune._masks import PruneError, check_sparsity
 
-Kind = Literal["constant", "cubic"]
+Kind = Literal["constant", "linear", "cubic"]
 
 
 def cubic_sparsity(step: int, begin: int, end: int, initial: float, final: float) -> float:
@@ -21,11 +21,16 @@ def cubic_sparsity(step: int, begin: int, end: int, initial: float, final: float
     return final + (initial - final) * left**3
 
 
+def linear_sparsity(step: int, begin: int, end: int, initial: float, final: float) -> float:
+    """Return the sparsity at a step between begin and end: as much more at each step."""
+    return initial + (final - initial) * min(max((step - begin) / (end - begin), 0.0), 1.0)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The steps at which masks are made: `begin`, then each `frequency`th, and `end`.
 
-    kind: "constant", or "cubic" from `initial` at begin to `sparsity` at end.
+    kind: "constant", or "linear" or "cubic" from `initial` at begin to `sparsity` at end.
     end: None for masks that are made at begin alone, or with a frequency for ever.
     Raises PruneError for what does not go together.
     """
@@ -52,8 +57,8 @@ class Schedule:
             raise PruneError(f"frequency is {self.frequency}; it is a number of steps, 1 at least")
         if self.end is not None and self.end <= self.begin:
             raise PruneError(f"end is {self.end}, begin {self.begin}: the end comes after the beginning")
-        if self.kind == "cubic" and self.end is None:
-            raise PruneError("a cubic schedule has an end: the step from which the sparsity stays")
+        if self.kind != "constant" and self.end is None:
+            raise PruneError(f"a {self.kind} schedule has an end: the step from which the sparsity stays")
 
     def latest(self, step: int) -> int | None:
         """Return the last step up to this one at which masks are made; None before the first."""
@@ -74,13 +79,14 @@ class Schedule:
     @property
     def goes_on(self) -> bool:
         """True if masks are made again after the first time."""
-        return self.kind == "cubic" or self.frequency is not None
+        return self.kind != "constant" or self.frequency is not None
 
     def at(self, step: int) -> float:
         """Return the sparsity of masks that are made at a step."""
         if self.kind == "constant" or self.end is None:
             return self.sparsity
-        return cubic_sparsity(step, self.begin, self.end, self.initial, self.sparsity)
+        sparsity = cubic_sparsity if self.kind == "cubic" else linear_sparsity
+        return sparsity(step, self.begin, self.end, self.initial, self.sparsity)
 
     def regrown(self, step: int, fraction: float) -> float:
         """Return the share of what is kept that is exchanged at a step: annealed to 0 where there is an end.

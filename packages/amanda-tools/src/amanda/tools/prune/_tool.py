@@ -8,13 +8,16 @@ from typing import Any
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Present, WeightTool
+from amanda.tools.kit import Form, Present, WeightTool, weight_input
+from amanda.tools.prune._importance import Importance
+from amanda.tools.prune._inputs import Reading, products, reading_of, rows_of, squares, unread
 from amanda.tools.prune._making import Making
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
+from amanda.tools.prune._semi_structured import SemiStructured
 from amanda.tools.prune._weight import PrunedWeight
 from amanda.tools.steps import Steps
 
@@ -22,17 +25,21 @@ from amanda.tools.steps import Steps
 class PruneTool(WeightTool[PrunedWeight]):
     """Prunes the weights of convolutions and products; `result` tells which, `finalize` writes it into them.
 
-    sparsity: the share that is dropped, of each weight (scope "op") or of all together ("global").
-    pattern: "element"; "2:4" and its like, of consecutive input channels, whatever the sparsity; "tile";
-        "channel", output filters by their norm.
-    schedule: "constant", or "cubic" from `initial_sparsity` at step `begin` to `sparsity` at step `end`.
+    sparsity: the share that is dropped, of each weight (scope "local") or of all together ("global").
+    pattern: "unstructured"; "2:4" and its like, of consecutive input channels, whatever the sparsity;
+        "block"; "tile"; "structured", output filters by their norm.
+    importance: "magnitude"; "gradient", |w * g|; "movement", the sum of -w * g over steps; "wanda", by the
+        norms of inputs, each output for itself; "sparsegpt", which changes what it keeps; "random".
+    schedule: "constant", or "linear" or "cubic" from `initial_sparsity` at step `begin` to `sparsity` at
+        step `end`.
     begin, end, frequency: masks are made at step begin, each `frequency`th after it, and end; with a constant
         schedule and no frequency at begin alone.  A step is a call of the model, or what `step()` says.
-    regrow: whether what is dropped may come back when masks are made again: "magnitude" ranks all anew,
+    regrow: whether what is dropped may come back when masks are made again: "importance" ranks all anew,
         "gradient" (RigL) and "random" (SET) exchange the share `regrow_fraction` of what is kept.
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
-    norm: of channels, 1 or 2.  granularity: columns of a tile.  permute: look for the order of the input
-        channels in which n:m keeps most.  mask_gradients: also mask weights' gradients.  seed: of "random".
+    norm: of filters and blocks, 1 or 2.  block: outputs and inputs of a block.  granularity: columns of a
+        tile.  permute: look for the order of the input channels in which n:m keeps most.  mask_gradients:
+        also mask weights' gradients.  seed: of "random".
 
     Raises PruneError for options that do not go together.
     """
@@ -44,8 +51,9 @@ class PruneTool(WeightTool[PrunedWeight]):
     def __init__(
         self,
         sparsity: float = 0.5,
-        pattern: str = "element",
-        scope: Budget = "op",
+        pattern: str = "unstructured",
+        scope: Budget = "local",
+        importance: Importance = "magnitude",
         schedule: Kind = "constant",
         begin: int = 0,
         end: int | None = None,
@@ -57,6 +65,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         module: list[str] | str | None = None,
         exclude: list[str] | str | None = None,
         norm: int = 2,
+        block: tuple[int, int] = (4, 4),
         granularity: int = 128,
         permute: bool = False,
         mask_gradients: bool = True,
@@ -64,13 +73,16 @@ class PruneTool(WeightTool[PrunedWeight]):
     ) -> None:
         steps = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
         self._options = Options(
-            steps, pattern_of(pattern, granularity, norm), scope, regrow, regrow_fraction, permute,
-            mask_gradients, seed,
+            steps, pattern_of(pattern, granularity, norm, block), scope, importance, regrow, regrow_fraction,
+            permute, mask_gradients, seed,
         )  # fmt: skip
-        self.pattern, self.wants_gradients = pattern, regrow == "gradient"
-        if self.wants_gradients:
-            self.leaves_rows = "regrow of gradients does not follow rows that an index selects"
+        self.pattern, self.importance = pattern, importance
+        self.wants_gradients = regrow == "gradient" or self._options.of_gradients
+        if self.wants_gradients or self._options.of_inputs:
+            self.leaves_rows = "gradients and inputs are not followed to rows that an index selects"
         super().__init__(type, module, exclude)
+        if self._options.of_inputs:
+            self.add_inst_for_op(self._note_inputs)
         self._making = Making(self._options, self)
         self._steps = Steps()
         self._steps.on_step(self._making.turn)
@@ -81,6 +93,11 @@ class PruneTool(WeightTool[PrunedWeight]):
     def result(self) -> PruneResult:
         """The weights that were met, and how many elements of each are dropped."""
         return PruneResult(self)
+
+    @property
+    def needs_preparation(self) -> bool:
+        """True if masks of the first step are made of what `preparing` gathers, not of each weight alone."""
+        return not self._options.of_weight_alone
 
     @property
     def step_number(self) -> int:
@@ -126,10 +143,15 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Make the mask of a weight, unless the pattern does not fit."""
         options = self._options
         misfit = options.pattern.misfit(weight.canonical_shape, weight.layout is not None)
+        if misfit is None and options.of_inputs:
+            misfit = unread(weight.type, weight.layout)
         if misfit is None:
             weight.keep_elements("mask", True, "bool")
-            if options.exchanges:
-                weight.keep_elements("grown", 0, "float64" if weight.dtype == "float64" else "float32")
+            dtype = "float64" if weight.dtype == "float64" else "float32"
+            if options.exchanges or options.importance == "sparsegpt":
+                weight.keep_elements("offset", 0, dtype)
+            if options.importance == "movement":
+                weight.keep_elements("movement", 0, dtype)
             if options.permute:
                 weight.keep("permutation", np.arange(weight.canonical_shape[1]))
         return misfit
@@ -144,21 +166,62 @@ class PruneTool(WeightTool[PrunedWeight]):
         self._making.gather_for_good(weight, present)
 
     def on_gradient(self, weight: PrunedWeight, gradient: Any) -> None:
-        """Gather what decides what comes back."""
-        weight.gather_gradient(gradient)
+        """Gather what decides what comes back, or what is dropped."""
+        if self._options.regrow == "gradient":
+            weight.gather_gradient(gradient)
+        if self._options.of_gradients:
+            weight.gather_product(gradient)
+
+    def _note_inputs(self, context: amanda.OpContext) -> None:
+        """Read the inputs that a weight multiplies, where the importance is computed of them."""
+        read = weight_input(context) if context["phase"] == "forward" else None
+        if read is None or context.is_static():
+            return
+        reading = reading_of(context, read)
+        if reading is not None and self._key in context:
+            form = context[self._key]
+            context.insert_before_op(
+                self._gather_inputs, inputs=[reading.position], form=form, reading=reading
+            )
+
+    @amanda.observer
+    def _gather_inputs(self, value: Any, form: Form | None, reading: Reading, run: dict[str, Any]) -> None:
+        weight = run.get(self._key, form)
+        if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
+            rows = rows_of(value, reading, weight.canonical_shape)
+            weight.gather_inputs(squares(rows) if self._options.importance == "wanda" else products(rows))
 
     @amanda.traceable
-    def transform(self, value: Any, mask: Any, grown: Any = None) -> Any:
-        """Return the weight with 0 where it is dropped, and less what elements had when they came back."""
-        return value * mask if grown is None else (value - grown) * mask
+    def transform(self, value: Any, mask: Any, offset: Any = None) -> Any:
+        """Return the weight with 0 where it is dropped, and less the offset."""
+        return value * mask if offset is None else (value - offset) * mask
 
-    def transform_gradient(self, gradient: Any, mask: Any, grown: Any = None) -> Any:
+    def transform_gradient(self, gradient: Any, mask: Any, offset: Any = None) -> Any:
         """Return the gradient with 0 where the weight is dropped."""
         return gradient * mask
 
+    def finalize(self, model: Any, semi_structured: bool = False) -> Any:
+        """Write the masks into the weights of a model, which then computes the same without the tool.
+
+        semi_structured: also turn weights that are pruned 2:4 into those of
+        torch.sparse.to_sparse_semi_structured, for inference on GPUs; `result.dense` has those that are not.
+        Returns `result`, see `WeightTool.finalize`.  Raises PruneError as that does, and where no weight can
+        be turned: before anything is written where there is no GPU.
+        """
+        if not semi_structured:
+            return super().finalize(model)
+        if self.pattern != "2:4" or self._options.permute:
+            with_order = " with permute=True" if self._options.permute else ""
+            raise PruneError(f"semi_structured=True is for pattern 2:4, not {self.pattern}{with_order}")
+        made = SemiStructured(model, self.weights)
+        result = super().finalize(model)
+        made.compress()
+        result.dense = made.dense
+        return result
+
     def finalized(self, weight: PrunedWeight, value: Any) -> Any:
-        """Return the masked weight; elements that had come back are counted from 0 from now on."""
+        """Return the masked weight; nothing is taken from it from now on."""
         made = super().finalized(weight, value)
-        if weight.grown is not None:
-            weight["grown"] = 0
+        if weight.offset is not None:
+            weight["offset"] = 0
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from amanda.tools._libraries import do
@@ -14,13 +15,19 @@ from amanda.tools.prune._permutation import input_permutation
 class PrunedWeight(Weight):
     """A weight with its mask.
 
-    State: "mask", true where an element is kept; "grown", the values that elements had when they came back,
-    from which they are counted; "permutation", the order of the input channels.
-    magnitudes, gradient: what a step has gathered for the next mask, in the order of `ordered`.
+    State: "mask", true where an element is kept; "offset", what is taken from a value before it is masked:
+    what an element had when it came back, from which it is counted, or what SparseGPT changed;
+    "permutation", the order of the input channels; "movement", sums of weight times gradient.
+    magnitudes, gradient, product, inputs: what a step has gathered for the next mask.  magnitudes, and the
+    gradient and its product with the weight, are in the order of `ordered`; inputs as `squares` or `products`
+    of _inputs gives them.
     """
 
     magnitudes: Array = None
     gradient: Array = None
+    product: Array = None
+    inputs: Array = None
+    value: Array = None
     _fresh: Array = None
 
     @property
@@ -29,9 +36,9 @@ class PrunedWeight(Weight):
         return self["mask"]
 
     @property
-    def grown(self) -> Array | None:
-        """The values that elements had when they came back; None where none comes back."""
-        return self.get("grown")
+    def offset(self) -> Array | None:
+        """What is taken from a value before it is masked; None where nothing is."""
+        return self.get("offset")
 
     @property
     def permutation(self) -> Array | None:
@@ -52,50 +59,70 @@ class PrunedWeight(Weight):
         if self._fresh is None:
             return
         start = self.plain(present())
-        fresh, grown = (self.like(one, start) for one in (self._fresh, self.grown))
-        self["grown"] = do("where", fresh, start, grown)
+        fresh, offset = (self.like(one, start) for one in (self._fresh, self.offset))
+        self["offset"] = do("where", fresh, start, offset)
         self._fresh = None
 
     def ordered(self, value: Any) -> Array:
         """Return a value with outputs and inputs first, the inputs in the order of the pattern."""
-        return self._permuted(self.plain(value))
+        return self.permuted(self.canonical(self.plain(value)))
+
+    def permuted(self, array: Array) -> Array:
+        """Return an array (outputs, inputs, ...) with the inputs in the order of the pattern."""
+        return array if self.permutation is None else array[:, self.permutation]
 
     def kept_like(self, other: Array) -> Array:
         """Return the mask in the order of `ordered`, where another array is."""
-        return self._permuted(self.like(self.mask, other))
+        return self.permuted(self.canonical(self.like(self.mask, other)))
 
-    def _permuted(self, array: Array) -> Array:
-        turned = self.canonical(array)
-        return turned if self.permutation is None else turned[:, self.permutation]
+    def gather(self, value: Any) -> None:
+        """Take the magnitudes of a value."""
+        self.magnitudes = abs(self.ordered(value))
 
-    def gather(self, value: Any, revive: bool) -> None:
-        """Take the magnitudes of a value; -1 for what is dropped, unless that is to count too.
+    def alive(self, scores: Array) -> Array:
+        """Return scores, -inf for what is dropped."""
+        if not self.is_ready:
+            return scores
+        return do("where", self.kept_like(scores), scores, do("full_like", scores, -inf))
 
-        value: as ops read it, if it is masked and dropped elements do not count.
-        """
-        self.magnitudes = magnitudes = abs(self.ordered(value))
-        if self.is_ready and not revive:
-            dropped = -do("ones_like", magnitudes)
-            self.magnitudes = do("where", self.kept_like(magnitudes), magnitudes, dropped)
-
-    def permute(self, n: int, m: int) -> None:
-        """Put the inputs of the magnitudes in the order in which n:m keeps most."""
-        inputs_last = np.moveaxis(self.to_numpy(self.magnitudes), 1, -1)
+    def permute(self, scores: Array, n: int, m: int) -> Array:
+        """Put the inputs in the order in which n:m keeps most of scores; return these in that order."""
+        inputs_last = np.moveaxis(self.to_numpy(scores), 1, -1)
         self["permutation"] = input_permutation(inputs_last, n, m)
-        self.magnitudes = self.magnitudes[:, self.permutation]
+        return scores[:, self.permutation]
 
     def gather_gradient(self, gradient: Any) -> None:
         """Add a gradient to what the step has gathered, if it gathers."""
         if self.magnitudes is not None:
-            own = self.ordered(gradient) * 1
-            self.gradient = own if self.gradient is None else self.gradient + own
+            self.gradient = _sum(self.gradient, self.ordered(gradient))
+
+    def gather_product(self, gradient: Any) -> None:
+        """Add the weight times a gradient to what the step has gathered, and to the movement."""
+        if self.value is None:
+            return
+        product = self.value * self.plain(gradient)
+        self.product = _sum(self.product, self.ordered(product))
+        if self.get("movement") is not None:
+            self["movement"] = self["movement"] + self.like(product, self["movement"])
+
+    def gather_inputs(self, inputs: Array) -> None:
+        """Add squares or products of inputs to what the step has gathered."""
+        self.inputs = _sum(self.inputs, inputs)
+
+    def forget(self) -> None:
+        """Let go of what a step has gathered."""
+        self.magnitudes = self.gradient = self.product = self.inputs = self.value = None
 
     def keep_only(self, kept: Array, update: int) -> None:
         """Take another mask, in the order of `ordered`, made for a step."""
         if self.permutation is not None:
             kept = kept[:, self.permutation.argsort()]
         mask = self.restored(kept)
-        if self.grown is not None and self.is_ready:
+        if self.offset is not None and self.is_ready:
             self._fresh = mask & ~self.like(self.mask, mask)
         self["mask"], self.updated = mask, update
-        self.magnitudes = self.gradient = None
+        self.forget()
+
+
+def _sum(former: Array, added: Array) -> Array:
+    return added * 1 if former is None else former + added

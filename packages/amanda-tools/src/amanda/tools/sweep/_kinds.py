@@ -19,11 +19,12 @@ class SparsitySweep(Sweep[float]):
 
     evaluate, metric, progress, compiled: see `Sweep`.  options: of `PruneTool`, such as pattern and type.
     cost: "size", the bytes of weights that are not zero, without indices, "flops" or a function: see `Sweep`.
-    With scope="global" the weights are ranked together in a first evaluation of each point.
+    With scope="global" the weights are ranked together in a first evaluation of each point; an importance of
+    inputs is computed of these, and one of gradients needs an evaluation that runs a backward pass.
 
     Raises what PruneTool does for an option or a level that cannot be.
 
-    >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="channel", progress=False)
+    >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="structured", progress=False)
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SparsitySweep(Sweep[float]):
             return PruneTool(sparsity=sparsity, **options)
 
         def prepare(tool: PruneTool) -> None:
-            if options.get("scope") == "global":
+            if tool.needs_preparation:
                 with tool.preparing():
                     evaluate()
 

@@ -13,7 +13,7 @@ from amanda.tools.prune.channels._labels import Labels
 
 Importance = Literal["l1", "l2", "taylor", "random"] | Callable[[Mapping[str, Any]], Sequence[float]]
 Scope = Literal["local", "global"]
-Of = Literal["channels", "flops"]
+Of = Literal["channels", "flops", "latency"]
 
 _HALVINGS = 20
 
@@ -61,22 +61,27 @@ class Budget:
 
     sparsity: the share that is removed, of each group (scope "local") or of all together ("global"), of
     channels or of multiplications.  round_to: what is kept along an axis is a multiple of this.
+    A share of the latency is met by `of_channels`, which says what to measure.
     """
 
     def __init__(self, sparsity: float, scope: Scope, of: Of, round_to: int) -> None:
-        self._sparsity, self._scope, self._of, self._round_to = sparsity, scope, of, round_to
+        self.sparsity, self._scope, self.of, self._round_to = sparsity, scope, of, round_to
+
+    def of_channels(self, sparsity: float) -> Budget:
+        """Return a budget that removes a share of the channels, alike in all else."""
+        return Budget(sparsity, self._scope, "channels", self._round_to)
 
     def kept(
         self, groups: Sequence[ChannelGroup], worth: Sequence[Any], labels: Labels, work: Sequence[Work]
     ) -> list[Any]:
         """Return for each group which of its channels are kept; of each at least one is."""
-        if self._of == "channels" or not groups:
-            return self._at(self._sparsity, groups, worth)
+        if self.of == "channels" or not groups:
+            return self._at(self.sparsity, groups, worth)
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             alive = alive_labels(labels, groups, self._at(middle, groups, worth))
-            if share_of_work(work, alive) > 1 - self._sparsity:
+            if share_of_work(work, alive) > 1 - self.sparsity:
                 low = middle
             else:
                 high = middle

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from time import perf_counter
 from typing import Any
 
+import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._groups import ChannelGroup, groups_of, left_whole
@@ -15,6 +17,8 @@ from amanda.tools.prune.channels._importance import Budget, alive_labels, scores
 from amanda.tools.prune.channels._labels import varying
 from amanda.tools.prune.channels._removal import Removal, first_difference, sizes_of
 from amanda.tools.prune.channels._tracing import Step, Tracing
+
+_HALVINGS, _CALLS = 6, 8
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Plan:
 
     groups, kept: the groups, and which of the channels of each are kept.  left: weights whose outputs are
     left whole, and why.  alive: for each label whether its channel is kept.  work: share of multiplications.
+    latency: share of the time of a call, where that was measured.
     """
 
     model: Any
@@ -43,6 +48,7 @@ class Plan:
     left: dict[str, str] = field(default_factory=dict)
     alive: Any = None
     work: float = 1.0
+    latency: float | None = None
 
     def choose(self, choice: Choice) -> None:
         """Choose what is kept."""
@@ -117,6 +123,25 @@ def made_plan(
     tracing.follow(model, example, named)
     plan = Plan(model, tracing)
     select(plan, choice)
+    if choice.budget.of != "latency":
+        return plan, _fitted(plan, choice, example, named)
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        own = replace(choice, budget=choice.budget.of_channels(middle))
+        _fitted(plan, own, example, named)
+        if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
+            low = middle
+        else:
+            high = middle
+    result = _fitted(plan, replace(choice, budget=choice.budget.of_channels(high)), example, named)
+    plan.latency = _share_of_time(plan, example, named)
+    return plan, result
+
+
+def _fitted(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Choose channels, and leave whole what the model cannot do without; return what the smaller one does."""
+    model, tracing = plan.model, plan.tracing
     while True:
         plan.choose(choice)
         trial, error = Tracing(model), ""
@@ -130,12 +155,39 @@ def made_plan(
             removal.undo()
         step = first_difference(tracing, plan.alive, trial.steps)
         if step is None and not error:
-            return plan, trial.result
+            return trial.result
         if step is None or not _leave(tracing, step, error):
             where = "" if step is None else f" at {step.place}"
             raise PruneError(
                 f"ChannelPruneTool cannot remove channels of this model: it fails{where}: {error}"
             )
+
+
+def _share_of_time(plan: Plan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+    """Return the time of a call of the smaller model as a share of the whole one's, measured one by one."""
+    whole = _seconds(plan.model, example, named)
+    removal = plan.removal()
+    try:
+        removal.apply(plan.model)
+        return _seconds(plan.model, example, named) / whole
+    finally:
+        removal.undo()
+
+
+def _seconds(model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+    """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
+    import torch
+
+    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
+    seconds = []
+    for _ in range(_CALLS):
+        begun = perf_counter()
+        with amanda.disabled():
+            model(*example, **named)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        seconds.append(perf_counter() - begun)
+    return min(seconds)
 
 
 def _leave(tracing: Tracing, step: Step, error: str) -> bool:

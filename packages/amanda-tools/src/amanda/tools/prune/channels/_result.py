@@ -14,7 +14,8 @@ class ChannelPruneResult(Result):
     """The groups of channels, and how many of each are kept.
 
     parameters, kept_parameters: elements of the model's parameters, and how many are kept.  flops: the share
-    of multiplications of convolutions and products with weights that is kept.  left: weights whose output
+    of multiplications of convolutions and products with weights that is kept.  latency: the share of the
+    time of a call, where the budget is of that; else None.  left: weights whose output
     channels are left whole, and why.  unread: parameters that the call of `prepare` did not read.
     model: what `finalize` has changed.
     """
@@ -33,9 +34,10 @@ class ChannelPruneResult(Result):
         self._rows: list[tuple[Any, ...]] = []
         self.parameters = self.kept_parameters = 0
         self.flops, self.left, self.unread = 1.0, dict[str, str](), list[str]()
+        self.latency: float | None = None
         if plan is None:
             return
-        self.flops, self.left = plan.work, plan.left
+        self.flops, self.left, self.latency = plan.work, plan.left, plan.latency
         for group, kept in zip(plan.groups, plan.kept, strict=True):
             count, left = len(group) * group.width, int(kept.sum()) * group.width
             weights = len({one.name for one in group.members if one.is_made})
@@ -57,7 +59,7 @@ class ChannelPruneResult(Result):
         """Return totals, and what was left whole."""
         return {
             "parameters": self.parameters, "kept_parameters": self.kept_parameters, "flops": self.flops,
-            "left": self.left, "unread": self.unread,
+            "latency": self.latency, "left": self.left, "unread": self.unread,
         }  # fmt: skip
 
     @property
@@ -72,6 +74,11 @@ class ChannelPruneResult(Result):
         return [
             f"{self.kept_parameters:,} of {self.parameters:,} parameters and {self.flops:.1%} of the "
             "multiplications by weights are kept.",
+            *(
+                []
+                if self.latency is None
+                else [f"A call takes {self.latency:.1%} of the time that it took with all channels."]
+            ),
             *(
                 [f"Not read in the call of prepare, and left: {', '.join(self.unread)}."]
                 if self.unread

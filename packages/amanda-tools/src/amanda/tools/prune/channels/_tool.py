@@ -28,7 +28,8 @@ class ChannelPruneTool(amanda.Tool):
     importance: "l2", "l1", "taylor" (of gradients that the parameters have), "random", or a function that is
         given the weights of a group, {"path of the weight:axis": (channels, elements)}, and returns a number
         for each channel; the smallest are removed first.
-    of: what the sparsity is the share of: "channels", or "flops" of convolutions and products with weights.
+    of: what the sparsity is the share of: "channels", "flops" of convolutions and products with weights, or
+        "latency", the time of the call that `prepare` is given, measured on the device where the model is.
     round_to: keep a multiple of so many along an axis.
     module, exclude: globs of paths of layers whose output channels are pruned.  seed: of "random".
 
@@ -81,8 +82,8 @@ class ChannelPruneTool(amanda.Tool):
 
         if not isinstance(model, torch.nn.Module):
             raise PruneError(
-                f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows the channels of a "
-                "torch.nn.Module"
+                f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the "
+                'channels of a torch.nn.Module alone: PruneTool(pattern="structured") masks filters elsewhere'
             )
         self._forget()
         with evaluating(model), torch.no_grad():
