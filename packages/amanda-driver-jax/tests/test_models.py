@@ -172,3 +172,36 @@ def test_classes_that_are_made_in_a_scope_have_their_modules() -> None:
     assert seen == ["layer: layer.kernel", "layer: layer.weight", "layer: params.layer.kernel"]
     after = [(vars(base).get("__init_subclass__"), vars(base).get("__call__")) for base in bases]
     assert after == before
+
+
+class Activated(nnx.Module):
+    """A layer and an activation, which is a function of JAX under jit."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return jax.nn.sigmoid(self.linear(x))
+
+
+def test_an_op_has_one_id_in_programs_and_outside_for_each_model() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        return model(x).sum()
+
+    forms = [loss, nnx.jit(loss), nnx.grad(loss), nnx.jit(nnx.grad(loss)), nnx.grad(nnx.jit(loss))]
+    first, model, x = Activated(), Activated(), jnp.ones((2, 3))
+    tool, found = amanda.Tool(), dict[str, set[int]]()
+
+    def look(context: amanda.OpContext) -> None:
+        found.setdefault(context.get_op_type(), set()).add(context.get_op_id())
+
+    tool.add_inst_for_op(look)
+    with amanda.apply(amanda.Tool()):
+        first(x)  # another tool has met it, so programs of this one are of the other model
+    with amanda.apply(tool):
+        for form in forms:
+            form(model, x)
+        ids = [found[name] for name in ("dot_general", "logistic")]
+        assert all(len(one) == 1 for one in ids)
+        first(x)
+    assert all(len(one) == 2 for one in ids)

@@ -290,6 +290,17 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", DERIVED)
+def test_ops_of_a_rule_for_values_and_tangents_are_seen_or_reported(how: str) -> None:
+    step = DERIVED[how](lambda x: squared(x).sum())
+    plain, tool = step(X), Counting()
+    for _ in range(2):  # JAX calls the rule once
+        with amanda.apply(tool) as scope:
+            assert np.allclose(step(X), plain, rtol=1e-6)
+        unseen = how in ("grad of jit", "jit of grad of checkpoint", "jit of grad of scan")
+        assert [one.what for one in scope.report] == ["ops of the rule of squared"] * unseen
+
+
+@pytest.mark.parametrize("how", DERIVED)
 @pytest.mark.parametrize(
     ("function", "calls", "inside"),
     [(cubed, 1, {"mul": 2}), (sine, 1, {"sin": 1}), (halved, 2, {"sin": 1, "div": 1})],

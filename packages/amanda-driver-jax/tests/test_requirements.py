@@ -11,6 +11,12 @@ from jax._src.export import _export
 import amanda
 from amanda.drivers.jax import JaxDriver
 from amanda.testing import attached
+from amanda.tools.kit._requirements import REQUIRED, check
+
+
+@pytest.mark.parametrize("who", [one for one in REQUIRED if one[1] == "jax"], ids=" ".join)
+def test_jax_has_what_tools_lean_on(who: tuple[str, str]) -> None:
+    check(*who)
 
 
 def test_a_name_without_which_nothing_is_instrumented_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

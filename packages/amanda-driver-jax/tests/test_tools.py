@@ -129,8 +129,7 @@ def test_architectures_compute_what_their_candidates_do(jit: bool) -> None:
         return second(linear(first(conv(x)).mean((1, 2))))
 
     run = jax.jit(lambda x: network(x)) if jit else lambda x: network(x)
-    choices = [Choice(list(ACTIVATIONS), type="sigmoid"), Choice(["keep", "conv5"], type="conv2d")]
-    tool, x = SearchTool(choices), jnp.asarray(X)
+    tool, x = SearchTool([Choice(list(ACTIVATIONS), type="sigmoid")]), jnp.asarray(X)
     tool.prepare(run, x)
     assert list(tool.space.values()) == [tuple(ACTIVATIONS)] * 2
     with amanda.apply(tool) as scope:
@@ -140,7 +139,6 @@ def test_architectures_compute_what_their_candidates_do(jit: bool) -> None:
                 wanted = network(x, *(ACTIVATIONS[one] for one in chosen))
             np.testing.assert_allclose(run(x), wanted, rtol=1e-5, atol=1e-6)
         assert list(scope.report) == []
-    assert tool.result.remarks[0].endswith("no optimizer of JAX holds the weight of a candidate.")
     search = Search(tool, lambda: float(run(x).sum()), "random", metric="sum", progress=False)
     best = search.run(trials=8).best
     with amanda.disabled():

@@ -45,7 +45,7 @@ def undocumented(path: Path) -> Iterator[str]:
             root, *parts = node.module.split(".")
             names = [one.name for one in node.names]
             inside = any(one in ("python", "src") or one.startswith("_") for one in parts)
-            if root in ("torch", "tensorflow", "keras", "tf_keras"):
+            if root in ("torch", "tensorflow", "keras", "tf_keras", "jax"):
                 yield from (one for one in names if inside or one.startswith("_"))
 
 
@@ -58,7 +58,7 @@ def test_every_undocumented_name_that_a_tool_reads_is_in_the_table() -> None:
     assert {one for one in read if one[1] not in allowed} == set()
 
 
-@pytest.mark.parametrize("who", REQUIRED, ids=" ".join)
+@pytest.mark.parametrize("who", [one for one in REQUIRED if one[1] != "jax"], ids=" ".join)
 def test_the_frameworks_here_have_what_tools_lean_on(who: tuple[str, str]) -> None:
     check.cache_clear()
     check(*who)

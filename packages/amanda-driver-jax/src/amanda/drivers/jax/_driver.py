@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -15,19 +16,19 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
 from ._autodiff import Made, execution, follow_backward
-from ._calls import CUSTOM, PrimitiveCall, is_by_rule, rule_of, with_rule
+from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
 from ._contexts import follow, key_of, leave, under
 from ._host import raise_failures, run_later
-from ._jit import follow_jit
+from ._jit import IN_ONE, follow_jit
 from ._modules import Places, enclose_modules, path
 from ._operation import operation
-from ._programs import inserted, tapped
+from ._programs import inserted, ruled, tapped
 from ._reads import is_pure
 from ._requirements import check
 from ._taps import ORIGINALS
 from ._tensors import Arrays
 from ._traces import is_staged, is_tangent, is_within_jit
-from ._variants import followed, guard
+from ._variants import followed, guard, note_unseen
 from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
 
 PROGRAMS = frozenset(
@@ -37,6 +38,9 @@ PROGRAMS = frozenset(
      "xla_pmap", "amanda_tap", "amanda_straight", "amanda_tie", "amanda_call", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
+_RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
+         "pjit.py", "profiler.py", "traceback_util.py", "util.py")  # fmt: skip
+"""Code of JAX that traces functions, or runs them: in either way an op has the same place in the program."""
 MAPPED = "no jitted function is around it, or its derivative is computed within one: put jit around shard_map"
 
 
@@ -54,6 +58,11 @@ class JaxDriver(Arrays, EagerDriver):
         self._primitives: dict[Site, core.Primitive] = {}
         self._places = Places()
         self._rules = self.site(_call_rule, operation("custom_vjp_call"), "forward rules", TRANSPARENT)
+
+    def introduce(self) -> None:
+        """Mark the code of JAX, and leave out of places what calls functions for it."""
+        super().introduce()
+        self.skip(*(f"{Path(core.__file__).parent}/{one}" for one in _RUNS))
 
     def attach(self) -> None:
         """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
@@ -109,10 +118,13 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
-        run = _call_rule
         if primitive.name == "custom_vjp_call":
             run = self._call_forward_rule
             tapped()
+        else:
+            unseen = f"ops of the rule of {custom_name(params)}"
+            run = partial(_call_tangent_rule, unseen)
+            ruled(unseen)
         with under(key_of(State.current())):
             return original(primitive, *args, **with_rule(primitive.name, params, run))
 
@@ -190,6 +202,12 @@ class JaxDriver(Arrays, EagerDriver):
 
 
 def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return rule(*args)
+
+
+def _call_tangent_rule(unseen: str, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+    if interceptor.active() is None:  # the function was traced before its derivative is taken
+        note_unseen(unseen, IN_ONE)
     return rule(*args)
 
 

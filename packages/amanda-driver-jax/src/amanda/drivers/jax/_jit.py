@@ -17,10 +17,11 @@ from ._inputs import Program, with_inputs
 from ._programs import Counts, counting, made, part
 from ._requirements import wrap
 from ._taps import ORIGINALS
-from ._traces import is_tangent, is_within_jit
+from ._traces import is_differentiated, is_tangent, is_within_jit
 from ._variants import Variant
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
+IN_ONE = "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
 
@@ -97,6 +98,9 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
                     programs.found[closed] = _Found(counts, own, variant.reads.guards or bool(told), told)
             found = programs.found[closed]
             activation.state.report_all(variant, found.reports)
+            if found.counts.rules and any(map(is_differentiated, flat)):
+                for unseen in found.counts.rules:
+                    activation.state.report(unseen, IN_ONE)
         if found.program is not None:
             return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
         if found.counts.insertions or (found.counts.taps and not core.trace_state_clean()):

@@ -5,11 +5,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
+from itertools import count
 from typing import Any
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, digest
+from amanda.backend import Attributes, State, digest
 from amanda.interceptor import Enclosure
 from jax._src import core
 
@@ -58,9 +59,12 @@ class Places:
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
         if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_anew(module):
-            number = self._number(kind, module)
-            return self._kinds.setdefault((kind, number), Place("", root, number))
-        return self._models.setdefault(module, Place("", root))
+            number, met = self._number(kind, module), _met()
+            of_program = (one for one in met if one.root == root and met[one] == number)
+            return next(of_program, None) or self._kinds.setdefault((kind, number), Place("", root, number))
+        place = self._models.setdefault(module, Place("", root))
+        number_of(place)
+        return place
 
     def _number(self, kind: type, module: Any) -> int:
         """Return how many models of a class were called before this one in the function that is traced.
@@ -75,6 +79,28 @@ class Places:
         if not any(one is first[0] for one in met):
             met.append(first[0])
         return next(i for i, one in enumerate(met) if one is first[0])
+
+
+_MET: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Place, int]] = weakref.WeakKeyDictionary()
+"""Numbers of the models that the program made, for each tool: JAX makes others of them, in the same order."""
+
+
+def _met() -> weakref.WeakKeyDictionary[Place, int]:
+    """Return the numbers of the models that the innermost tool has met."""
+    layer = State.current().layer
+    assert layer is not None
+    return _MET.setdefault(layer.applied[-1], weakref.WeakKeyDictionary())
+
+
+def number_of(place: Place) -> int:
+    """Return the number of a model among those of its class: that of one which the program made stays."""
+    if place.number is not None:
+        return place.number
+    met = _met()
+    if place not in met:
+        taken = {met[one] for one in met if one.root == place.root}
+        met[place] = next(i for i in count() if i not in taken)
+    return met[place]
 
 
 def _argument(value: Any) -> tuple[Any, Any] | None:

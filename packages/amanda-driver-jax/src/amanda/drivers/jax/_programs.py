@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -12,14 +12,16 @@ from jax._src import core
 
 
 class _Thread(threading.local):
-    """insertions, taps: put into programs so far.  calls: the jitted functions that are traced as parts.
+    """insertions, taps: put into programs so far.  rules: of derivatives of functions in these, by name.
 
+    calls: the jitted functions that are traced as parts.
     made: what the part gave that was traced last, until the program around it has symbols for that.
     """
 
     def __init__(self) -> None:
         self.insertions = 0
         self.taps = 0
+        self.rules: list[str] = []
         self.calls: list[tuple[Any, list[Any], list[Any]]] = []
         self.made: list[Any] = []
 
@@ -29,10 +31,11 @@ _thread = _Thread()
 
 @dataclass
 class Counts:
-    """Routines and taps that were put into a program."""
+    """Routines and taps that were put into a program, and functions in it with rules for derivatives."""
 
     insertions: int
     taps: int
+    rules: list[str] = field(default_factory=list)
 
 
 def inserted() -> None:
@@ -45,13 +48,21 @@ def tapped() -> None:
     _thread.taps += 1
 
 
+def ruled(function: str) -> None:
+    """Note that a function in the program that is traced has a rule that computes values and tangents."""
+    _thread.rules.append(function)
+
+
 @contextmanager
 def counting() -> Iterator[Counts]:
     """Context that counts, until it is left."""
-    counts = Counts(-_thread.insertions, -_thread.taps)
+    counts, before = Counts(-_thread.insertions, -_thread.taps), len(_thread.rules)
     yield counts
     counts.insertions += _thread.insertions
     counts.taps += _thread.taps
+    counts.rules += _thread.rules[before:]
+    if core.trace_state_clean():
+        _thread.rules.clear()
 
 
 def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:

@@ -60,11 +60,18 @@ def is_tangent(values: Sequence[Any]) -> bool:
 
 def needs_gradient(value: Any) -> bool:
     """Return True if a value is differentiated, or is of a program that may be."""
-    if isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)):
-        return type(value.tangent) is not ad.Zero
+    if is_differentiated(value):
+        return True
     if isinstance(value, batching.BatchTracer):
         return needs_gradient(value.val)
     return isinstance(value, pe.DynamicJaxprTracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+
+
+def is_differentiated(value: Any) -> bool:
+    """Return True if the derivative of a value is taken around the program that is called with it."""
+    if isinstance(value, batching.BatchTracer):
+        return is_differentiated(value.val)
+    return isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)) and type(value.tangent) is not ad.Zero
 
 
 def argument_of(value: Any) -> Any:

@@ -109,6 +109,14 @@ def followed(action: Action) -> Variant | None:
     return variant
 
 
+def note_unseen(what: str, reason: str) -> None:
+    """Report ops that no tool sees, at each call of the program that is traced if there is one."""
+    if _thread.at is None:
+        State.current().report(what, reason)
+    else:
+        _thread.at[1].report(what, reason)
+
+
 def guard(action: Action, facts: OpFacts) -> None:
     """Trace the program anew for other values that a routine reads which is a part of it in any case.
 

@@ -3,13 +3,11 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import count
 from typing import Any
 
 import jax
-from amanda.backend import State
 
-from ._modules import Place, dotted, held_arrays
+from ._modules import Place, dotted, held_arrays, number_of
 from ._taps import ORIGINALS
 from ._traces import argument_name
 
@@ -63,8 +61,6 @@ class Converted:
 
 
 CONVERTED = Converted()
-_MET: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Place, int]] = weakref.WeakKeyDictionary()
-"""Numbers of the models that the program made, for each layer of tools."""
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
@@ -91,13 +87,7 @@ def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
 
 def _root(place: Place) -> str:
     """Return the class of a model, and its number among those of the class that these tools have met."""
-    number = place.number
-    if number is None:
-        met = _MET.setdefault(State.current().layer, weakref.WeakKeyDictionary())
-        if place not in met:
-            taken = {met[one] for one in met if one.root == place.root}
-            met[place] = next(i for i in count() if i not in taken)
-        number = met[place]
+    number = number_of(place)
     return f"{place.root} {number}" if number else place.root
 
 

@@ -35,6 +35,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",
     ),
+    ("kit", "jax"): ("jax._src.core:eval_trace", "jax._src.core:set_current_trace"),
     ("kit", "torch"): (*_MEMORY, "torch:Tensor._base"),
     ("kit", "tensorflow"): (
         *_RECORD,
@@ -90,6 +91,11 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.autograd.forward_ad:_current_level",
         "torch:ops.aten.add.Tensor._schema",
         "torch.utils._python_dispatch:_disable_current_modes",
+    ),
+    ("search", "jax"): (
+        "jax._src.core:set_current_trace",
+        "jax._src.core:trace_ctx.trace",
+        "jax._src.interpreters.batching:BatchTrace",
     ),
     ("sentinel", "torch"): (
         "torch:Tensor._base",

@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
+from amanda.tools.kit._requirements import check
 from amanda.tools.kit._tensors import Tensors
+
+
+class JaxParameter:
+    """An array of a tool that an optimizer trains; a reference of JAX holds it, which programs read.
+
+    shape, dtype: those of the array.
+    """
+
+    trainable = True
+
+    def __init__(self, value: Any) -> None:
+        self._reference = new_reference(value)
+        self.shape, self.dtype = self._reference.shape, self._reference.dtype
+
+    @property
+    def value(self) -> Any:
+        """The array as it is now; its symbol where a program is traced."""
+        return self._reference[...]
+
+    def assign(self, value: Any) -> None:
+        """Put another array of the parameter's shape in its place; raise ValueError for another shape."""
+        if np.shape(value) != self.shape:
+            raise ValueError(f"a parameter of shape {self.shape} is given an array of {np.shape(value)}")
+        is_like = getattr(value, "dtype", None) == self.dtype  # then it stays on its device
+        self._reference[...] = value if is_like else np.asarray(value, self.dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        with outside_of_programs():
+            return np.asarray(self.value).__array__(*args, **kwargs)
+
+
+def outside_of_programs() -> AbstractContextManager[Any]:
+    """Return a context in which JAX computes, and that adds nothing to a program which is traced."""
+    check("kit", "jax")
+    from jax._src import core
+
+    context: AbstractContextManager[Any] = core.set_current_trace(core.eval_trace)
+    return context
+
+
+def new_reference(value: Any) -> Any:
+    """Return a reference of JAX to an array."""
+    import jax
+
+    with outside_of_programs():
+        return jax.new_ref(jax.numpy.array(value))
 
 
 class JaxTensors(Tensors):
@@ -76,6 +124,45 @@ class JaxTensors(Tensors):
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
         """Return the same elements in another shape."""
         return _library(x).reshape(x, tuple(shape))
+
+    def with_gradient(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
+        collect: Callable[..., None] | None = None,
+    ) -> Any:  # fmt: skip
+        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
+        import jax
+
+        computed = jax.custom_vjp(forward)
+        computed.defvjp(
+            lambda *given: (forward(*given), given), lambda given, gradient: tuple(backward(gradient, *given))
+        )
+        return computed(*tensors)
+
+    def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
+        """Return a number or an array as an array of NumPy, or as a parameter that an optimizer may train."""
+        given = np.asarray(value) if isinstance(value, JaxParameter) else value
+        made = super().state(given, like, trained, dtype)
+        return JaxParameter(made) if trained else made
+
+    def update(self, former: Any, value: Any) -> Any:
+        """Return former state with other values; these where they do not fit."""
+        if not isinstance(former, JaxParameter):
+            return super().update(former, value)
+        if (former.shape, former.dtype) == (value.shape, value.dtype):
+            former.assign(value.value)
+            return former
+        return value
+
+    def assign(self, state: Any, value: Any) -> None:
+        """Write new values into state."""
+        if isinstance(state, JaxParameter):
+            state.assign(np.reshape(value, state.shape))
+        else:
+            super().assign(state, value)
+
+    def read(self, state: Any) -> Any:
+        """Return state as an array to compute with."""
+        return state.value if isinstance(state, JaxParameter) else state
 
 
 def _library(*values: Any) -> Any:

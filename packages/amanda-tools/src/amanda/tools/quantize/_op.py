@@ -89,7 +89,15 @@ class QuantizedOp:
         self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
         reader: amanda.OpContext, suffix: str = "",
     ) -> Quantizer:  # fmt: skip
-        """Return a quantizer that keeps its state at `reader`."""
+        """Return a quantizer that keeps its state at `reader`.
+
+        Raises QuantizeError where no optimizer could train it.
+        """
+        if reader["is_called_back"] and self._options.method.startswith("lsq"):
+            raise QuantizeError(
+                f"{self.name} is of {reader.namespace[0]}, where no optimizer trains a tool's scales: "
+                f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
+            )
         known = QUANTIZERS[self._options.method, read is not None]
         kind, state = (Fresh, {}) if read is not None and read.varies else known
         keep = partial(self._tool.keep, reader)
@@ -107,11 +115,6 @@ class QuantizedOp:
             self._insert_for_good(context)
         elif self._positions:
             called = context["is_called_back"]
-            if called and self._options.method.startswith("lsq"):
-                raise QuantizeError(
-                    f"{self.name} is of {context.namespace[0]}, where no optimizer trains a tool's scales: "
-                    f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
-                )
             if self._recompute is not None:
                 context.insert_before_op(self._hold)
             routine: Any = self._read_part if self._part else self._read

@@ -32,7 +32,7 @@ class Decision:
         self._mixed: tuple[str, ...] = ()
         """The labels that the mixture weights are of, some of which a later op may not have."""
 
-    def join(self, site: Site) -> bool:
+    def admit(self, site: Site) -> bool:
         """Add an op, without the labels that it cannot have; return False if fewer than two would be left."""
         labels = [label for label in self.labels or site.candidates if label in site.candidates]
         if len(labels) < 2:

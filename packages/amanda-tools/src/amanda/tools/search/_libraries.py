@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import erf
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.kit._requirements import check
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._checks import SearchError
+from amanda.tools.search._gradients import Gradients, GradientSum
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
@@ -54,8 +57,23 @@ class Library:
         """Return an input as the output of an op."""
         return x
 
-    def collected(self, value: Any, collect: Callable[[Any], None]) -> Any:
-        """Return a parameter whose gradient is handed to a function where no tape leads to the parameter."""
+    def at(self, context: amanda.OpContext) -> Library:
+        """Return the functions for one op; most need nothing of it but its inputs."""
+        return self
+
+    def unread(self, context: amanda.OpContext, site: Site) -> str:
+        """Return why the op's weight cannot be read when the op is met, or ""."""
+        return ""
+
+    def gradient_sum(self, parameter: Any) -> Gradients:
+        """Return the sum of the gradients of a parameter."""
+        return GradientSum()
+
+    def collected(self, value: Any, gradients: Any, like: Any) -> Any:
+        """Return a parameter's value, whose gradient is added to a sum where no tape leads to the parameter.
+
+        like: a tensor that the op computes with.
+        """
         return value
 
     def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
@@ -74,13 +92,33 @@ class Library:
 
 
 class JaxLibrary(Library):
-    """JAX, eager and under jit."""
+    """JAX, eager and under jit.
+
+    attributes: of the convolution at hand.
+    """
 
     is_traced = True
     trains = (
-        "no optimizer of JAX holds parameters of a tool: candidates with a weight of their own are left, and "
-        "mixture weights stay as they start"
+        "JAX takes no derivative by the parameters of candidates: hand tool.gradients(parameters) to an "
+        "optimizer after each step"
     )
+
+    def __init__(self, attributes: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._attributes = attributes
+
+    def at(self, context: amanda.OpContext) -> Library:
+        """Return the functions for one op: the padding of a convolution may depend on shapes."""
+        if not context["type"].startswith("conv"):
+            return self
+        context.get_input_shapes()
+        return JaxLibrary(context.get_attrs())
+
+    def unread(self, context: amanda.OpContext, site: Site) -> str:
+        """Refuse symbols, which have no value."""
+        import jax
+
+        is_symbol = site.weight is not None and isinstance(context.get_value(site.weight), jax.core.Tracer)
+        return "its weight has no value under jit; call prepare(model, x) outside of jit" if is_symbol else ""
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the function of jax.nn."""
@@ -95,9 +133,31 @@ class JaxLibrary(Library):
 
         return jax.nn.softmax(x)
 
+    def gradient_sum(self, parameter: Any) -> Gradients:
+        """Return a sum that programs add to."""
+        check("search", "jax")
+        from amanda.tools.search._gradients_jax import JaxGradientSum
+
+        return JaxGradientSum(parameter)
+
+    def collected(self, value: Any, gradients: Any, like: Any) -> Any:
+        """Return the value, with a gradient where `like` has one."""
+        return gradients.followed(value, like)
+
     def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
-        """Refuse any, since its weight could not be trained."""
-        return "no optimizer of JAX holds the weight of a candidate"
+        """Refuse padding that would be negative."""
+        pads = context.get_attrs()["padding"]
+        least = min(min(pair) for pair in _padded_pairs(context.get_attrs(), change))
+        return "" if least >= 0 else f"its padding is {pads}: a smaller window would give more"
+
+    def convolve(
+        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+    ) -> Any:
+        """Return the convolution, padded so that the output has its shape."""
+        import jax
+
+        own = {**self._attributes, "padding": _padded_pairs(self._attributes, change)}
+        return jax.lax.conv_general_dilated(*inputs, **{**own, "feature_group_count": groups})
 
 
 class TorchLibrary(Library):
@@ -167,7 +227,7 @@ class TensorFlowLibrary(Library):
 
         return tensorflow.identity(x)
 
-    def collected(self, value: Any, collect: Callable[[Any], None]) -> Any:
+    def collected(self, value: Any, gradients: Any, like: Any) -> Any:
         """Return an equal tensor; in functions its gradient is handed over as the routine's is computed."""
         import tensorflow
 
@@ -176,7 +236,7 @@ class TensorFlowLibrary(Library):
 
         def passed(x: Any) -> Any:
             def backward(gradient: Any) -> Any:
-                collect(gradient)
+                gradients.add(gradient)
                 return gradient
 
             return tensorflow.identity(x), backward
@@ -215,6 +275,12 @@ def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
     rank = len(change)
     pads, steps = pads * (rank // len(pads)), steps * (rank // len(steps))
     return [pad + more * step // 2 for pad, step, more in zip(pads, steps, change, strict=True)]
+
+
+def _padded_pairs(attributes: Mapping[str, Any], change: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the padding before and after, by axis, that leaves the output its shape."""
+    triples = zip(attributes["padding"], attributes["rhs_dilation"], change, strict=True)
+    return [(low + more * step // 2, high + more * step // 2) for (low, high), step, more in triples]
 
 
 def frameworks() -> MappingTool:

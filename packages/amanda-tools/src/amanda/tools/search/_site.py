@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import partial
-from threading import Lock
 from typing import Any
 
 import amanda
@@ -13,6 +11,7 @@ from amanda.tools.kit import canonical_extents, tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.search._candidates import Candidate, Original
 from amanda.tools.search._decision import Decision
+from amanda.tools.search._gradients import Gradients
 from amanda.tools.search._libraries import Library
 
 
@@ -39,7 +38,6 @@ class Site:
         self._like = context.get_inputs()[0]
         self._xp = tensors_of(self._like)
         self._states: dict[str, Any] = {}
-        self._trained: list[str] = []
         self.weight: int | None = context["weight_index"]
         self.layout: str | None = context["weight_layout"]
         value = None if self.weight is None else context.get_inputs()[self.weight]
@@ -52,8 +50,7 @@ class Site:
         self.executions = amanda.Tally()
         self.left: dict[str, str] = {}
         self._keep = keep
-        self._gradients: dict[str, Any] = {}
-        self._lock = Lock()
+        self._gradients: dict[str, Gradients] = {}
         for one in candidates:
             reason = one.fit(context, self)
             if reason:
@@ -83,9 +80,9 @@ class Site:
         def state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
 
-        if trained:
-            self._trained.append(name)
         self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
+        if trained:
+            self._gradients[name] = self.library.gradient_sum(self._states[name])
 
     def close(self) -> None:
         """Drop the tensor and the function that candidates were made with, which hold the op."""
@@ -99,19 +96,13 @@ class Site:
         """Return state in the element type of a tensor.  library: of another mode than that of the site."""
         library = library or self.library
         value = self._xp.read(self._states[name])
-        if name in self._trained:
-            value = library.collected(value, partial(self._collect, name))
+        if name in self._gradients:
+            value = library.collected(value, self._gradients[name], like)
         return library.cast(value, like)
-
-    def _collect(self, name: str, gradient: Any) -> None:
-        with self._lock:
-            known = self._gradients.get(name)
-            self._gradients[name] = gradient if known is None else known + gradient
 
     def take_gradient(self, name: str) -> Any:
         """Return the sum of a parameter's gradients since it was taken, None without one; forget it."""
-        with self._lock:
-            return self._gradients.pop(name, None)
+        return self._gradients[name].take()
 
     def within(self, library: Library) -> Site:
         """Return the op with the functions of another mode of its framework, and the same state."""
@@ -123,17 +114,17 @@ class Site:
 
     def array(self, name: str) -> Any:
         """Return state as an array of NumPy."""
-        state = self._states[name]
-        return tensors_of(state).to_numpy(self._xp.detach(self._xp.read(state)))
+        value = self._xp.detach(self._xp.read(self._states[name]))
+        return tensors_of(value).to_numpy(value)
 
     def weights(self) -> Iterator[Any]:
         """Yield the parameters of candidates."""
-        yield from (self._states[label] for label in self._trained if label != "alpha")
+        yield from (self._states[label] for label in self._gradients if label != "alpha")
 
     @property
     def parameters(self) -> Sequence[str]:
         """The names of its state that an optimizer trains."""
-        return self._trained
+        return list(self._gradients)
 
     def compute(self, inputs: Sequence[Any], original: Original, mixed: bool) -> Any:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""

@@ -17,7 +17,7 @@ from amanda.tools.search._checks import SearchError, check_integer, check_limits
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._costs import Costs
 from amanda.tools.search._decision import Decision
-from amanda.tools.search._libraries import frameworks
+from amanda.tools.search._libraries import Library, frameworks
 from amanda.tools.search._residual import residual
 from amanda.tools.search._result import ChoicesResult
 from amanda.tools.search._settle import settled
@@ -67,7 +67,7 @@ class SearchTool(amanda.Tool):
         if architecture is not None:
             self.load(architecture)
         self.depends_on(StandardMapping(), frameworks())
-        self.add_inst_for_op(self._analyse)
+        self.add_inst_for_op(self._analyse, guard="read")
         self.add_inst_for_op(self._note_outputs, require_outputs=True)
 
     @property
@@ -108,11 +108,11 @@ class SearchTool(amanda.Tool):
             yield from site.weights()
 
     def gradients(self, parameters: Iterable[Any]) -> list[Any]:
-        """Return the gradients of parameters that functions of TensorFlow computed since they were taken.
+        """Return the gradients of parameters that JAX, and functions of TensorFlow, computed since then.
 
-        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps; None where
-        there was none, as in eager mode, where a tape leads to the parameters.  Raises SearchError for what
-        is no parameter of the tool.
+        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps since it was
+        taken; None where there was none, as in eager PyTorch and TensorFlow, where a tape leads to the
+        parameters.  Raises SearchError for what is no parameter of the tool.
         """
         owners = [(site, name) for site in self._sites.values() for name in site.parameters]
         found = []
@@ -268,11 +268,11 @@ class SearchTool(amanda.Tool):
         if site is None:
             return
         site.op_ids.add(context.get_op_id())
-        library = context["search"]
+        library: Library = context["search"]
         if library.trains and site.parameters:
             self._untrained = library.trains
         context.insert_before_op(site.executions, inputs=[])
-        context.replace_op(self._compute, site=site.within(library))
+        context.replace_op(self._compute, site=site.within(library.at(context)))
 
     def _meet(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
@@ -281,7 +281,7 @@ class SearchTool(amanda.Tool):
         site = Site(context, name, choice.candidates, residual(self._flow, node), keep)
         called = choice.name if choice.shared else name
         decision = self._decisions.get(called) or Decision(called, choice.shared)
-        if decision.join(site):
+        if decision.admit(site):
             self._sites[name], self._decisions[called], site.decision = site, decision, decision
             self._unfit[called] = decision.left
             if self._has_alphas:

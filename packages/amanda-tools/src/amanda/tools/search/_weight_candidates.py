@@ -33,6 +33,12 @@ class WeightCandidate(Candidate):
         is_known = site.weight is not None and site.layout is not None and "O" in site.layout
         return "" if is_known else f"{site.type} has no weight with output channels"
 
+    def start(self, context: amanda.OpContext, site: Site) -> Any:
+        """Return the op's weight as an array of NumPy: outputs, inputs, window."""
+        assert site.weight is not None
+        value = context.get_value(site.weight)
+        return canonical(tensors_of(value).to_numpy(value), site.layout)
+
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return what the op gives of the other weight."""
         return original(*self.changed(inputs, site))
@@ -69,15 +75,15 @@ class Convolution(WeightCandidate):
             return f"{channels} to {outputs} channels are not {self.groups} groups"
         if any((size - self.kernel) % 2 for size in window):
             return f"windows of {window[0]} and {self.kernel} have no common centre"
-        reason = site.library.refusal(context, [self.kernel - size for size in window], channels // inputs)
+        reason = site.library.unread(context, site) or site.library.refusal(
+            context, [self.kernel - size for size in window], channels // inputs
+        )
         if not reason:
             site.keep(self.label, lambda: self._start(context, site, channels), True)
         return reason
 
     def _start(self, context: amanda.OpContext, site: Site, channels: int) -> Any:
-        assert site.weight is not None
-        value = context.get_value(site.weight)
-        own = canonical(tensors_of(value).to_numpy(value), site.layout)
+        own = self.start(context, site)
         dense = _regrouped(own, channels // own.shape[1], 1)
         made = _regrouped(_resized(dense, self.kernel), 1, self.groups)
         return restored(made, site.layout, made.shape)
@@ -106,15 +112,13 @@ class Width(WeightCandidate):
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
         """Make the mask."""
-        reason = super().fit(context, site)
+        reason = super().fit(context, site) or site.library.unread(context, site)
         if not reason:
             site.keep(self.label, lambda: self._mask(context, site), False)
         return reason
 
     def _mask(self, context: amanda.OpContext, site: Site) -> Any:
-        assert site.weight is not None
-        value = context.get_value(site.weight)
-        own = canonical(tensors_of(value).to_numpy(value), site.layout)
+        own = self.start(context, site)
         norms = np.abs(own).reshape(len(own), -1).sum(1)
         mask = np.zeros(len(own), np.float32)
         mask[np.argsort(-norms, kind="stable")[: ceil(self._share * len(own))]] = 1
