@@ -1,8 +1,8 @@
 """The driver of PyTorch's graph mode: FX graphs, as torch.compile, torch.export and torch.fx make them.
 
 `instrument(module, *tools)` gives a copy of one graph with the routines of tools in it; `GraphDriver` has
-torch.compile instrument its graphs in scopes with `compiled="instrument"`; `control(step, model, *tools)` tells
-whether the numbers of observed compiled code are those of the same code without tools.
+torch.compile instrument its graphs in scopes with `compiled="instrument"`.  `control(step, model, *tools)`
+tells whether the numbers of an observed step are those of the same step without tools.
 """
 
 from importlib import import_module

@@ -46,8 +46,8 @@ class Control:
         most = max(self.differences, key=lambda one: (one.largest != one.largest, one.largest))
         noise = f"differ in {len(self.noise)}" if self.noise else "are equal to the bit"
         return (
-            f"{len(self.differences)} of {self.compared} tensors differ from those of the unobserved run, most of "
-            f"all {most.name} by {most.largest:.1e}; two unobserved runs {noise}"
+            f"{len(self.differences)} of {self.compared} tensors differ from those of the unobserved run, "
+            f"most of all {most.name} by {most.largest:.1e}; two unobserved runs {noise}"
         )
 
 

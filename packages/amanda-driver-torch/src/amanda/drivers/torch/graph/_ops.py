@@ -61,6 +61,8 @@ class Program:
     state: in force when it was made.  every: whether routines are called outside of the tools' scopes too.
     traced: traceable routines, with the tensors that they hold.  reads: what else they read.
     called_as_python: those that cannot be traced: at which op, and why.
+    gathering: whether a compiler traces the graph to its end, so that observers may wait for that.
+    at_once: ids of ops, and routines there, that are not to wait.
     """
 
     _numbers = count(1)
@@ -76,6 +78,8 @@ class Program:
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
+        self.gathering = False
+        self.at_once: set[tuple[int, Action]] = set()
         self.living[self.number] = self
 
     def slot(self, key: Hashable, make: Callable[[], Insertion]) -> int:
@@ -84,6 +88,10 @@ class Program:
             slot = self._slots[key] = len(self.table)
             self.table[slot] = make()
         return self._slots[key]
+
+    def gathers(self, action: Action, facts: OpFacts) -> bool:
+        """Return True for an observer that may be called with others, later than its op."""
+        return self.gathering and action.observer and (facts.op_id, action) not in self.at_once
 
     def report(self, what: str, reason: str, where: str = "") -> None:
         """Note what cannot be instrumented, for the scopes' reports."""

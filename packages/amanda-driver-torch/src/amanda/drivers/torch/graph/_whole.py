@@ -1,0 +1,87 @@
+"""Observers that are given no value: called when a graph has run, which is compiled without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from amanda import interceptor
+from amanda.backend import Action, OpFacts
+from amanda.plan import Actions, run_routine
+from torch.utils._pytree import tree_flatten
+
+from ._ops import TENSORS, GraphExecution, Program
+from ._record import backward_nodes, sequence
+
+_NODE = "CompiledFunctionBackward"
+"""Name of the one node that all backward ops of a graph are for autograd, which AOTAutograd makes."""
+
+
+class Whole:
+    """Observers of no value at the ops, and at the backward ops, of a graph that AOTAutograd compiles.
+
+    It runs all ops of the graph, then all backward ops that lead from its outputs to its inputs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._forward: list[tuple[Action, OpFacts]] = []
+        self._backward: list[tuple[Action, OpFacts]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._forward or self._backward)
+
+    def take(self, actions: Actions, facts: OpFacts, is_run: bool = True) -> Actions:
+        """Take observers of no value over, and return the actions that are left for the graph.
+
+        An observer keeps its turn where its tool has a routine at the op that cannot wait.
+        is_run: whether the compiled code runs the op.
+        """
+        taken = []
+        for action in actions.all:
+            own = [one for one in actions.all if one.tool is action.tool]
+            if not all(map(_can_wait, own)):
+                self._program.at_once.add((facts.op_id, action))
+            elif all(one.select == () for one in own):
+                taken.append(action)
+        if not taken:
+            return actions
+        if is_run:
+            side = self._forward if facts.backward_op_id is None else self._backward
+            side += [(action, facts) for action in taken]
+        left = Actions()
+        left.add(action for action in actions.all if action not in taken)
+        return left
+
+    def run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run the compiled graph, then call the observers; those of backward ops in the backward pass."""
+        execution = GraphExecution(self._program)
+        start = sequence()
+        with interceptor.Suspension():
+            outputs = compiled(*args)
+            self._call(self._forward, execution)
+            if self._backward:
+                self._follow(outputs, args, start, execution)
+        return outputs
+
+    def _follow(self, outputs: Any, args: Sequence[Any], start: int, execution: GraphExecution) -> None:
+        made = [one for one in tree_flatten((outputs, args))[0] if isinstance(one, torch.Tensor)]
+        nodes = [node for node, _ in backward_nodes(made, start, sequence())]
+        whole = next((node for node in nodes if type(node).__name__ == _NODE), None)
+        if whole is not None:
+            whole.register_hook(lambda *_: self._call(self._backward, execution))
+        elif nodes:
+            what, reason = "backward ops of a compiled graph", "autograd runs them one by one, unobserved"
+            execution.state.report(what, reason)
+
+    @staticmethod
+    def _call(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
+        for action, facts in observers:
+            if execution.runs_action(action):
+                run_routine(TENSORS, action, [], facts, {}, False)
+
+
+def _can_wait(action: Action) -> bool:
+    """Return True for a routine that may be called later than at its op."""
+    return action.observer and not (action.takes_run or action.takes_shapes or action.opening)
