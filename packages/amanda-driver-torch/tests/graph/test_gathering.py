@@ -15,7 +15,7 @@ Seen = list[tuple[str, list[torch.Tensor]]]
 
 
 class Seeing(amanda.Tool):
-    """Keeps the values that ops and backward ops read and give, by type; many: of gathered calls the sizes."""
+    """Keeps the values that ops and backward ops read and give, by type; many: sizes of gathered calls."""
 
     def __init__(self) -> None:
         self.seen: Seen = []
@@ -66,7 +66,7 @@ def written(x: torch.Tensor) -> torch.Tensor:
     """A program that writes into what it has computed before."""
     doubled = x * 2
     doubled[0].add_(1)
-    return doubled.exp().relu_()
+    return doubled.sin().relu_()
 
 
 def layers() -> nn.Module:
@@ -128,8 +128,9 @@ def test_an_observer_beside_a_routine_of_its_tool_keeps_its_turn() -> None:
         context.insert_after_op(lambda output: turns.append(f"after {kind}"))
 
     tool.add_inst_for_op(analyse)
+    x = torch.zeros(2)
     with amanda.apply(tool, compiled="instrument"):
-        torch.compile(lambda x: x.exp().sin(), backend="aot_eager")(torch.zeros(2))
+        torch.compile(lambda x: x.exp().sin(), backend="aot_eager")(x)
     assert turns == ["before exp", "after exp", "before sin", "after sin"]
 
 

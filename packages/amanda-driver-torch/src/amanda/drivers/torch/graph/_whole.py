@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, OpFacts
-from amanda.plan import Actions, run_routine
+from amanda.backend import Action, OpFacts, matched
+from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 
-from ._ops import TENSORS, GraphExecution, Program
+from ._ops import GraphExecution, Program
 from ._record import backward_nodes, sequence
 
 _NODE = "CompiledFunctionBackward"
@@ -60,9 +60,9 @@ class Whole:
         start = sequence()
         with interceptor.Suspension():
             outputs = compiled(*args)
-            self._call(self._forward, execution)
-            if self._backward:
-                self._follow(outputs, args, start, execution)
+        self._call(self._forward, execution)
+        if self._backward:
+            self._follow(outputs, args, start, execution)
         return outputs
 
     def _follow(self, outputs: Any, args: Sequence[Any], start: int, execution: GraphExecution) -> None:
@@ -77,9 +77,22 @@ class Whole:
 
     @staticmethod
     def _call(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
-        for action, facts in observers:
-            if execution.runs_action(action):
-                run_routine(TENSORS, action, [], facts, {}, False)
+        """Call those whose tools' scopes are open; a hot path."""
+        runs: dict[int, bool] = {}
+        with interceptor.Suspension(), torch.no_grad():
+            for action, facts in observers:
+                tool = id(action.tool)
+                if tool not in runs:
+                    runs[tool] = execution.runs_action(action)
+                if runs[tool]:
+                    try:
+                        with action.tool._amanda.lock:
+                            result = action.func(**action.kwargs)
+                        if result is not None:
+                            matched(action, result, ())
+                    except BaseException as error:
+                        facts.explain(error, action)
+                        raise
 
 
 def _can_wait(action: Action) -> bool:
