@@ -58,6 +58,7 @@ def in_function(x: torch.Tensor) -> torch.Tensor:
     return made
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 @pytest.mark.parametrize(
     ("inner", "what", "inside"),
     [
@@ -79,7 +80,8 @@ def test_the_report_names_the_ops_inside_and_numbers_stay(
     tool = amanda.Tool()
 
     def analyse(context: amanda.OpContext) -> None:
-        seen.append(context.get_op_type())
+        if str(context.namespace).endswith("graph"):
+            seen.append(context.get_op_type())
         context.insert_after_op(amanda.observer(lambda *outputs: None))
 
     tool.add_inst_for_op(analyse)
@@ -88,10 +90,11 @@ def test_the_report_names_the_ops_inside_and_numbers_stay(
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
     bare = compiled(x)
     with amanda.apply(tool, compiled="instrument") as scope:
-        assert torch.equal(compiled(x), bare)
+        made = compiled(x)
+    assert torch.equal(made, bare)
     assert seen[0] == "exp"
     assert seen[-1] == "tanh"
-    assert "sin" not in seen
+    assert not {"sin", "cos"} & set(seen)
     (entry,) = (one for one in scope.report if one.what == what)
     assert entry.reason.startswith("ops inside of a higher-order op are not instrumented: ")
     assert inside in entry.reason
