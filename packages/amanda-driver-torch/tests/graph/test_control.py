@@ -1,5 +1,7 @@
 """The control of observed compiled code compares numbers to the bit, and puts the model back."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -76,3 +78,33 @@ def test_bits_and_shapes_are_compared(other: torch.Tensor) -> None:
     made = iter([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), other])
     found = control(lambda: next(made), nn.Identity(), amanda.Tool())
     assert [one.name for one in found.differences] == ["output"]
+
+
+class Counted(amanda.Tool):
+    """Counts ops, and sees no value."""
+
+    def __init__(self) -> None:
+        self.calls = amanda.Tally()
+        self.add_inst_for_op(lambda context: context.insert_after_op(self.calls, outputs=[]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of inductor's own imports
+@pytest.mark.parametrize(("make", "is_told"), [(Counted, False), (lambda: Added(0), True)])
+def test_inductor_keeps_values_for_observers_alone_and_the_report_says_so(
+    make: Callable[[], amanda.Tool], is_told: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    compiled, x = torch.compile(model), torch.rand(8, 4)
+
+    def step() -> torch.Tensor:
+        output: torch.Tensor = compiled(x)
+        output.sum().backward()
+        return output
+
+    assert is_told or control(step, model, make())
+    with amanda.apply(make(), compiled="instrument") as scope:
+        step()
+    told = [one for one in scope.report if one.what.startswith("compiled graph of ")]
+    assert [("control compares them" in one.reason) for one in told] == [True] * is_told

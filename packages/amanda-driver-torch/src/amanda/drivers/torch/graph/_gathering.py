@@ -24,6 +24,11 @@ AT_ONCE = 128
 _WAITING = "_amanda_waiting"
 
 
+def can_wait(action: Action) -> bool:
+    """Return True for a routine that may be called later than at its op."""
+    return action.observer and not (action.takes_run or action.takes_shapes or action.opening)
+
+
 class Gathering:
     """Observers of one trace of a graph, and the values that wait for them."""
 

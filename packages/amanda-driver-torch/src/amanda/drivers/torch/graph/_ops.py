@@ -62,7 +62,8 @@ class Program:
     traced: traceable routines, with the tensors that they hold.  reads: what else they read.
     called_as_python: those that cannot be traced: at which op, and why.
     gathering: whether a compiler traces the graph to its end, so that observers may wait for that.
-    at_once: ids of ops, and routines there, that are not to wait.
+    in_turn: ids of tools that insert other routines than observers, and so see ops in order.
+    at_once: ids of ops, and observers there, that see memory into which the graph writes.
     """
 
     _numbers = count(1)
@@ -79,6 +80,7 @@ class Program:
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
         self.gathering = False
+        self.in_turn: set[int] = set()
         self.at_once: set[tuple[int, Action]] = set()
         self.living[self.number] = self
 
@@ -91,7 +93,9 @@ class Program:
 
     def gathers(self, action: Action, facts: OpFacts) -> bool:
         """Return True for an observer that may be called with others, later than its op."""
-        return self.gathering and action.observer and (facts.op_id, action) not in self.at_once
+        if not self.gathering or id(action.tool) in self.in_turn:
+            return False
+        return (facts.op_id, action) not in self.at_once
 
     def report(self, what: str, reason: str, where: str = "") -> None:
         """Note what cannot be instrumented, for the scopes' reports."""

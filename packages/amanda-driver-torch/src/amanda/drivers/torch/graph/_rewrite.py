@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import Paths, part_of
+from ._gathering import can_wait
 from ._instrumented import BackwardSite, Inlet, Instrumented, Last, Leaf, Step
 from ._making import Making
 from ._memory import check_views, is_outside, seen_and_written
@@ -24,6 +25,7 @@ from ._symbols import Symbols
 from ._trials import Trials
 
 if TYPE_CHECKING:
+    from amanda.backend import Action
     from amanda.graph import History
     from amanda.plan import Actions
     from torch.fx import GraphModule, Node
@@ -196,7 +198,8 @@ class Rewriting:
             if site is not None:
                 leaves[node] = Leaf(node.name, self.program, site)
                 self._trials.backward(leaves[node], site)
-        calls_python = self._calls_python(changed.values())
+        actions = self._actions(changed.values())
+        calls_python = not all(self._routines.inlines(action) for action in actions)
         making = Making(self.module, self.program, calls_python)
         for node, inlet in inlets.items():
             making.replace(node, inlet, list(ran[node].held))
@@ -204,6 +207,7 @@ class Rewriting:
             making.read_through(node, inlet)
         if calls_python and self._whole is not None:
             self.program.gathering = making.end_with(Last("outputs", self.program))
+            self.program.in_turn.update(id(action.tool) for action in actions if not can_wait(action))
             self.program.at_once.update(seen_and_written(ran, changed))
         for one in ran.values():
             one.calls.clear()
@@ -211,12 +215,11 @@ class Rewriting:
                 one.replay.forget_symbols()
         return making.finished()
 
-    def _calls_python(self, changed: Iterable[Sequence[Step]]) -> bool:
+    def _actions(self, changed: Iterable[Sequence[Step]]) -> list[Action]:
+        """Return the actions that are left for the graph."""
         steps = [step for each in changed for step in each]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
-        actions = [action for site in sites for action in site.plan.all]
-        actions += [action for step in steps for action in step.plan.all]
-        return not all(self._routines.inlines(action) for action in actions)
+        return [action for one in (*sites, *steps) for action in one.plan.all]
 
 
 def _reached(ran: Mapping[Node, Ran]) -> set[int] | None:

@@ -11,6 +11,7 @@ from amanda.backend import Action, OpFacts, matched
 from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 
+from ._gathering import can_wait
 from ._ops import GraphExecution, Program
 from ._record import backward_nodes, sequence
 
@@ -35,15 +36,13 @@ class Whole:
     def take(self, actions: Actions, facts: OpFacts, is_run: bool = True) -> Actions:
         """Take observers of no value over, and return the actions that are left for the graph.
 
-        An observer keeps its turn where its tool has a routine at the op that cannot wait.
+        An observer stays where its tool has another routine at the op.
         is_run: whether the compiled code runs the op.
         """
         taken = []
         for action in actions.all:
             own = [one for one in actions.all if one.tool is action.tool]
-            if not all(map(_can_wait, own)):
-                self._program.at_once.add((facts.op_id, action))
-            elif all(one.select == () for one in own):
+            if all(can_wait(one) and one.select == () for one in own):
                 taken.append(action)
         if not taken:
             return actions
@@ -93,8 +92,3 @@ class Whole:
                     except BaseException as error:
                         facts.explain(error, action)
                         raise
-
-
-def _can_wait(action: Action) -> bool:
-    """Return True for a routine that may be called later than at its op."""
-    return action.observer and not (action.takes_run or action.takes_shapes or action.opening)
