@@ -6,7 +6,8 @@ A call for each value would be a kernel for each, of which the compiler keeps th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from amanda.backend import Action, Executions, Observed, OpFacts
@@ -74,7 +75,8 @@ class Gathering:
             custom_ops().call(token, tensors, numbers, [], program.number, slot)
 
 
-class _Place(NamedTuple):
+@dataclass(slots=True)
+class _Place:
     """One observer at one place."""
 
     action: Action

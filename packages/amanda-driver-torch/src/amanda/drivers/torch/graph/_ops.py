@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, Execution, Insertion, OpFacts, State
+from amanda.backend import Action, Execution, OpFacts, State
 from amanda.errors import AmandaError
 from amanda.graph import Table
 from torch._higher_order_ops.effects import _register_effectful_op
@@ -84,7 +84,7 @@ class Program:
         self.at_once: set[tuple[int, Action]] = set()
         self.living[self.number] = self
 
-    def slot(self, key: Hashable, make: Callable[[], Insertion]) -> int:
+    def slot(self, key: Hashable, make: Callable[[], Any]) -> int:
         """The slot of what is called at a place, made when it is first asked for."""
         if key not in self._slots:
             slot = self._slots[key] = len(self.table)

@@ -219,7 +219,8 @@ class Rewriting:
         """Return the actions that are left for the graph."""
         steps = [step for each in changed for step in each]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
-        return [action for one in (*sites, *steps) for action in one.plan.all]
+        plans = [site.plan for site in sites] + [step.plan for step in steps]
+        return [action for plan in plans for action in plan.all]
 
 
 def _reached(ran: Mapping[Node, Ran]) -> set[int] | None:
@@ -231,7 +232,7 @@ def _reached(ran: Mapping[Node, Ran]) -> set[int] | None:
         return None
     outside = [one.value for node, one in ran.items() if is_outside(node)]
     made = [one for one in tree_flatten(outside)[0] if isinstance(one, torch.Tensor)]
-    waiting = [one.grad_fn for one in made if one.grad_fn is not None]
+    waiting: list[Any] = [one.grad_fn for one in made if one.grad_fn is not None]
     found: dict[int, Any] = {id(one): one for one in made if one.requires_grad and one.is_leaf}
     while waiting:
         node = waiting.pop()
