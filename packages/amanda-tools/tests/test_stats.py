@@ -414,3 +414,32 @@ def test_small_tensors_are_measured_together_as_one_by_one() -> None:
         assert one.sketch() == other.sketch()
         found, wanted = (list(dataclasses.asdict(it.statistics()).values()) for it in (one, other))
         assert found == pytest.approx(wanted, rel=1e-13, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(3, 4).t(),
+        torch.rand(6, 4)[::2, 1:],
+        torch.arange(6).expand(2, 6),
+        torch.tensor([True, False]),
+    ],
+)
+def test_borrowed_memory_is_that_of_the_tensor_which_keeps_its_size_to_itself(tensor: Tensor) -> None:
+    array = TorchTensors().borrowed(tensor)
+    assert array is not None
+    assert array.__array_interface__["data"][0] == tensor.data_ptr()
+    assert not array.flags.writeable
+    assert array.tolist() == tensor.tolist()
+    tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(3).bfloat16(), torch.rand(2, 3).to_sparse(), torch.rand(0), torch.rand(3, device="meta"),
+        torch.rand(3, dtype=torch.complex64).conj().imag,
+    ],
+)  # fmt: skip
+def test_memory_that_numpy_does_not_know_is_not_borrowed(tensor: Tensor) -> None:
+    assert TorchTensors().borrowed(tensor) is None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from amanda import interceptor
 from amanda.backend import Attributes
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -27,6 +28,8 @@ def run_map_op_by_op(attributes: Attributes) -> None:
 
     @functools.wraps(original)
     def run(fn: Callable[..., Any], *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # dynamo would trace what follows
+            return original(fn, *args)
         activation = interceptor.active()
         by_ops = activation is not None and not asks_for_graphs(activation.state)
         if getattr(fn, "__name__", "") != "run_flattened_map" or not by_ops:

@@ -86,6 +86,10 @@ FOR_GRAPHS = (
     "_ops.HigherOrderOperator",
     "_subclasses.fake_tensor.FakeTensor",
     "_subclasses.fake_tensor.FakeTensorMode",
+    "autograd.Variable._execution_engine.queue_callback",
+    "utils._pytree.keystr",
+    "utils._pytree.tree_flatten",
+    "utils._pytree.tree_flatten_with_path",
     "utils._pytree.tree_map",
     "utils._pytree.tree_map_only",
 )

@@ -219,6 +219,10 @@ class Tensors:
         """Return an array that shares the memory of a tensor; None where NumPy has no such array."""
         return x if isinstance(x, np.ndarray) else None
 
+    def borrowed(self, x: Any) -> NDArray[Any] | None:
+        """Return an array over a tensor's memory, to be read at once and not kept; None without one."""
+        return self.shared(x)
+
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
         """Return arrays that share the memory of the floating and complex tensors among values.
 

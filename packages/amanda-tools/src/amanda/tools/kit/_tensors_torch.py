@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
+"""Real element types that NumPy has too."""
+
+
+class _Borrowed:
+    """A tensor's memory as NumPy asks for it; Tensor.numpy() would forbid the storage to change its size."""
+
+    def __init__(self, x: Tensor, kind: np.dtype[Any]) -> None:
+        self._kept = x
+        self.__array_interface__ = {
+            "version": 3, "data": (x.data_ptr(), True), "shape": tuple(x.shape), "typestr": kind.str,
+            "strides": tuple(step * kind.itemsize for step in x.stride()),
+        }  # fmt: skip
+
+
 class TorchTensors(Tensors):
     """Tensors of PyTorch: what is computed stays on their device."""
 
@@ -97,6 +112,17 @@ class TorchTensors(Tensors):
 
         x = local(x)
         return 0 if x.layout is torch.strided or x.is_nested else x.numel() - numbers.numel()
+
+    def borrowed(self, x: Tensor) -> NDArray[Any] | None:
+        """Return an array over the memory of a plain tensor on the host."""
+        import torch
+
+        kind = str(x.dtype).removeprefix("torch.")
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or kind not in _NUMPY:
+            return None
+        if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
+            return None
+        return np.asarray(_Borrowed(x, np.dtype(kind)))
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
         """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""

@@ -54,7 +54,7 @@ class Accumulator:
     def add(self, tensor: Any) -> None:
         """Take the numbers of a tensor in."""
         tensors = tensors_of(tensor)
-        array = tensors.shared(tensor)
+        array = tensors.borrowed(tensor)
         if array is not None and array.dtype.kind in _REAL:
             self._add_array(array.reshape(-1))
             return
@@ -134,7 +134,7 @@ class Accumulator:
         small: list[tuple[Accumulator, Any]] = []
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
-            array = tensors_of(tensor).shared(tensor)
+            array = tensors_of(tensor).borrowed(tensor)
             if array is not None and array.dtype.kind in "iub" and array.size <= SMALL:
                 single = array.astype(np.float32)
                 array = single if np.array_equal(single, array) else array

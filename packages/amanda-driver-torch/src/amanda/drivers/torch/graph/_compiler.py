@@ -34,12 +34,19 @@ from ._reads import TorchReads
 from ._record import uninstrumented
 from ._rewrite import Rewriting
 from ._symbols import Symbols
+from ._whole import Whole
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 LIMIT = 1 << 16
 """Of compilations of one code object: scopes and tools come and go, and each model has its own graphs."""
+
+
+KEEPS = (
+    "it keeps values for tools' routines, so that its numbers may be rounded otherwise than without tools: "
+    "amanda.drivers.torch.graph.control compares them"
+)
 
 
 class Generation:
@@ -75,7 +82,7 @@ def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
         state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
         return otherwise(callback)
     found = _converter(state, callback)
-    if not found.backend.fresh:
+    if found.backend.apart:
         set_eval_frame_isolate_recompiles_id(found.backend.generation.region)
     return found
 
@@ -88,13 +95,13 @@ def _converter(state: State, callback: Any) -> Converter:
         generation = layer.rewrites[Generation] = Generation()
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
-        fresh = not _has_compiled(underlying(callback), sys._getframe(3).f_locals.get("fn"))
-        converters[state.autodiff] = Converter(callback, Backend(callback, state, generation, fresh))
+        apart = _has_compiled(underlying(callback), sys._getframe(3).f_locals.get("fn"))
+        converters[state.autodiff] = Converter(callback, Backend(callback, state, generation, apart))
     return converters[state.autodiff]
 
 
 def _has_compiled(backend: Any, function: Any) -> bool:
-    """Return True if the user's backend has compiled a callable before."""
+    """Return True if the user's backend has compiled a callable before, in a scope or outside."""
     entries = [entry for code in _codes(function) for entry in eval_frame._debug_get_cache_entry_list(code)]
     return any(_serves(entry.backend, backend) for entry in entries)
 
@@ -111,7 +118,7 @@ def _codes(function: Any) -> Iterator[CodeType]:
 
 def _serves(known: Any, backend: Any) -> bool:
     if isinstance(known, Backend):
-        return known.fresh and bool(known.original == backend)
+        return not known.apart and bool(known.original == backend)
     return bool(known == backend)
 
 
@@ -190,9 +197,8 @@ class Converter:
     def _tell(self, frame: Any) -> None:
         """Report that a compiled frame runs op by op."""
         failure = self._op_by_op[frame.f_code]
-        code = frame.f_code
         self.backend.state.report(
-            f"the compiled graph of {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}",
+            f"the compiled graph of {_named(frame.f_code)}",
             f"it runs op by op: {failure}",
             failure.where,
         )
@@ -201,16 +207,18 @@ class Converter:
 class Backend:
     """Instruments a graph, then has the user's backend compile it.
 
-    fresh: whether the user's own graph is compiled too, since it never was: outside of scopes dynamo takes
-    what was compiled here for what the user's backend compiled.
+    shared: whether the code serves outside of scopes too, where dynamo takes what was compiled here for what
+    the user's backend compiled: until a graph has routines in it.
+    apart: whether the code is in a region of dynamo's own.
     """
 
-    def __init__(self, callback: Any, state: State, generation: Generation, fresh: bool) -> None:
+    def __init__(self, callback: Any, state: State, generation: Generation, apart: bool) -> None:
         self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
         self.original = underlying(callback)
         self.state = state
         self.generation = generation
-        self.fresh = fresh
+        self.apart = apart
+        self.shared = not apart
         self.__name__ = "amanda"
         self._failures = threading.local()
 
@@ -218,9 +226,9 @@ class Backend:
         if self is other:
             return True
         if isinstance(other, Backend):
-            same = self.generation is other.generation and self.fresh == other.fresh
+            same = self.generation is other.generation and self.apart == other.apart
             return same and self.state.autodiff == other.state.autodiff and self.original == other.original
-        return self.fresh and instrumenting() is None and bool(self.original == other)
+        return self.shared and instrumenting() is None and bool(self.original == other)
 
     def __hash__(self) -> int:
         return hash(type(self))
@@ -243,29 +251,26 @@ class Backend:
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         program = Program(self.state)
+        whole = Whole(program) if _is_by_autograd(self.original) else None
         try:
-            instrumented = self._instrumented(module, inputs, program)
+            instrumented = self._instrumented(module, inputs, program, whole)
         except BaseException as error:
             self._failures.error = error
             raise
         users = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
         if instrumented is not None and not _is_torchs(users):
             program.report(*_altered(users, instrumented))
-        own = None
-        if instrumented is None or self.fresh:
-            try:
-                own = self._compile(module, inputs, **options)
-            except Exception as error:
-                if instrumented is None:
-                    raise
-                own = _raising(error)  # a tool may replace what cannot be compiled
-        compiled = own if instrumented is None else self._compile(instrumented, inputs, **options)
+        if instrumented is not None:
+            self.shared = False
+            if program.gathering and _name(self.original).startswith("inductor"):
+                program.report(f"compiled graph of {_named(_frame.code)}", KEEPS)
+        compiled = self._compile(module if instrumented is None else instrumented, inputs, **options)
         if program.traced:
             _guard_by_reads(program, self.generation.histories[_frame.code])
-        return _compiled(program, compiled, own)
+        return _compiled(program, compiled, whole)
 
     def _instrumented(
-        self, module: GraphModule, inputs: Sequence[Any], program: Program
+        self, module: GraphModule, inputs: Sequence[Any], program: Program, whole: Whole | None
     ) -> GraphModule | None:
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
         weights = ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in places]
@@ -277,24 +282,31 @@ class Backend:
         symbols = Symbols(module, inputs, [node.meta.get("example_value") for node in places], weights)
         rewriting = Rewriting(
             module, symbols, program, namespace(), _frame.prefix, _frame.instance,
-            history=self.generation.histories[_frame.code], path_of=_frame.path_of,
+            history=self.generation.histories[_frame.code], path_of=_frame.path_of, whole=whole,
         )  # fmt: skip
         return rewriting.rewritten()
-
-
-def _raising(error: Exception) -> Callable[..., Any]:
-    """Return a function that raises, for a graph that cannot be compiled and is not run."""
-
-    def run(*args: Any) -> Any:
-        raise error
-
-    return run
 
 
 def _is_torchs(backend: Any) -> bool:
     """Return True for a backend of torch's own, whose compilation of tools' routines is tested."""
     module = getattr(backend, "__module__", None) or type(backend).__module__
     return str(module).partition(".")[0] == "torch"
+
+
+def _is_by_autograd(backend: Any) -> bool:
+    """Return True for a backend of torch's own that compiles by AOTAutograd."""
+    own = _is_torchs(getattr(backend, "compiler_fn", backend))
+    return own and _name(backend).startswith(("inductor", "aot_", "cudagraphs"))
+
+
+def _name(backend: Any) -> str:
+    users = getattr(backend, "compiler_fn", backend)
+    return str(getattr(backend, "compiler_name", getattr(users, "__name__", "")))
+
+
+def _named(code: CodeType | None) -> str:
+    """Return the name of a function by its code."""
+    return str(getattr(code, "co_qualname", getattr(code, "co_name", "a function")))
 
 
 def _altered(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
@@ -336,17 +348,18 @@ def _guard_by_reads(program: Program, history: History) -> None:
     install_guard(GlobalStateSource().make_guard(guard))
 
 
-def _compiled(program: Program, instrumented: Any, own: Any) -> Callable[..., Any]:
-    """Return what a graph was compiled to: with routines in scopes, without outside of them."""
+def _compiled(program: Program, compiled: Callable[..., Any], whole: Whole | None) -> Callable[..., Any]:
+    """Return what dynamo calls for a graph: what it was compiled to; tools are told in scopes alone."""
 
     def run(*args: Any) -> Any:
         state = instrumenting()
-        if state is None and own is not None:
-            return own(*args)
-        if program.reports and state is not None:
-            for entry in program.reports:
-                state.report(*entry)
+        if state is None:
+            return compiled(*args)
+        for entry in program.reports:
+            state.report(*entry)
+        if whole:
+            return whole.run(compiled, args)
         with interceptor.Suspension():
-            return instrumented(*args)
+            return compiled(*args)
 
     return run

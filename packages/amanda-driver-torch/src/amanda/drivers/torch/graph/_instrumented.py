@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from amanda.backend import OpFacts
-from amanda.plan import Actions, Plan
+from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 
+from ._gathering import Gathering
 from ._held import Held
 from ._ops import TENSORS, Program
 from ._record import Replay, backward_nodes, filled, sequence
@@ -28,12 +29,12 @@ class BackwardSite(NamedTuple):
 
 
 class Step:
-    """A native op with its facts and its plan.
+    """A native op with its facts and its actions.
 
     backward: by the backward op's place among those of the op.
     """
 
-    def __init__(self, facts: OpFacts, plan: Plan) -> None:
+    def __init__(self, facts: OpFacts, plan: Actions) -> None:
         self.facts = facts
         self.plan = plan
         self.backward: dict[int, BackwardSite] = {}
@@ -144,3 +145,13 @@ class Leaf(Inlet):
 
         read.grad_fn.register_prehook(entering)
         return read
+
+
+class Last(Inlet):
+    """An output of the graph, before which observers that wait are called."""
+
+    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+        (output,) = values
+        if routines.token is not None:
+            Gathering.of(self.program, routines.token).hand_over(routines.token)
+        return output

@@ -66,6 +66,17 @@ class Making:
         for reader in readers:
             reader.replace_input_with(twin, made)
 
+    def end_with(self, inlet: Inlet) -> bool:
+        """Have something run last, on a value that the graph gives; False where the graph gives none."""
+        output = next(iter(reversed(self._module.graph.nodes)))
+        given = output.all_input_nodes[:1]
+        for one in given:
+            with self._module.graph.inserting_before(output):
+                made = self._call(inlet, [one])
+            made.meta = copy(one.meta)
+            output.replace_input_with(one, made)
+        return bool(given)
+
     def finished(self) -> GraphModule:
         """The copy."""
         self._module.graph.lint()

@@ -9,7 +9,10 @@ import torch
 from amanda.errors import AmandaError
 from torch.utils._pytree import tree_flatten
 
+from ._ops import TENSORS
+
 if TYPE_CHECKING:
+    from amanda.backend import Action
     from torch.fx import Node
 
     from ._instrumented import Step
@@ -45,9 +48,24 @@ def check_views(ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]) -
         if changed is not None and made < order[at] and _seen_later(ran, order, memory, written, order[at]):
             raise SharedMemory(f"{_name(at)} writes into", changed.facts.source)
     for memory, (_, step) in first.items():
-        outside = [node for node, one in ran.items() if memory in _memories(one.value) and _is_outside(node)]
+        outside = [node for node, one in ran.items() if memory in _memories(one.value) and is_outside(node)]
         if len(outside) > 1:
             raise SharedMemory("the graph is given, or gives, more than one value in", step.facts.source)
+
+
+def seen_and_written(
+    ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]
+) -> Iterator[tuple[int, Action]]:
+    """Yield ids of ops, and observers there, whose values lie in memory into which the graph writes."""
+    written = {memory for _, _, memory in _writes(ran)}
+    for node, each in steps.items() if written else ():
+        for call, step in zip(ran[node].calls, each, strict=True):
+            for action in step.plan.inserted:
+                values = TENSORS.flatten(call.outputs)[0] if action.type.is_after else call.call.inputs
+                if action.select is not None:
+                    values = [one for i, one in enumerate(values) if i in action.select]
+                if not written.isdisjoint(_memories(values)):
+                    yield step.facts.op_id, action
 
 
 def _changed_views(
@@ -88,7 +106,7 @@ def _seen_later(
     return False
 
 
-def _is_outside(node: Node) -> bool:
+def is_outside(node: Node) -> bool:
     """Return whether a value is an input or an output of the graph."""
     return node.op in ("placeholder", "get_attr") or any(user.op == "output" for user in node.users)
 

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, Execution, Insertion, OpFacts, State
+from amanda.backend import Action, Execution, OpFacts, State
 from amanda.errors import AmandaError
 from amanda.graph import Table
 from torch._higher_order_ops.effects import _register_effectful_op
@@ -61,6 +61,9 @@ class Program:
     state: in force when it was made.  every: whether routines are called outside of the tools' scopes too.
     traced: traceable routines, with the tensors that they hold.  reads: what else they read.
     called_as_python: those that cannot be traced: at which op, and why.
+    gathering: whether a compiler traces the graph to its end, so that observers may wait for that.
+    in_turn: ids of tools that insert other routines than observers, and so see ops in order.
+    at_once: ids of ops, and observers there, that see memory into which the graph writes.
     """
 
     _numbers = count(1)
@@ -76,14 +79,23 @@ class Program:
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
+        self.gathering = False
+        self.in_turn: set[int] = set()
+        self.at_once: set[tuple[int, Action]] = set()
         self.living[self.number] = self
 
-    def slot(self, key: Hashable, make: Callable[[], Insertion]) -> int:
+    def slot(self, key: Hashable, make: Callable[[], Any]) -> int:
         """The slot of what is called at a place, made when it is first asked for."""
         if key not in self._slots:
             slot = self._slots[key] = len(self.table)
             self.table[slot] = make()
         return self._slots[key]
+
+    def gathers(self, action: Action, facts: OpFacts) -> bool:
+        """Return True for an observer that may be called with others, later than its op."""
+        if not self.gathering or id(action.tool) in self.in_turn:
+            return False
+        return (facts.op_id, action) not in self.at_once
 
     def report(self, what: str, reason: str, where: str = "") -> None:
         """Note what cannot be instrumented, for the scopes' reports."""

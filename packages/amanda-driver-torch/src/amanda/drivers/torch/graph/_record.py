@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -232,7 +234,9 @@ def _ran(node: Node, module: GraphModule, ran: Mapping[Node, Ran]) -> Ran:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: ran[one].value)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         one = Ran(node, node.meta.get("example_value", node.meta.get("val")), [])
-        one.obstacle = "ops inside of a higher-order op are not instrumented"
+        inside = _inside(node, module)
+        told = ": " + ", ".join(f"{count} {name}" for name, count in inside.items()) if inside else ""
+        one.obstacle = f"ops inside of a higher-order op are not instrumented{told}"
         return one
     if _reads_number(node, args):
         return Ran(node, called(node, module)(*args, **kwargs), [])
@@ -254,6 +258,20 @@ def _ran(node: Node, module: GraphModule, ran: Mapping[Node, Ran]) -> Ran:
         except Unresolved as error:
             one.obstacle = f"it computes a size that is not known beforehand ({error})"
     return one
+
+
+def _inside(node: Node, module: GraphModule) -> Counter[str]:
+    """Ops of the graphs that a higher-order op is given, and of those in them, by name."""
+    found: Counter[str] = Counter()
+    for given in node.all_input_nodes:
+        body = getattr(module, str(given.target), None) if given.op == "get_attr" else None
+        if isinstance(body, torch.fx.GraphModule):
+            for own in body.graph.nodes:
+                if isinstance(own.target, torch._ops.HigherOrderOperator):
+                    found += _inside(own, body)
+                elif own.op.startswith("call_") and own.target is not getitem:
+                    found[getattr(own.target, "__name__", str(own.target))] += 1
+    return found
 
 
 def _reads_number(node: Node, args: Sequence[Any]) -> bool:

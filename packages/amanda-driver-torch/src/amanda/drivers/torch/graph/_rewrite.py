@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import ActionError
+from torch.utils._pytree import tree_flatten
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import Paths, part_of
-from ._instrumented import BackwardSite, Inlet, Instrumented, Leaf, Step
+from ._gathering import can_wait
+from ._instrumented import BackwardSite, Inlet, Instrumented, Last, Leaf, Step
 from ._making import Making
-from ._memory import check_views
+from ._memory import check_views, is_outside, seen_and_written
 from ._ops import TENSORS, Program
 from ._places import scope_of, source_of
 from ._record import NativeCall, Ran, run, uninstrumented
@@ -23,9 +25,12 @@ from ._symbols import Symbols
 from ._trials import Trials
 
 if TYPE_CHECKING:
+    from amanda.backend import Action
     from amanda.graph import History
     from amanda.plan import Actions
     from torch.fx import GraphModule, Node
+
+    from ._whole import Whole
 
 
 class Rewriting:
@@ -35,6 +40,7 @@ class Rewriting:
     the graph is of.  instance: what tells the graph's ops from those of another model with the same code.
     path_of: what tells paths of parameters in the model; by default it is the graph's module.
     analysis: of the ops; by default one of the program's state.  history: of what routines have read.
+    whole: takes the observers that are called when the graph has run; None where the graph calls all.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class Rewriting:
         analysis: GraphAnalysis | None = None,
         history: History | None = None,
         path_of: Paths | None = None,
+        whole: Whole | None = None,
     ) -> None:
         self.module = module
         self.symbols = symbols
@@ -56,6 +63,8 @@ class Rewriting:
         self._prefix = prefix
         self._instance = instance
         self._path_of = path_of or Paths([module])
+        self._whole = whole
+        self._reached: set[int] | None = None
         self._analysis = GraphAnalysis(program.state, TENSORS) if analysis is None else analysis
         self._routines = Routines(program, None)
         self._occurrences: Counter[int] = Counter()
@@ -75,6 +84,7 @@ class Rewriting:
                 for one in ran.values():
                     self._analyse(one)
                 if any(layer.wants_backward for layer in self._analysis.layer.chain):
+                    self._reached = _reached(ran)
                     for one in reversed(ran.values()):
                         self._analyse_backward(one)
                 check_views(ran, self._steps)
@@ -108,7 +118,9 @@ class Rewriting:
                     "PyTorch do not hand on: replace one op alone, or run op by op"
                 )
                 raise facts.explain(error, plan.replace)
-            self._steps[node].append(Step(facts, plan))
+            self._steps[node].append(
+                Step(facts, plan if self._whole is None else self._whole.take(plan, facts))
+            )
 
     def _facts(self, node: Node, call: NativeCall) -> OpFacts:
         scope, source = scope_of(node, self._prefix), source_of(node)
@@ -140,7 +152,7 @@ class Rewriting:
             for node, place in call.nodes:
                 with self.symbols.mode():
                     entering, leaving = _gradients(node)
-                plan, facts = self._plan(step.facts, type(node), place, entering, leaving)
+                plan, facts = self._plan(step.facts, node, place, entering, leaving)
                 if plan:
                     step.backward[place] = BackwardSite(facts, plan)
             for leaf in call.leaves:
@@ -149,7 +161,7 @@ class Rewriting:
                     place = self._leaf_place(leaf)
                     with self.symbols.mode():
                         entering = [_like(leaf)]
-                    plan, facts = self._plan(step.facts, AccumulateGrad, place, entering, [])
+                    plan, facts = self._plan(step.facts, leaf, place, entering, [])
                     if plan:
                         self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
@@ -161,12 +173,17 @@ class Rewriting:
         return 2 * LEAF_PLACE + self._others - 1
 
     def _plan(
-        self, forward: OpFacts, kind: type, place: int, entering: list[Any], leaving: list[Any]
+        self, forward: OpFacts, node: Any, place: int, entering: list[Any], leaving: list[Any]
     ) -> tuple[Actions, OpFacts]:
+        """Return the actions of a backward op; node: of autograd, or the leaf whose gradient is stored."""
+        kind = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
         identity = forward.backward_id(kind.__name__, place)
         facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
         facts.grad_outputs = entering
-        return self._analysis.backward(facts, leaving), facts
+        plan = self._analysis.backward(facts, leaving)
+        if self._whole is not None:
+            plan = self._whole.take(plan, facts, self._reached is None or id(node) in self._reached)
+        return plan, facts
 
     def _made(self, ran: dict[Node, Ran], changed: dict[Node, list[Step]]) -> GraphModule:
         inlets: dict[Node, Inlet] = {}
@@ -181,23 +198,50 @@ class Rewriting:
             if site is not None:
                 leaves[node] = Leaf(node.name, self.program, site)
                 self._trials.backward(leaves[node], site)
-        making = Making(self.module, self.program, self._calls_python(changed.values()))
+        actions = self._actions(changed.values())
+        calls_python = not all(self._routines.inlines(action) for action in actions)
+        making = Making(self.module, self.program, calls_python)
         for node, inlet in inlets.items():
             making.replace(node, inlet, list(ran[node].held))
         for node, inlet in leaves.items():
             making.read_through(node, inlet)
+        if calls_python and self._whole is not None:
+            self.program.gathering = making.end_with(Last("outputs", self.program))
+            self.program.in_turn.update(id(action.tool) for action in actions if not can_wait(action))
+            self.program.at_once.update(seen_and_written(ran, changed))
         for one in ran.values():
             one.calls.clear()
             if one.replay is not None:
                 one.replay.forget_symbols()
         return making.finished()
 
-    def _calls_python(self, changed: Iterable[Sequence[Step]]) -> bool:
+    def _actions(self, changed: Iterable[Sequence[Step]]) -> list[Action]:
+        """Return the actions that are left for the graph."""
         steps = [step for each in changed for step in each]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
-        actions = [action for site in sites for action in site.plan.all]
-        actions += [action for step in steps for action in step.plan.all]
-        return not all(self._routines.inlines(action) for action in actions)
+        plans = [site.plan for site in sites] + [step.plan for step in steps]
+        return [action for plan in plans for action in plan.all]
+
+
+def _reached(ran: Mapping[Node, Ran]) -> set[int] | None:
+    """Ids of autograd's nodes, and of the leaves, that the graph's outputs and written inputs lead to.
+
+    None where a higher-order op hides the way.
+    """
+    if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in ran):
+        return None
+    outside = [one.value for node, one in ran.items() if is_outside(node)]
+    made = [one for one in tree_flatten(outside)[0] if isinstance(one, torch.Tensor)]
+    waiting: list[Any] = [one.grad_fn for one in made if one.grad_fn is not None]
+    found: dict[int, Any] = {id(one): one for one in made if one.requires_grad and one.is_leaf}
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            if type(node) is AccumulateGrad:
+                found[id(node.variable)] = node.variable
+            waiting += [child for child, _ in node.next_functions if child is not None]
+    return set(found)
 
 
 def _gradients(node: Any) -> tuple[list[Any], list[Any]]:

@@ -12,6 +12,7 @@ from amanda.backend import Action, OpFacts
 from amanda.plan import Actions, run_replacement, run_routine
 
 from ._called import Called, CalledForGradients, CalledInstead, Values, cloned, gradients_of
+from ._gathering import Gathering
 from ._ops import Program, custom_ops, tensors
 from ._record import uninstrumented
 
@@ -134,6 +135,10 @@ class Routines:
             values = Values(given)
             gives = () if action.observer else values.given
             slot = self._slot(action, facts, values, lambda: Called(action, facts, values, gives))
+            if self.program.gathers(action, facts) and self.token is not None:
+                waiting = Gathering.of(self.program, self.token)
+                waiting.add(self.token, slot, values, action.type.is_backward)
+                return None
             likes = list(values.tensors) if gives else []
             if taped:
                 results = self._taped(slot, values, likes)

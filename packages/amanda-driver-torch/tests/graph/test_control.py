@@ -1,0 +1,110 @@
+"""The control of observed compiled code compares numbers to the bit, and puts the model back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import amanda
+from amanda.drivers.torch.graph import Control, control
+
+
+class Added(amanda.Tool):
+    """Sees what linear ops give, and adds something to it."""
+
+    def __init__(self, more: float) -> None:
+        self.more, self.seen = more, 0
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            context.insert_after_op(self.add if self.more else self.see)
+
+    def add(self, output: torch.Tensor) -> torch.Tensor:
+        return output + self.more
+
+    @amanda.observer
+    def see(self, output: torch.Tensor) -> None:
+        self.seen += output.numel()
+
+
+def controlled(tool: amanda.Tool, noisy: bool = False) -> tuple[Control, bool]:
+    """Control a step of a model with dropout; whether model and generator are as they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    compiled, x, runs = torch.compile(model, backend="aot_eager"), torch.rand(8, 4), [0]
+
+    def step() -> dict[str, torch.Tensor]:
+        runs[0] += noisy
+        output = compiled(x)
+        output.sum().backward()
+        return {"logits": output * (1 + runs[0])}
+
+    before = [one.clone() for one in model.state_dict().values()], torch.get_rng_state()
+    found = control(step, model, tool)
+    same = all(map(torch.equal, before[0], model.state_dict().values()))
+    same = same and torch.equal(before[1], torch.get_rng_state())
+    return found, same and all(one.grad is None for one in model.parameters())
+
+
+def test_an_observed_step_has_the_numbers_of_the_unobserved_one() -> None:
+    tool = Added(0)
+    found, is_restored = controlled(tool)
+    assert found
+    assert is_restored
+    assert found.compared == 1 + 2 * 6 + 3
+    assert str(found) == "16 tensors are those of the unobserved run, to the bit"
+    assert tool.seen == 8 * 4 + 8 * 2
+
+
+def test_a_step_that_a_tool_changes_is_told_apart() -> None:
+    found, is_restored = controlled(Added(1.0))
+    assert not found
+    assert is_restored
+    assert found.noise == []
+    assert ("output['logits']", 1.0) in [(name, round(most, 6)) for name, most in found.differences]
+    assert "two unobserved runs are equal to the bit" in str(found)
+
+
+def test_a_step_that_does_not_repeat_itself_is_told() -> None:
+    found, _ = controlled(Added(0), noisy=True)
+    assert [one.name for one in found.noise] == ["output['logits']"]
+    assert str(found).endswith("two unobserved runs differ in 1")
+
+
+@pytest.mark.parametrize("other", [torch.tensor([1.0, -0.0]), torch.tensor([1.0])])
+def test_bits_and_shapes_are_compared(other: torch.Tensor) -> None:
+    made = iter([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), other])
+    found = control(lambda: next(made), nn.Identity(), amanda.Tool())
+    assert [one.name for one in found.differences] == ["output"]
+
+
+class Counted(amanda.Tool):
+    """Counts ops, and sees no value."""
+
+    def __init__(self) -> None:
+        self.calls = amanda.Tally()
+        self.add_inst_for_op(lambda context: context.insert_after_op(self.calls, outputs=[]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of inductor's own imports
+@pytest.mark.parametrize(("make", "is_told"), [(Counted, False), (lambda: Added(0), True)])
+def test_inductor_keeps_values_for_observers_alone_and_the_report_says_so(
+    make: Callable[[], amanda.Tool], is_told: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    compiled, x = torch.compile(model), torch.rand(8, 4)
+
+    def step() -> torch.Tensor:
+        output: torch.Tensor = compiled(x)
+        output.sum().backward()
+        return output
+
+    assert is_told or control(step, model, make())
+    with amanda.apply(make(), compiled="instrument") as scope:
+        step()
+    told = [one for one in scope.report if one.what.startswith("compiled graph of ")]
+    assert [("control compares them" in one.reason) for one in told] == [True] * is_told
