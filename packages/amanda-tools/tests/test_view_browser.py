@@ -46,14 +46,14 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     wrong: list[str] = []
     pages = []
 
-    def show(*contents: dict[str, Any], refusals: bool = False, **options: Any) -> Page:
+    def show(*contents: dict[str, Any], refusals: bool = False, width: int = 1280, **options: Any) -> Page:
         given = []
         for i, content in enumerate(contents):
             given.append(tmp_path / f"{i}.json")
             given[-1].write_text(json.dumps(content))
         target = tmp_path / "page.html"
         target.write_text(to_page(*given))
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, **options)
+        page = browser.new_page(viewport={"width": width, "height": 800}, **options)
         pages.append(page)
         page.set_default_timeout(15_000)
         if not refusals:
@@ -76,6 +76,27 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
 @pytest.fixture(scope="module")
 def small() -> dict[str, Any]:
     return transformer(layers=2)
+
+
+def diff_of(trace: dict[str, Any], first: int) -> dict[str, Any]:
+    """A file of `amanda.diff` whose forward pass diverges from op `first` on."""
+    rows = [
+        {**{key: op[key] for key in ("phase", "type", "module", "source")}, "in b": "", "execution": 1,
+         "relative error": 0.0 if i < first else "inf" if i == first + 10 else 1e-9 * i, "cosine": None,
+         "largest": 0.5, "tolerance": 1e-4, "verdict": "same" if i < first else "different"}
+        for i, op in enumerate(op for op in trace["ops"] if op["phase"] == "forward")
+    ]  # fmt: skip
+    found = {"forward": first, "backward": None}
+    return {"schema": "amanda.diff", "version": 1, "title": "a, b", "first": found, "rows": rows}
+
+
+def timeline_of(trace: dict[str, Any]) -> dict[str, Any]:
+    """A Chrome trace with an event of 90 microseconds for each op."""
+    return {"traceEvents": [
+        {"ph": "X", "name": op["type"], "ts": 100 * op["index"], "dur": 90, "pid": 1, "tid": 1,
+         "args": {"id": op["id"], "phase": op["phase"]}}
+        for op in trace["ops"]
+    ]}  # fmt: skip
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -252,12 +273,7 @@ def test_search_takes_fields_and_stars(show: Open, small: dict[str, Any]) -> Non
 
 
 def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any]) -> None:
-    timeline = {"traceEvents": [
-        {"ph": "X", "name": op["type"], "ts": 100 * op["index"], "dur": 90, "pid": 1, "tid": 1,
-         "args": {"id": op["id"], "phase": op["phase"]}}
-        for op in small["ops"]
-    ]}  # fmt: skip
-    page = show(small, flops_of(small), timeline)
+    page = show(small, flops_of(small), timeline_of(small))
     op = next(op for op in small["ops"] if op["type"] == "scaled_dot_product_attention")
     page.locator(f"#table .line[data-row='{op['index']}']").click()
     selected(page, op["type"])
@@ -357,14 +373,7 @@ def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str,
 
 def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, Any]) -> None:
     forward = [op for op in small["ops"] if op["phase"] == "forward"]
-    rows = [
-        {**{key: op[key] for key in ("phase", "type", "module", "source")}, "in b": "", "execution": 1,
-         "relative error": 0.0 if i < 20 else "inf" if i == 30 else 1e-9 * i, "cosine": None, "largest": 0.5,
-         "tolerance": 1e-4, "verdict": "same" if i < 20 else "different"}
-        for i, op in enumerate(forward)
-    ]  # fmt: skip
-    first = {"forward": 20, "backward": None}
-    page = show(small, {"schema": "amanda.diff", "version": 1, "title": "a, b", "first": first, "rows": rows})
+    page = show(diff_of(small, first=20))
     page.get_by_role("tab", name="Diff").click()
     verdict = page.locator(".verdict")
     assert verdict.inner_text().startswith(f"First divergence, forward: {forward[20]['type']} in ")
@@ -505,6 +514,39 @@ def test_it_is_legible_in_light_and_dark(show: Open, small: dict[str, Any], sche
     for other in ("light", "dark"):
         page.click("#theme")
         assert (luminance(page, "#modules", "backgroundColor") < 0.05) == (other == "dark")
+
+
+OUTSIDE = """() => [...document.querySelectorAll("body *")].filter((one) => {
+    const box = one.getBoundingClientRect();
+    const clips = one.parentElement.closest("#view, #table, .tabs, .bar, #head, .verdict, .scroll, body");
+    if (!box.width || one.closest("svg *") || clips.matches(".scroll")) return false;
+    const around = clips.getBoundingClientRect();
+    return box.left < Math.max(0, around.left) - 1 || box.right > Math.min(innerWidth, around.right) + 1;
+}).map((one) => one.outerHTML.slice(0, 200))"""
+"""Elements that are cut off at the left or the right, or that reach out of what holds them."""
+
+
+@pytest.mark.parametrize("width", [400, 800, 1280])
+def test_nothing_is_cut_off_at_any_width(show: Open, small: dict[str, Any], width: int) -> None:
+    page = show(small, flops_of(small), timeline_of(small), diff_of(small, first=20), width=width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    for name in ("Graph", "Timeline", "Diff"):
+        page.get_by_role("tab", name=name, exact=True).click()
+        page.wait_for_timeout(60)
+        assert page.evaluate(OUTSIDE) == []
+        assert page.locator("#view").bounding_box()["height"] > 150  # type: ignore[index]
+    page.fill("#query", "type:linear")
+    found(page, "26 of")
+    assert page.evaluate(OUTSIDE) == []
+
+
+def test_links_lead_to_the_parts_of_a_narrow_page(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, width=400)
+    for name, part in (("Details", "#details"), ("Tables", "#lower"), ("Views", "#upper")):
+        page.get_by_role("link", name=name).click()
+        top = page.locator(part).bounding_box()["y"]  # type: ignore[index]
+        assert 0 < top < 100
+        assert page.get_by_role("link", name=name).is_visible()
 
 
 def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> None:
