@@ -360,6 +360,16 @@ def test_a_table_with_several_rows_for_an_op_stays_apart(show: Open, small: dict
     found(page, "1 of")
 
 
+def test_a_page_opens_at_the_table_that_says_something(show: Open, small: dict[str, Any]) -> None:
+    rows = [{**op, "tensor": name} for op in small["ops"][:3] for name in ("input", "output")]
+    page = show({"schema": "amanda.stats", "version": 1, "title": "Statistics", "rows": rows})
+    shown = page.locator("#tables [aria-selected=true]")
+    assert shown.inner_text() == "Statistics"
+    costs = flops_of(small)
+    page = show({**costs, "rows": costs["rows"][:3]})
+    assert page.locator("#tables [aria-selected=true]").inner_text() == "Ops"
+
+
 def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str, Any]) -> None:
     before, after = flops_of(small), flops_of(small)
     after["rows"][7]["FLOPs"] += 4_000_000
@@ -371,10 +381,22 @@ def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str,
     until(lambda: node(page, "head").locator(".value").inner_text() == "0")
 
 
-def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, Any]) -> None:
+def test_a_diff_opens_at_the_first_divergence(show: Open, small: dict[str, Any]) -> None:
     forward = [op for op in small["ops"] if op["phase"] == "forward"]
-    page = show(diff_of(small, first=20))
-    page.get_by_role("tab", name="Diff").click()
+    page = show(small, diff_of(small, first=20))
+    assert page.get_by_role("tab", name="Diff", exact=True).get_attribute("aria-selected") == "true"
+    selected(page, forward[20]["type"])
+    assert "the first to differ between the runs" in page.inner_text("#facts")
+    assert page.locator("#table .line.selected").count() == 1
+    page.get_by_role("tab", name="Graph").click()
+    drawn = page.locator(".graph .node.selected")
+    assert forward[20]["type"] in (drawn.locator(".title").text_content() or "")
+    place, room = drawn.bounding_box(), page.locator(".graph").bounding_box()
+    assert place is not None
+    assert room is not None
+    assert room["y"] < place["y"] < room["y"] + room["height"] - place["height"]
+    page.keyboard.press("Escape")
+    page.get_by_role("tab", name="Diff", exact=True).click()
     verdict = page.locator(".verdict")
     assert verdict.inner_text().startswith(f"First divergence, forward: {forward[20]['type']} in ")
     plot = page.locator("canvas.diff")
@@ -385,7 +407,6 @@ def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, 
     verdict.locator("button").click()
     selected(page, forward[20]["type"])
     assert page.locator("#tree .row.selected .flag").count() == 1
-    assert "differs between the runs" in page.inner_text("#facts")
     page.keyboard.press("Tab")
     plot.focus()
     page.keyboard.press("ArrowLeft")

@@ -24,14 +24,17 @@ class DiffView extends Chart {
 
   parts() {
     this.canvas.classList.add("diff");
-    return [h("div", { class: "verdict" }, this.firsts()), h("div", { class: "plot" }, this.canvas, this.tip)];
+    return [h("div", { class: "verdict" }, this.links()), h("div", { class: "plot" }, this.canvas, this.tip)];
   }
 
-  // The first divergence of each pass, as links.
-  firsts() {
-    const found = Object.entries(this.table.first || {}).filter(([, row]) => Number.isInteger(row) && row < this.names.length);
-    if (!found.length) return [h("span", {}, "No op diverges")];
-    return found.map(([phase, row]) => h("span", {}, h("span", { class: "soft" }, `First divergence, ${phase}: `),
+  // The row of the first divergence of each pass that has one.
+  get firsts() {
+    return Object.entries(this.table.first || {}).filter(([, row]) => Number.isInteger(row) && row < this.names.length);
+  }
+
+  links() {
+    if (!this.firsts.length) return [h("span", {}, "No op diverges")];
+    return this.firsts.map(([phase, row]) => h("span", {}, h("span", { class: "soft" }, `First divergence, ${phase}: `),
       h("button", { type: "button", class: "link inline", onclick: () => this.pick(row) }, this.name(row)),
       ` relative error ${written(this.errors[row])}`));
   }

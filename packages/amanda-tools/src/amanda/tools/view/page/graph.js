@@ -40,6 +40,7 @@ class Graph {
     if (this.placed) this.move();
     else this.fit();
     this.placed = true;
+    this.bringSelection();
   }
 
   hide() {
@@ -221,8 +222,12 @@ class Graph {
     }
     if (!this.shown) return;
     this.mark();
-    const [place] = this.placesOf(selection);
-    if (place && !this.still) this.bring(place);
+    if (!this.still) this.bringSelection();
+  }
+
+  bringSelection() {
+    const [place] = this.placesOf(this.model.selection);
+    if (place) this.bring(place);
   }
 
   // Something of the graph is in sight.

@@ -236,11 +236,13 @@ class Model {
     this.flags = new Map();
     for (const table of this.tables) {
       const verdict = table.columns.findIndex((column) => column.name === "verdict");
-      const told = { "amanda.nan": () => "makes NaN or Inf", "amanda.diff": (row) => (row[verdict] === "different" ? "differs between the runs" : null) }[table.schema];
+      const first = Object.values(table.first || {});
+      const differs = (place) => (first.includes(place) ? "the first to differ between the runs" : "differs between the runs");
+      const told = { "amanda.nan": () => "makes NaN or Inf", "amanda.diff": (row, place) => (row[verdict] === "different" ? differs(place) : null) }[table.schema];
       if (!told || !table.ops) continue;
       table.rows.forEach((row, place) => {
-        const what = told(row);
-        if (what) for (const op of table.ops[place]) this.flags.set(op, what);
+        const what = told(row, place);
+        if (what) for (const op of table.ops[place]) if (!this.flags.has(op)) this.flags.set(op, what);
       });
     }
     for (const op of this.flags.keys()) for (let node = this.nodeOf[op]; node; node = node.parent) node.flagged += 1;
