@@ -196,6 +196,28 @@ def test_the_graph_has_an_edge_for_each_tensor_between_what_is_drawn(show: Open)
     assert page.locator(".graph .edge").count() == 4
 
 
+def test_ops_of_one_name_in_one_module_can_be_told_apart(show: Open) -> None:
+    trace = Trace()
+    q, k, v = (trace.tensor([2, 16, 8], "input", name=name) for name in "qkv")
+    scores = trace.op("matmul", "attention", 1, [q, k], [2, 16, 16])
+    probabilities = trace.op("softmax", "attention", 1, [scores], [2, 16, 16])
+    x = trace.op("matmul", "attention", 1, [probabilities, v], [2, 16, 8])
+    for name in ("TBackward0", "TransposeBackward0"):
+        x = trace.op("transpose", "attention", 1, [x], [2, 16, 8])
+        trace.ops[-1]["name"] = name
+    page = show(trace.content())
+    names = ["matmul 1", "softmax", "matmul 2", "transpose 1", "transpose 2"]
+    assert tree_names(page) == ["attention", *names]
+    assert set(names) <= set(titles(page))
+    for name in ("transpose 1 TBackward0", "transpose 2 TransposeBackward0"):
+        assert page.locator(f".graph .node[aria-label='{name}']").count() == 1
+    page.locator("#table .line[data-row='0']").click()
+    assert page.inner_text("#facts h3") == "matmul 1"
+    page.locator("#facts .tensors .link", has_text="softmax").click()
+    assert page.locator("#facts .tensors .link").all_inner_texts()[-1].startswith("matmul 2")
+    assert page.locator(".graph .node[aria-label^='matmul 2']").count() == 1
+
+
 def test_a_module_that_is_called_again_is_drawn_for_each_call(show: Open) -> None:
     trace = Trace()
     x = trace.tensor([2], "input", name="x")
@@ -285,7 +307,7 @@ def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any])
     assert f"{op['index'] % 97} k" in facts  # its FLOPs
     assert "scaled_dot_product_attention_backward" in facts
     page.locator("#facts .tensors .link", has_text="transpose").first.click()
-    selected(page, "transpose")
+    selected(page, "transpose 1")
     page.locator("#views button", has_text="Timeline").click()
     said = page.get_attribute(".timeline", "aria-label") or ""
     assert "selected: transpose, 90 µs" in said
@@ -320,7 +342,7 @@ def test_a_column_sorts_down_up_and_back(show: Open, small: dict[str, Any]) -> N
     assert shown == sorted(shown)
     page.focus("#table .grid")
     page.keyboard.press("ArrowDown")
-    selected(page, shown[0])
+    selected(page, f"{shown[0]} 1")
 
 
 def test_totals_are_of_the_rows_that_are_left(show: Open, small: dict[str, Any]) -> None:

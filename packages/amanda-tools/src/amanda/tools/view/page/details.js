@@ -25,7 +25,7 @@ class Details {
   link(op) {
     const { model } = this;
     return h("button", { type: "button", class: "link", onclick: () => model.selectOp(op), title: `${model.ops.module[op]}\n${model.ops.source[op]}` },
-      h("span", { class: `dot ${kindClass(model.kinds[op])}${model.ops.phase[op] === "forward" ? "" : " hollow"}` }), model.label(op),
+      h("span", { class: `dot ${kindClass(model.kinds[op])}${model.ops.phase[op] === "forward" ? "" : " hollow"}` }), model.called(op),
       h("span", { class: "soft" }, ` ${ending(model.ops.module[op], 22)}`));
   }
 
@@ -45,7 +45,7 @@ class Details {
     const forward = at("forward");
     const backwards = model.backwards.get(op) || [];
     return [
-      h("h3", {}, h("span", { class: `dot ${kindClass(model.kinds[op])}${ops.phase[op] === "forward" ? "" : " hollow"}` }), model.label(op)),
+      h("h3", {}, h("span", { class: `dot ${kindClass(model.kinds[op])}${ops.phase[op] === "forward" ? "" : " hollow"}` }), model.called(op)),
       model.flags.has(op) ? h("p", { class: "flagged" }, h("span", { class: "flag" }, "!"), ` ${model.flags.get(op)}`) : null,
       this.list([["phase", ops.phase[op]], ["name", at("name") === ops.type[op] ? "" : at("name"), true], ["module", this.modules(op)],
         ["source", ops.source[op], true], ["op", model.content.graph ? String(op) : ""], ["id", at("id"), true],

@@ -17,7 +17,12 @@ class DiffView extends Chart {
     this.tolerances = column("tolerance").map((value) => (value === null ? null : Number(value)));
     this.verdicts = column("verdict");
     this.phases = column("phase");
-    this.names = column("type").map((type, row) => [type, column("module")[row]]);
+    const types = column("type");
+    const modules = column("module");
+    this.names = types.map((type, row) => {
+      const ops = table.ops ? table.ops[row] : [];
+      return [ops.length === 1 ? model.called(ops[0]) : String(type), modules[row]];
+    });
     this.low = FLOOR;
     this.top = this.errors.reduce((top, error) => (Number.isFinite(error) && error > 0 ? Math.max(top, Math.ceil(Math.log10(error))) : top), 1);
   }
@@ -41,7 +46,7 @@ class DiffView extends Chart {
 
   name(row) {
     const [type, module] = this.names[row];
-    return module ? `${type} in ${module}` : String(type);
+    return module ? `${type} in ${module}` : type;
   }
 
   follow() {

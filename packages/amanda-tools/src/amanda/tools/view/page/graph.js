@@ -159,7 +159,7 @@ class Graph {
   tip(item) {
     if (!item.node) return `${item.title}\n${item.sub}`;
     const { model } = this;
-    if (item.node.isOp) return `${model.label(item.node.op)} (${item.phase})\n${model.ops.module[item.node.op]}\n${model.ops.source[item.node.op]}`;
+    if (item.node.isOp) return `${model.called(item.node.op)} (${item.phase})\n${model.ops.module[item.node.op]}\n${model.ops.source[item.node.op]}`;
     return `${item.node.path ?? item.node.name} (${item.phase})\n${plural(item.part.ops.length, "op")}`;
   }
 

@@ -332,8 +332,8 @@ class Layout {
     const { node, phase, ops } = part;
     if (ops.length === 1) {  // a module that does one op is drawn as this op
       const own = model.nodeOf[ops[0]];
-      const title = beginning(model.label(ops[0]), 30);
-      const sub = node.isOp ? "" : ending(own.parent.name, 30);
+      const title = beginning(model.called(ops[0]), 30);
+      const sub = node.isOp ? beginning(model.natives.get(ops[0]) || "", 30) : ending(own.parent.name, 30);
       return { part, node: own, phase, title, sub, w: Math.max(this.width(title, true), this.width(sub)) + 26, h: sub ? 36 : 25 };
     }
     if (this.isOpen(part)) {

@@ -61,13 +61,13 @@ class Tree {
       role: "treeitem", id: `tree-${node.id}`, "data-id": node.id,
       "aria-level": node.depth, "aria-posinset": node.place, "aria-setsize": node.parent.children.length,
       "aria-expanded": inner ? String(model.isOpen(node)) : null, "aria-selected": String(node === model.selection),
-      title: inner ? node.path ?? node.name : `${model.label(node.op)} · ${model.ops.source[node.op]}`,
+      title: inner ? node.path ?? node.name : `${model.called(node.op)} · ${model.ops.source[node.op]}`,
     },
     inner ? h("span", { class: `chevron${model.isOpen(node) ? " open" : ""}`, "aria-hidden": "true" })
       : h("span", { class: `dot ${kindClass(model.kinds[node.op])}${phase === "forward" ? "" : " hollow"}`, "aria-hidden": "true" }),
-    h("span", { class: "name" }, inner ? node.name : model.label(node.op)),
+    h("span", { class: "name" }, inner ? node.name : model.called(node.op)),
     node.flagged ? h("span", { class: "flag", role: "img", "aria-label": inner ? `${node.flagged} flagged` : model.flags.get(node.op), title: inner ? `${node.flagged} flagged` : model.flags.get(node.op) }, "!") : null,
-    inner ? h("span", { class: "count" }, grouped(model.matches ? node.found : node.count)) : null,
+    inner ? h("span", { class: "count" }, grouped(model.matches ? node.found : node.count)) : h("span", { class: "count native" }, model.natives.get(node.op) || ""),
     h("span", { class: "space" }),
     model.measure.values ? h("span", { class: `value${model.sum(node) ? "" : " soft"}` }, bar, h("span", {}, this.value(node))) : null);
     made.style.top = `${row * ROW}px`;
