@@ -605,6 +605,62 @@ def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> Non
     assert page.get_by_role("tab", name="Graph").get_attribute("aria-selected") == "true"
 
 
+def test_the_tab_key_reaches_every_control_and_shows_where_it_is(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small), timeline_of(small))
+    reached: list[str] = []
+    while "facts" not in reached and len(reached) < 60:
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(
+            """() => {
+              const [one, style] = [document.activeElement, getComputedStyle(document.activeElement)];
+              return [one.id || one.getAttribute("aria-label") || one.textContent,
+                style.outlineStyle === "none" ? 0 : parseFloat(style.outlineWidth)];
+            }"""
+        )
+        assert outline >= 2, name
+        reached.append(name)
+    graph = ["Graph", "forward", "backward", "both", "Zoom out", "Zoom in", "Fit: show the whole graph"]
+    assert reached == [
+        "query", "measure", "theme", "Modules", "Views", "Tables", "Details", "fold-all", "unfold-all", "tree",
+        "Width of the modules", *graph, "Graph of what is unfolded", "Height of the tables",
+        "Ops", "Ops", "op",  # the tab, the table and its first column
+        "Width of the details", "overview", "facts",
+    ]  # fmt: skip
+
+
+def test_the_keyboard_sorts_and_keeps_its_place_in_the_details(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small))
+    page.locator("#table .head button").first.focus()
+    for _ in range(column_of(page, "bytes") - 1):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    last = len(small["ops"]) - 1
+    until(lambda: lines(page, 1)[:2] == [str(last), str(last - 1)])
+    page.locator("#table .lines .line").first.click()
+    page.locator("#facts .link").first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "facts"
+
+
+def test_the_keyboard_leads_from_lane_to_lane_of_the_timeline(show: Open) -> None:
+    events = [
+        {"ph": "X", "name": f"{name}{i}", "ts": 100 * i, "dur": 80, "pid": 1, "tid": thread}
+        for thread, name in enumerate(("python", "kernel"))
+        for i in range(20)
+    ]
+    page = show({"traceEvents": events})
+    canvas = page.locator(".timeline")
+    canvas.focus()
+    for key, name in (
+        ("ArrowDown", "python0"), ("ArrowRight", "python1"), ("ArrowDown", "kernel1"), ("ArrowUp", "python1"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        until(lambda name=name: f"selected: {name}," in page.inner_text("#said"))  # type: ignore[misc]
+    page.keyboard.press("Enter")
+    until(lambda: float(canvas.get_attribute("data-from") or 0) == 92)
+    assert float(canvas.get_attribute("data-to") or 0) == 188
+
+
 @pytest.mark.slow
 def test_ten_thousand_ops_without_modules_stay_quick(show: Open) -> None:
     trace, numbers = Trace(), random.Random(0)

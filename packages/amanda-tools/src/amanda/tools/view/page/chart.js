@@ -108,6 +108,14 @@ class Chart {
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
+  // Tell what is selected to those who do not see it.
+  speak() {
+    const said = this.spoken();
+    if (this.canvas.getAttribute("aria-label") === said) return;
+    this.canvas.setAttribute("aria-label", said);
+    if (this.current >= 0) $("said").textContent = said;
+  }
+
   wheel(event) { this.zoom(Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.002)), event.offsetX); }
 
   drag(dx) { this.slide(-dx); }

@@ -13,7 +13,9 @@ class Details {
     const { selection, event } = this.model;
     const parts = selection ? (selection.isOp ? this.op(selection.op) : this.module(selection)) : event ? [] : this.overview();
     if (event && (!selection || event.timeline.events.op[event.index] === this.model.selectedOp)) parts.push(...this.event(event));
+    const focused = this.element.contains(document.activeElement);
     this.element.replaceChildren(...parts.flat().filter(Boolean));
+    if (focused) this.element.focus();
     this.element.scrollTop = 0;
   }
 
@@ -169,8 +171,9 @@ class Details {
       model.size ? [this.totals(ops), this.types(ops)].flat() : [],
       h("h4", {}, "Files"), h("ul", { class: "files" }, content.sources.map((source) => h("li", {}, source.name, h("span", { class: "soft" }, ` ${source.schema} ${source.version}`)))),
       content.notes.map((note) => h("p", { class: "remark" }, note)),
-      h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree"],
-        ["+ − 0", "zoom, all, in graph and timeline"]])].flat();
+      h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree, the table and the charts; they move the graph"],
+        ["← →", "from column to column in the head of a table; Enter sorts"], ["Enter", "folds in the tree and the graph, fills the width in the timeline"],
+        ["+ − 0", "zoom, all, in the graph and the charts"]])].flat();
   }
 
   event({ timeline, index }) {

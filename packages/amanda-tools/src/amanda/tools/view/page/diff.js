@@ -96,7 +96,7 @@ class DiffView extends Chart {
     pen.setLineDash([]);
     const colours = { same: colour("k-other"), close: colour("k-product"), different: colour("k-loss") };
     for (let row = first; row < last; row += 1) this.point(pen, row, colours, colour);
-    canvas.setAttribute("aria-label", this.spoken());
+    this.speak();
     canvas.dataset.from = this.from;
     canvas.dataset.to = this.to;
   }

@@ -167,6 +167,7 @@ function makeTheme() {
   button.addEventListener("click", () => {
     const next = order[(order.indexOf(button.textContent) + 1) % order.length];
     button.textContent = next;
+    button.setAttribute("aria-label", `Colours: ${next}`);
     if (next === "Auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = next.toLowerCase();
     model.tell("search");
