@@ -621,8 +621,8 @@ def test_the_tab_key_reaches_every_control_and_shows_where_it_is(show: Open, sma
         reached.append(name)
     graph = ["Graph", "forward", "backward", "both", "Zoom out", "Zoom in", "Fit: show the whole graph"]
     assert reached == [
-        "query", "measure", "theme", "Modules", "Views", "Tables", "Details", "fold-all", "unfold-all", "tree",
-        "Width of the modules", *graph, "Graph of what is unfolded", "Height of the tables",
+        "query", "measure", "theme", "Modules", "Views", "Tables", "Details", "fold-all", "unfold-all",
+        "tree", "Width of the modules", *graph, "Graph of what is unfolded", "Height of the tables",
         "Ops", "Ops", "op",  # the tab, the table and its first column
         "Width of the details", "overview", "facts",
     ]  # fmt: skip
