@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -706,6 +707,67 @@ def test_scopes_with_slashes_may_have_dots_in_their_names(show: Open) -> None:
         x = trace.op("mul", name, 1, [x], [1])
     page = show(trace.content())
     assert tree_names(page) == ["mobilenet_1.00", "conv", "mul", "mul"]
+
+
+FRAMES = """() => {
+    window.frames_ = [];
+    let last = performance.now();
+    const tick = () => {
+      const now = performance.now();
+      window.frames_.push(now - last);
+      last = now;
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+}"""
+"""Record the milliseconds between frames."""
+
+
+@pytest.mark.slow
+def test_ten_thousand_ops_stay_smooth(show: Open) -> None:
+    trace = transformer(layers=265)
+    page = show(trace, flops_of(trace), timeline_of(trace), diff_of(trace, first=2_000))
+    page.evaluate(FRAMES)
+
+    def frame(gesture: Callable[[], Any]) -> float:
+        """Median of the milliseconds between frames.  The median: other processes delay single frames."""
+        page.evaluate("window.frames_ = []")
+        gesture()
+        return statistics.median(page.evaluate("window.frames_"))
+
+    def wheel(selector: str, *steps: int) -> None:
+        page.locator(selector).hover()
+        for step in steps:
+            page.mouse.wheel(0, step)
+            page.wait_for_timeout(16)
+
+    def drag(selector: str) -> None:
+        box = page.locator(selector).bounding_box()
+        assert box is not None
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x - 200, y - 100, steps=20)
+        page.mouse.up()
+
+    def search() -> None:
+        page.focus("#query")
+        page.keyboard.type("type:gelu module:*.26.*", delay=40)
+        found(page, "2 of")
+        page.keyboard.press("Escape")
+
+    zooms = [*[60] * 20, *[-60] * 20]
+    for name, selector in (("Diff", "canvas.diff"), ("Timeline", "canvas.timeline"), ("Graph", ".graph")):
+        page.get_by_role("tab", name=name, exact=True).click()
+        if name == "Graph":
+            page.click("#unfold-all")
+            assert int(page.get_attribute(".graph", "data-nodes") or 0) > 900
+            assert page.locator(".graph g:not(.off) > text.title").count() < 300  # texts in sight alone
+        assert frame(lambda selector=selector: wheel(selector, *zooms)) < 60  # type: ignore[misc]
+        assert frame(lambda selector=selector: drag(selector)) < 60  # type: ignore[misc]
+        assert frame(search) < 60
+    assert frame(lambda: wheel("#tree", *[200] * 30)) < 60
+    assert frame(lambda: wheel("#table .grid", *[200] * 30)) < 60
 
 
 @pytest.mark.slow

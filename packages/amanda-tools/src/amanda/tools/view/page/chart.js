@@ -74,7 +74,11 @@ class Chart {
     const pen = canvas.getContext("2d");
     pen.scale(ratio, ratio);
     const style = getComputedStyle(document.documentElement);
-    this.colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const colours = new Map();
+    this.colour = (name) => {
+      if (!colours.has(name)) colours.set(name, style.getPropertyValue(`--${name}`).trim());
+      return colours.get(name);
+    };
     pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     pen.textBaseline = "middle";
     return [pen, wide, tall];
