@@ -114,11 +114,11 @@ def found(page: Page, text: str) -> None:
 
 
 def selected(page: Page, name: str) -> None:
-    until(lambda: page.locator("#tree .row.selected .name").all_inner_texts() == [name])
+    until(lambda: page.locator("#tree .row.selected .name").all_text_contents() == [name])
 
 
 def tree_names(page: Page) -> list[str]:
-    return page.locator("#tree .row .name").all_inner_texts()
+    return page.locator("#tree .row .name").all_text_contents()
 
 
 def node(page: Page, name: str) -> Any:

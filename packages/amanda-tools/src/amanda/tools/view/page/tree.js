@@ -65,14 +65,22 @@ class Tree {
     },
     inner ? h("span", { class: `chevron${model.isOpen(node) ? " open" : ""}`, "aria-hidden": "true" })
       : h("span", { class: `dot ${kindClass(model.kinds[node.op])}${phase === "forward" ? "" : " hollow"}`, "aria-hidden": "true" }),
-    h("span", { class: "name" }, inner ? node.name : model.called(node.op)),
+    inner ? h("span", { class: "name" }, node.name) : this.opName(node.op),
     node.flagged ? h("span", { class: "flag", role: "img", "aria-label": inner ? `${node.flagged} flagged` : model.flags.get(node.op), title: inner ? `${node.flagged} flagged` : model.flags.get(node.op) }, "!") : null,
-    inner ? h("span", { class: "count" }, grouped(model.matches ? node.found : node.count)) : h("span", { class: "count native" }, model.natives.get(node.op) || ""),
+    inner ? h("span", { class: "count" }, grouped(model.matches ? node.found : node.count)) : null,
     h("span", { class: "space" }),
     model.measure.values ? h("span", { class: `value${model.sum(node) ? "" : " soft"}` }, bar, h("span", {}, this.value(node))) : null);
     made.style.top = `${row * ROW}px`;
     made.style.paddingLeft = `${6 + (node.depth - 1) * 13}px`;
     return made;
+  }
+
+  // A long name loses its end, never its number.
+  opName(op) {
+    const { model } = this;
+    const number = model.numbers.get(op);
+    if (!number) return h("span", { class: "name" }, model.label(op));
+    return h("span", { class: "name numbered" }, h("span", {}, model.label(op)), h("span", { class: "number" }, ` ${number}`));
   }
 
   value(node) {
