@@ -733,7 +733,8 @@ def test_ten_thousand_ops_stay_smooth(show: Open) -> None:
         """Median of the milliseconds between frames.  The median: other processes delay single frames."""
         page.evaluate("window.frames_ = []")
         gesture()
-        return statistics.median(page.evaluate("window.frames_"))
+        recorded: list[float] = page.evaluate("window.frames_")
+        return statistics.median(recorded)
 
     def wheel(selector: str, *steps: int) -> None:
         page.locator(selector).hover()
