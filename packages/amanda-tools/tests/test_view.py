@@ -56,10 +56,47 @@ def test_a_page_stands_alone_and_is_small(tmp_path: Path) -> None:
     page = to_page(saved(tmp_path, "a.json", table([row("relu", 1)])))
     assert len(page) < 300_000
     links = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)""", page.partition("<body>")[0])
-    assert links == ["data:,"]
+    assert [link for link in links if not link.startswith("#")] == ["data:,"]  # but places in the page
     assert "sourceMappingURL" not in page
     assert "default-src 'none'" in page
     assert "Permission is hereby granted" in page  # the licence of what is vendored
+
+
+def palettes(page: str) -> list[dict[str, str]]:
+    """Return the colours of a page: light, dark as the system wants, dark by the button."""
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    blocks = re.findall(r":root[^{]*{([^}]*--back[^}]*)}", style)
+    return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", block)) for block in blocks]
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours.  Source: WCAG 2.2, "contrast ratio"."""
+    dark, light = sorted(map(luminance, (one, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_colours_have_the_contrast_that_wcag_aa_wants(tmp_path: Path) -> None:
+    light, dark, chosen = palettes(to_page(saved(tmp_path, "a.json", table([row("relu", 1)]))))
+    assert dark == chosen
+    assert set(dark) == set(light)
+    rows = ("panel", "raised", "select", "hover")
+    for colours in (light, dark):
+        kinds = [name for name in colours if name.startswith("k-")]
+        pairs = [
+            *((4.5, text, on) for text in ("text", "soft") for on in (*rows, "back", "found", "node")),
+            *((4.5, text, on) for text in ("accent", "k-loss") for on in rows),
+            *((4.5, "on-kind", kind) for kind in kinds),
+            *((3, kind, on) for kind in kinds for on in (*rows, "node", "found")),
+            (3, "edge", "raised"), (3, "edge", "cluster"), (3, "plot", "panel"),
+        ]  # fmt: skip
+        assert [pair for pair in pairs if contrast(colours[pair[1]], colours[pair[2]]) < pair[0]] == []
 
 
 def test_names_are_data_in_the_page(tmp_path: Path) -> None:

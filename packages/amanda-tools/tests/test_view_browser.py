@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,14 +47,14 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     wrong: list[str] = []
     pages = []
 
-    def show(*contents: dict[str, Any], refusals: bool = False, **options: Any) -> Page:
+    def show(*contents: dict[str, Any], refusals: bool = False, width: int = 1280, **options: Any) -> Page:
         given = []
         for i, content in enumerate(contents):
             given.append(tmp_path / f"{i}.json")
             given[-1].write_text(json.dumps(content))
         target = tmp_path / "page.html"
         target.write_text(to_page(*given))
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, **options)
+        page = browser.new_page(viewport={"width": width, "height": 800}, **options)
         pages.append(page)
         page.set_default_timeout(15_000)
         if not refusals:
@@ -78,6 +79,27 @@ def small() -> dict[str, Any]:
     return transformer(layers=2)
 
 
+def diff_of(trace: dict[str, Any], first: int) -> dict[str, Any]:
+    """A file of `amanda.diff` whose forward pass diverges from op `first` on."""
+    rows = [
+        {**{key: op[key] for key in ("phase", "type", "module", "source")}, "in b": "", "execution": 1,
+         "relative error": 0.0 if i < first else "inf" if i == first + 10 else 1e-9 * i, "cosine": None,
+         "largest": 0.5, "tolerance": 1e-4, "verdict": "same" if i < first else "different"}
+        for i, op in enumerate(op for op in trace["ops"] if op["phase"] == "forward")
+    ]  # fmt: skip
+    found = {"forward": first, "backward": None}
+    return {"schema": "amanda.diff", "version": 1, "title": "a, b", "first": found, "rows": rows}
+
+
+def timeline_of(trace: dict[str, Any]) -> dict[str, Any]:
+    """A Chrome trace with an event of 90 microseconds for each op."""
+    return {"traceEvents": [
+        {"ph": "X", "name": op["type"], "ts": 100 * op["index"], "dur": 90, "pid": 1, "tid": 1,
+         "args": {"id": op["id"], "phase": op["phase"]}}
+        for op in trace["ops"]
+    ]}  # fmt: skip
+
+
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     """Wait for what a frame or two bring."""
     end = time.monotonic() + seconds
@@ -92,11 +114,11 @@ def found(page: Page, text: str) -> None:
 
 
 def selected(page: Page, name: str) -> None:
-    until(lambda: page.locator("#tree .row.selected .name").all_inner_texts() == [name])
+    until(lambda: page.locator("#tree .row.selected .name").all_text_contents() == [name])
 
 
 def tree_names(page: Page) -> list[str]:
-    return page.locator("#tree .row .name").all_inner_texts()
+    return page.locator("#tree .row .name").all_text_contents()
 
 
 def node(page: Page, name: str) -> Any:
@@ -173,6 +195,28 @@ def test_the_graph_has_an_edge_for_each_tensor_between_what_is_drawn(show: Open)
     node(page, "block").locator(".chevron").click()
     assert sorted(titles(page)) == ["block", "relu", "sum", "x"]
     assert page.locator(".graph .edge").count() == 4
+
+
+def test_ops_of_one_name_in_one_module_can_be_told_apart(show: Open) -> None:
+    trace = Trace()
+    q, k, v = (trace.tensor([2, 16, 8], "input", name=name) for name in "qkv")
+    scores = trace.op("matmul", "attention", 1, [q, k], [2, 16, 16])
+    probabilities = trace.op("softmax", "attention", 1, [scores], [2, 16, 16])
+    x = trace.op("matmul", "attention", 1, [probabilities, v], [2, 16, 8])
+    for name in ("TBackward0", "TransposeBackward0"):
+        x = trace.op("transpose", "attention", 1, [x], [2, 16, 8])
+        trace.ops[-1]["name"] = name
+    page = show(trace.content())
+    names = ["matmul 1", "softmax", "matmul 2", "transpose 1", "transpose 2"]
+    assert tree_names(page) == ["attention", *names]
+    assert set(names) <= set(titles(page))
+    for name in ("transpose 1 TBackward0", "transpose 2 TransposeBackward0"):
+        assert page.locator(f".graph .node[aria-label='{name}']").count() == 1
+    page.locator("#table .line[data-row='0']").click()
+    assert page.inner_text("#facts h3") == "matmul 1"
+    page.locator("#facts .tensors .link", has_text="softmax").click()
+    assert page.locator("#facts .tensors .link").all_inner_texts()[-1].startswith("matmul 2")
+    assert page.locator(".graph .node[aria-label^='matmul 2']").count() == 1
 
 
 def test_a_module_that_is_called_again_is_drawn_for_each_call(show: Open) -> None:
@@ -252,12 +296,7 @@ def test_search_takes_fields_and_stars(show: Open, small: dict[str, Any]) -> Non
 
 
 def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any]) -> None:
-    timeline = {"traceEvents": [
-        {"ph": "X", "name": op["type"], "ts": 100 * op["index"], "dur": 90, "pid": 1, "tid": 1,
-         "args": {"id": op["id"], "phase": op["phase"]}}
-        for op in small["ops"]
-    ]}  # fmt: skip
-    page = show(small, flops_of(small), timeline)
+    page = show(small, flops_of(small), timeline_of(small))
     op = next(op for op in small["ops"] if op["type"] == "scaled_dot_product_attention")
     page.locator(f"#table .line[data-row='{op['index']}']").click()
     selected(page, op["type"])
@@ -269,7 +308,7 @@ def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any])
     assert f"{op['index'] % 97} k" in facts  # its FLOPs
     assert "scaled_dot_product_attention_backward" in facts
     page.locator("#facts .tensors .link", has_text="transpose").first.click()
-    selected(page, "transpose")
+    selected(page, "transpose 1")
     page.locator("#views button", has_text="Timeline").click()
     said = page.get_attribute(".timeline", "aria-label") or ""
     assert "selected: transpose, 90 µs" in said
@@ -304,7 +343,7 @@ def test_a_column_sorts_down_up_and_back(show: Open, small: dict[str, Any]) -> N
     assert shown == sorted(shown)
     page.focus("#table .grid")
     page.keyboard.press("ArrowDown")
-    selected(page, shown[0])
+    selected(page, f"{shown[0]} 1")
 
 
 def test_totals_are_of_the_rows_that_are_left(show: Open, small: dict[str, Any]) -> None:
@@ -344,6 +383,16 @@ def test_a_table_with_several_rows_for_an_op_stays_apart(show: Open, small: dict
     found(page, "1 of")
 
 
+def test_a_page_opens_at_the_table_that_says_something(show: Open, small: dict[str, Any]) -> None:
+    rows = [{**op, "tensor": name} for op in small["ops"][:3] for name in ("input", "output")]
+    page = show({"schema": "amanda.stats", "version": 1, "title": "Statistics", "rows": rows})
+    shown = page.locator("#tables [aria-selected=true]")
+    assert shown.inner_text() == "Statistics"
+    costs = flops_of(small)
+    page = show({**costs, "rows": costs["rows"][:3]})
+    assert page.locator("#tables [aria-selected=true]").inner_text() == "Ops"
+
+
 def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str, Any]) -> None:
     before, after = flops_of(small), flops_of(small)
     after["rows"][7]["FLOPs"] += 4_000_000
@@ -355,17 +404,22 @@ def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str,
     until(lambda: node(page, "head").locator(".value").inner_text() == "0")
 
 
-def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, Any]) -> None:
+def test_a_diff_opens_at_the_first_divergence(show: Open, small: dict[str, Any]) -> None:
     forward = [op for op in small["ops"] if op["phase"] == "forward"]
-    rows = [
-        {**{key: op[key] for key in ("phase", "type", "module", "source")}, "in b": "", "execution": 1,
-         "relative error": 0.0 if i < 20 else "inf" if i == 30 else 1e-9 * i, "cosine": None, "largest": 0.5,
-         "tolerance": 1e-4, "verdict": "same" if i < 20 else "different"}
-        for i, op in enumerate(forward)
-    ]  # fmt: skip
-    first = {"forward": 20, "backward": None}
-    page = show(small, {"schema": "amanda.diff", "version": 1, "title": "a, b", "first": first, "rows": rows})
-    page.get_by_role("tab", name="Diff").click()
+    page = show(small, diff_of(small, first=20))
+    assert page.get_by_role("tab", name="Diff", exact=True).get_attribute("aria-selected") == "true"
+    selected(page, forward[20]["type"])
+    assert "the first to differ between the runs" in page.inner_text("#facts")
+    assert page.locator("#table .line.selected").count() == 1
+    page.get_by_role("tab", name="Graph").click()
+    drawn = page.locator(".graph .node.selected")
+    assert forward[20]["type"] in (drawn.locator(".title").text_content() or "")
+    place, room = drawn.bounding_box(), page.locator(".graph").bounding_box()
+    assert place is not None
+    assert room is not None
+    assert room["y"] < place["y"] < room["y"] + room["height"] - place["height"]
+    page.keyboard.press("Escape")
+    page.get_by_role("tab", name="Diff", exact=True).click()
     verdict = page.locator(".verdict")
     assert verdict.inner_text().startswith(f"First divergence, forward: {forward[20]['type']} in ")
     plot = page.locator("canvas.diff")
@@ -376,7 +430,6 @@ def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, 
     verdict.locator("button").click()
     selected(page, forward[20]["type"])
     assert page.locator("#tree .row.selected .flag").count() == 1
-    assert "differs between the runs" in page.inner_text("#facts")
     page.keyboard.press("Tab")
     plot.focus()
     page.keyboard.press("ArrowLeft")
@@ -507,6 +560,39 @@ def test_it_is_legible_in_light_and_dark(show: Open, small: dict[str, Any], sche
         assert (luminance(page, "#modules", "backgroundColor") < 0.05) == (other == "dark")
 
 
+OUTSIDE = """() => [...document.querySelectorAll("body *")].filter((one) => {
+    const box = one.getBoundingClientRect();
+    const clips = one.parentElement.closest("#view, #table, .tabs, .bar, #head, .verdict, .scroll, body");
+    if (!box.width || one.closest("svg *") || clips.matches(".scroll")) return false;
+    const around = clips.getBoundingClientRect();
+    return box.left < Math.max(0, around.left) - 1 || box.right > Math.min(innerWidth, around.right) + 1;
+}).map((one) => one.outerHTML.slice(0, 200))"""
+"""Elements that are cut off at the left or the right, or that reach out of what holds them."""
+
+
+@pytest.mark.parametrize("width", [400, 800, 1280])
+def test_nothing_is_cut_off_at_any_width(show: Open, small: dict[str, Any], width: int) -> None:
+    page = show(small, flops_of(small), timeline_of(small), diff_of(small, first=20), width=width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    for name in ("Graph", "Timeline", "Diff"):
+        page.get_by_role("tab", name=name, exact=True).click()
+        page.wait_for_timeout(60)
+        assert page.evaluate(OUTSIDE) == []
+        assert page.locator("#view").bounding_box()["height"] > 150  # type: ignore[index]
+    page.fill("#query", "type:linear")
+    found(page, "26 of")
+    assert page.evaluate(OUTSIDE) == []
+
+
+def test_links_lead_to_the_parts_of_a_narrow_page(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, width=400)
+    for name, part in (("Details", "#details"), ("Tables", "#lower"), ("Views", "#upper")):
+        page.get_by_role("link", name=name).click()
+        top = page.locator(part).bounding_box()["y"]  # type: ignore[index]
+        assert 0 < top < 100
+        assert page.get_by_role("link", name=name).is_visible()
+
+
 def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> None:
     page = show(small, flops_of(small))
     unnamed = page.evaluate(
@@ -518,6 +604,62 @@ def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> Non
     assert page.get_by_role("tree", name="Modules and ops").get_by_role("treeitem").count() > 5
     assert page.get_by_role("grid", name="Ops").get_by_role("columnheader", name="FLOPs").count() == 1
     assert page.get_by_role("tab", name="Graph").get_attribute("aria-selected") == "true"
+
+
+def test_the_tab_key_reaches_every_control_and_shows_where_it_is(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small), timeline_of(small))
+    reached: list[str] = []
+    while "facts" not in reached and len(reached) < 60:
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(
+            """() => {
+              const [one, style] = [document.activeElement, getComputedStyle(document.activeElement)];
+              return [one.id || one.getAttribute("aria-label") || one.textContent,
+                style.outlineStyle === "none" ? 0 : parseFloat(style.outlineWidth)];
+            }"""
+        )
+        assert outline >= 2, name
+        reached.append(name)
+    graph = ["Graph", "forward", "backward", "both", "Zoom out", "Zoom in", "Fit: show the whole graph"]
+    assert reached == [
+        "query", "measure", "theme", "Modules", "Views", "Tables", "Details", "fold-all", "unfold-all",
+        "tree", "Width of the modules", *graph, "Graph of what is unfolded", "Height of the tables",
+        "Ops", "Ops", "op",  # the tab, the table and its first column
+        "Width of the details", "overview", "facts",
+    ]  # fmt: skip
+
+
+def test_the_keyboard_sorts_and_keeps_its_place_in_the_details(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small))
+    page.locator("#table .head button").first.focus()
+    for _ in range(column_of(page, "bytes") - 1):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    last = len(small["ops"]) - 1
+    until(lambda: lines(page, 1)[:2] == [str(last), str(last - 1)])
+    page.locator("#table .lines .line").first.click()
+    page.locator("#facts .link").first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "facts"
+
+
+def test_the_keyboard_leads_from_lane_to_lane_of_the_timeline(show: Open) -> None:
+    events = [
+        {"ph": "X", "name": f"{name}{i}", "ts": 100 * i, "dur": 80, "pid": 1, "tid": thread}
+        for thread, name in enumerate(("python", "kernel"))
+        for i in range(20)
+    ]
+    page = show({"traceEvents": events})
+    canvas = page.locator(".timeline")
+    canvas.focus()
+    for key, name in (
+        ("ArrowDown", "python0"), ("ArrowRight", "python1"), ("ArrowDown", "kernel1"), ("ArrowUp", "python1"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        until(lambda name=name: f"selected: {name}," in page.inner_text("#said"))  # type: ignore[misc]
+    page.keyboard.press("Enter")
+    until(lambda: float(canvas.get_attribute("data-from") or 0) == 92)
+    assert float(canvas.get_attribute("data-to") or 0) == 188
 
 
 @pytest.mark.slow
@@ -565,6 +707,68 @@ def test_scopes_with_slashes_may_have_dots_in_their_names(show: Open) -> None:
         x = trace.op("mul", name, 1, [x], [1])
     page = show(trace.content())
     assert tree_names(page) == ["mobilenet_1.00", "conv", "mul", "mul"]
+
+
+FRAMES = """() => {
+    window.frames_ = [];
+    let last = performance.now();
+    const tick = () => {
+      const now = performance.now();
+      window.frames_.push(now - last);
+      last = now;
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+}"""
+"""Record the milliseconds between frames."""
+
+
+@pytest.mark.slow
+def test_ten_thousand_ops_stay_smooth(show: Open) -> None:
+    trace = transformer(layers=265)
+    page = show(trace, flops_of(trace), timeline_of(trace), diff_of(trace, first=2_000))
+    page.evaluate(FRAMES)
+
+    def frame(gesture: Callable[[], Any]) -> float:
+        """Median of the milliseconds between frames.  The median: other processes delay single frames."""
+        page.evaluate("window.frames_ = []")
+        gesture()
+        recorded: list[float] = page.evaluate("window.frames_")
+        return statistics.median(recorded)
+
+    def wheel(selector: str, *steps: int) -> None:
+        page.locator(selector).hover()
+        for step in steps:
+            page.mouse.wheel(0, step)
+            page.wait_for_timeout(16)
+
+    def drag(selector: str) -> None:
+        box = page.locator(selector).bounding_box()
+        assert box is not None
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x - 200, y - 100, steps=20)
+        page.mouse.up()
+
+    def search() -> None:
+        page.focus("#query")
+        page.keyboard.type("type:gelu module:*.26.*", delay=40)
+        found(page, "2 of")
+        page.keyboard.press("Escape")
+
+    zooms = [*[60] * 20, *[-60] * 20]
+    for name, selector in (("Diff", "canvas.diff"), ("Timeline", "canvas.timeline"), ("Graph", ".graph")):
+        page.get_by_role("tab", name=name, exact=True).click()
+        if name == "Graph":
+            page.click("#unfold-all")
+            assert int(page.get_attribute(".graph", "data-nodes") or 0) > 900
+            assert page.locator(".graph g:not(.off) > text.title").count() < 300  # texts in sight alone
+        assert frame(lambda selector=selector: wheel(selector, *zooms)) < 60  # type: ignore[misc]
+        assert frame(lambda selector=selector: drag(selector)) < 60  # type: ignore[misc]
+        assert frame(search) < 60
+    assert frame(lambda: wheel("#tree", *[200] * 30)) < 60
+    assert frame(lambda: wheel("#table .grid", *[200] * 30)) < 60
 
 
 @pytest.mark.slow

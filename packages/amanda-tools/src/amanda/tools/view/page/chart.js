@@ -74,7 +74,11 @@ class Chart {
     const pen = canvas.getContext("2d");
     pen.scale(ratio, ratio);
     const style = getComputedStyle(document.documentElement);
-    this.colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const colours = new Map();
+    this.colour = (name) => {
+      if (!colours.has(name)) colours.set(name, style.getPropertyValue(`--${name}`).trim());
+      return colours.get(name);
+    };
     pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     pen.textBaseline = "middle";
     return [pen, wide, tall];
@@ -106,6 +110,14 @@ class Chart {
     });
     canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
     canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  // Tell what is selected to those who do not see it.
+  speak() {
+    const said = this.spoken();
+    if (this.canvas.getAttribute("aria-label") === said) return;
+    this.canvas.setAttribute("aria-label", said);
+    if (this.current >= 0) $("said").textContent = said;
   }
 
   wheel(event) { this.zoom(Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.002)), event.offsetX); }

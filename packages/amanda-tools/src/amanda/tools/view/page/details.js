@@ -13,7 +13,9 @@ class Details {
     const { selection, event } = this.model;
     const parts = selection ? (selection.isOp ? this.op(selection.op) : this.module(selection)) : event ? [] : this.overview();
     if (event && (!selection || event.timeline.events.op[event.index] === this.model.selectedOp)) parts.push(...this.event(event));
+    const focused = this.element.contains(document.activeElement);
     this.element.replaceChildren(...parts.flat().filter(Boolean));
+    if (focused) this.element.focus();
     this.element.scrollTop = 0;
   }
 
@@ -25,7 +27,7 @@ class Details {
   link(op) {
     const { model } = this;
     return h("button", { type: "button", class: "link", onclick: () => model.selectOp(op), title: `${model.ops.module[op]}\n${model.ops.source[op]}` },
-      h("span", { class: `dot ${kindClass(model.kinds[op])}${model.ops.phase[op] === "forward" ? "" : " hollow"}` }), model.label(op),
+      h("span", { class: `dot ${kindClass(model.kinds[op])}${model.ops.phase[op] === "forward" ? "" : " hollow"}` }), model.called(op),
       h("span", { class: "soft" }, ` ${ending(model.ops.module[op], 22)}`));
   }
 
@@ -45,7 +47,7 @@ class Details {
     const forward = at("forward");
     const backwards = model.backwards.get(op) || [];
     return [
-      h("h3", {}, h("span", { class: `dot ${kindClass(model.kinds[op])}${ops.phase[op] === "forward" ? "" : " hollow"}` }), model.label(op)),
+      h("h3", {}, h("span", { class: `dot ${kindClass(model.kinds[op])}${ops.phase[op] === "forward" ? "" : " hollow"}` }), model.called(op)),
       model.flags.has(op) ? h("p", { class: "flagged" }, h("span", { class: "flag" }, "!"), ` ${model.flags.get(op)}`) : null,
       this.list([["phase", ops.phase[op]], ["name", at("name") === ops.type[op] ? "" : at("name"), true], ["module", this.modules(op)],
         ["source", ops.source[op], true], ["op", model.content.graph ? String(op) : ""], ["id", at("id"), true],
@@ -169,8 +171,9 @@ class Details {
       model.size ? [this.totals(ops), this.types(ops)].flat() : [],
       h("h4", {}, "Files"), h("ul", { class: "files" }, content.sources.map((source) => h("li", {}, source.name, h("span", { class: "soft" }, ` ${source.schema} ${source.version}`)))),
       content.notes.map((note) => h("p", { class: "remark" }, note)),
-      h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree"],
-        ["+ − 0", "zoom, all, in graph and timeline"]])].flat();
+      h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree, the table and the charts; they move the graph"],
+        ["← →", "from column to column in the head of a table; Enter sorts"], ["Enter", "folds in the tree and the graph, fills the width in the timeline"],
+        ["+ − 0", "zoom, all, in the graph and the charts"]])].flat();
   }
 
   event({ timeline, index }) {

@@ -16,29 +16,40 @@ class DiffView extends Chart {
     this.errors = column("relative error").map((value) => (value === null ? null : Number(value)));
     this.tolerances = column("tolerance").map((value) => (value === null ? null : Number(value)));
     this.verdicts = column("verdict");
-    this.phases = column("phase");
-    this.names = column("type").map((type, row) => [type, column("module")[row]]);
+    const phases = column("phase");
+    this.passes = phases.flatMap((phase, row) => (row && phase === phases[row - 1] ? [] : [[phase, row]]));  // where each begins
+    const count = (verdict) => this.verdicts.filter((one) => one === verdict).length;
+    this.counts = `${count("same")} same, ${count("close")} close, ${count("different")} different`;
+    const types = column("type");
+    const modules = column("module");
+    this.names = types.map((type, row) => {
+      const ops = table.ops ? table.ops[row] : [];
+      return [ops.length === 1 ? model.called(ops[0]) : String(type), modules[row]];
+    });
     this.low = FLOOR;
     this.top = this.errors.reduce((top, error) => (Number.isFinite(error) && error > 0 ? Math.max(top, Math.ceil(Math.log10(error))) : top), 1);
   }
 
   parts() {
     this.canvas.classList.add("diff");
-    return [h("div", { class: "verdict" }, this.firsts()), h("div", { class: "plot" }, this.canvas, this.tip)];
+    return [h("div", { class: "verdict" }, this.links()), h("div", { class: "plot" }, this.canvas, this.tip)];
   }
 
-  // The first divergence of each pass, as links.
-  firsts() {
-    const found = Object.entries(this.table.first || {}).filter(([, row]) => Number.isInteger(row) && row < this.names.length);
-    if (!found.length) return [h("span", {}, "No op diverges")];
-    return found.map(([phase, row]) => h("span", {}, h("span", { class: "soft" }, `First divergence, ${phase}: `),
+  // The row of the first divergence of each pass that has one.
+  get firsts() {
+    return Object.entries(this.table.first || {}).filter(([, row]) => Number.isInteger(row) && row < this.names.length);
+  }
+
+  links() {
+    if (!this.firsts.length) return [h("span", {}, "No op diverges")];
+    return this.firsts.map(([phase, row]) => h("span", {}, h("span", { class: "soft" }, `First divergence, ${phase}: `),
       h("button", { type: "button", class: "link inline", onclick: () => this.pick(row) }, this.name(row)),
       ` relative error ${written(this.errors[row])}`));
   }
 
   name(row) {
     const [type, module] = this.names[row];
-    return module ? `${type} in ${module}` : String(type);
+    return module ? `${type} in ${module}` : type;
   }
 
   follow() {
@@ -87,8 +98,9 @@ class DiffView extends Chart {
     pen.stroke();
     pen.setLineDash([]);
     const colours = { same: colour("k-other"), close: colour("k-product"), different: colour("k-loss") };
+    this.painted = new Set();
     for (let row = first; row < last; row += 1) this.point(pen, row, colours, colour);
-    canvas.setAttribute("aria-label", this.spoken());
+    this.speak();
     canvas.dataset.from = this.from;
     canvas.dataset.to = this.to;
   }
@@ -98,6 +110,9 @@ class DiffView extends Chart {
     const error = this.errors[row];
     const [x, y] = [this.middle(row), this.y(Number.isNaN(error) || error === Infinity ? this.top : this.power(error))];
     const ops = this.table.ops ? this.table.ops[row] : [];
+    const pixel = `${Math.round(x)} ${Math.round(y)} ${this.verdicts[row]}`;
+    if (!matches && row !== this.current && this.painted.has(pixel)) return;
+    this.painted.add(pixel);
     pen.globalAlpha = matches && !ops.some((op) => matches[op]) ? 0.15 : 0.9;
     pen.fillStyle = colours[this.verdicts[row]] || colours.same;
     pen.beginPath();
@@ -135,8 +150,7 @@ class DiffView extends Chart {
     pen.fillText("equal", EDGE.left - 8, ground);
     pen.textAlign = "left";
     pen.fillText("relative error; dashes: tolerance", EDGE.left, EDGE.top / 2);
-    this.phases.forEach((phase, row) => {
-      if (row && phase === this.phases[row - 1]) return;
+    this.passes.forEach(([phase, row]) => {
       const x = Math.round(this.x(row)) + 0.5;
       if (x < EDGE.left - 1 || x > wide - EDGE.right) return;
       line(x, EDGE.top, x, tall - EDGE.bottom);
@@ -145,8 +159,7 @@ class DiffView extends Chart {
   }
 
   spoken() {
-    const count = (verdict) => this.verdicts.filter((one) => one === verdict).length;
-    const all = `Relative error of ${plural(this.errors.length, "op")} in the order of execution: ${count("same")} same, ${count("close")} close, ${count("different")} different`;
+    const all = `Relative error of ${plural(this.errors.length, "op")} in the order of execution: ${this.counts}`;
     return this.current < 0 ? all : `${all}; selected: ${this.name(this.current)}, ${written(this.errors[this.current])}`;
   }
 

@@ -1,5 +1,7 @@
 // The graph of what is unfolded, drawn by `Layout`'s places; it is dragged, zoomed and folded.
 
+const NEAR = 200;  // pixels around the graph's part of the page
+
 class Graph {
   constructor(model, element, tools) {
     this.model = model;
@@ -19,9 +21,11 @@ class Graph {
       return widths.get(key);
     });
     this.view = { x: 0, y: 0, scale: 1 };
+    this.drawings = new WeakMap();  // by the box that they draw
     model.on("folds", () => this.refold());
     model.on("selection", () => this.onSelection());
-    model.on("search measure", () => { if (this.shown) this.mark(); });
+    model.on("search", () => { if (this.shown) this.mark(); });
+    model.on("measure", () => { if (this.shown) this.heat(); });
   }
 
   show() {
@@ -40,6 +44,7 @@ class Graph {
     if (this.placed) this.move();
     else this.fit();
     this.placed = true;
+    this.bringSelection();
   }
 
   hide() {
@@ -73,20 +78,22 @@ class Graph {
   render() {
     const { box, skipped } = this.layout.run(this.mode);
     this.box = box;
-    this.places = new Map();
-    this.byNode = new Map();
-    this.lines = [];
-    const layers = [svg("g", {}), svg("g", {}), svg("g", {})];
-    this.kindsSeen = new Set();
-    this.stagesSeen = new Set();
-    this.drawBox(box, 0, 0, layers);
-    this.scene.replaceChildren(...layers);
+    if (!this.drawings.has(box)) {
+      Object.assign(this, { places: new Map(), byNode: new Map(), lines: [], texts: [], kindsSeen: new Set(), stagesSeen: new Set() });
+      const layers = [svg("g", {}), svg("g", {}), svg("g", {})];
+      this.drawBox(box, 0, 0, layers);
+      const { places, byNode, lines, texts, kindsSeen, stagesSeen } = this;
+      this.drawings.set(box, { layers, places, byNode, lines, texts, kindsSeen, stagesSeen });
+    }
+    Object.assign(this, this.drawings.get(box));
+    this.scene.replaceChildren(...this.layers);
     this.note.textContent = skipped ? `${plural(skipped, "unfolded module")} drawn folded: there is room for ${grouped(MOST_DRAWN)} nodes` : "";
     this.svg.setAttribute("data-nodes", this.places.size);
     const kinds = KINDS.map(([kind]) => kind).concat("other").filter((kind) => this.kindsSeen.has(kind));
     const stages = [...this.stagesSeen].sort((a, b) => a - b);
     const colours = stages.length ? stages.map((stage) => [`stage ${stage}`, stageClass(stage)]) : kinds.map((kind) => [kind, kindClass(kind)]);
     this.legend.replaceChildren(...colours.map(([name, colour]) => h("li", {}, h("span", { class: `dot ${colour}` }), name)));
+    this.heat();
     this.mark();
   }
 
@@ -98,6 +105,7 @@ class Graph {
       (item.box ? clusters : nodes).append(element);
       const place = { key, item, x, y, element };
       this.places.set(key, place);
+      this.texts.push({ element, x, y, w: item.w, h: item.box ? HEAD : item.h, off: false });
       if (item.node) {
         for (const node of new Set([item.node, item.part.node])) {
           if (!this.byNode.has(node)) this.byNode.set(node, []);
@@ -107,14 +115,15 @@ class Graph {
       if (item.box) this.drawBox(item.box, x + PAD + (item.w - 2 * PAD - item.box.w) / 2, y + HEAD, layers);
     }
     for (const edge of box.edges) {
-      const path = svg("path", { class: edge.far ? "edge far-edge" : "edge", d: curve(edge.points, left, top), "marker-end": edge.to === "out" ? null : "url(#arrow)" });
+      const path = svg("path", { class: `edge${edge.far ? " far-edge" : ""}${edge.to === "out" ? "" : " ends"}`, d: curve(edge.points, left, top) });
       edges.append(path);
       let label = null;
       if (edge.label && edge.from !== "in" && edge.to !== "out" && edge.at.x !== undefined) {
         label = svg("text", { class: "edge-label", x: left + edge.at.x, y: top + edge.at.y + 4 }, edge.label);
         edges.append(label);
+        this.texts.push({ element: label, x: left + edge.at.x, y: top + edge.at.y, w: 0, h: 0, off: false });
       }
-      this.lines.push({ edge, path, label });
+      this.lines.push({ edge, path, label, hot: false });
     }
   }
 
@@ -127,7 +136,7 @@ class Graph {
     const colour = stage === null ? kindClass(kind) : `staged ${stageClass(stage)}`;
     const middle = x + item.w / 2 + (item.folded ? 6 : 0);
     const group = svg("g", {
-      class: `node ${colour}${item.phase && item.phase !== "forward" ? " later" : ""}`,
+      class: `node ${colour}${item.phase && item.phase !== "forward" ? " later" : ""}${this.flagged(item)}`,
       "data-id": item.node ? item.node.id : null, role: "img",
       "aria-label": `${item.title} ${item.sub || ""}`.trim() },
     svg("title", {}, this.tip(item)),
@@ -139,6 +148,10 @@ class Graph {
     return group;
   }
 
+  flagged(item) {
+    return item.part && item.part.ops.some((op) => this.model.flags.has(op)) ? " flagged" : "";
+  }
+
   // The stage of an op, or of all ops of a folded module; null where they are in several.
   stageOf(item) {
     const { stages } = this.model.content;
@@ -147,7 +160,7 @@ class Graph {
   }
 
   cluster(item, x, y) {
-    return svg("g", { class: "cluster", "data-id": item.node.id, role: "group", "aria-label": `${item.title}, unfolded` },
+    return svg("g", { class: `cluster${this.flagged(item)}`, "data-id": item.node.id, role: "group", "aria-label": `${item.title}, unfolded` },
       svg("title", {}, this.tip(item)),
       svg("rect", { x, y, width: item.w, height: item.h, rx: 6 }),
       svg("rect", { class: "grip", "data-fold": "1", x, y, width: 22, height: HEAD - 2 }),
@@ -158,34 +171,36 @@ class Graph {
   tip(item) {
     if (!item.node) return `${item.title}\n${item.sub}`;
     const { model } = this;
-    if (item.node.isOp) return `${model.label(item.node.op)} (${item.phase})\n${model.ops.module[item.node.op]}\n${model.ops.source[item.node.op]}`;
+    if (item.node.isOp) return `${model.called(item.node.op)} (${item.phase})\n${model.ops.module[item.node.op]}\n${model.ops.source[item.node.op]}`;
     return `${item.node.path ?? item.node.name} (${item.phase})\n${plural(item.part.ops.length, "op")}`;
   }
 
-  // What the selection, the search and the measure change about the elements that are there.
+  // The share of the measure at each node.
+  heat() {
+    const { model } = this;
+    const total = (ops) => ops.reduce((sum, op) => sum + model.measured(op), 0);
+    const nodes = [...this.places.values()].filter(({ item }) => item.node && !item.box);
+    const shares = nodes.map((place) => [place.element.lastChild, total(place.item.part.ops)]);
+    const most = Math.max(...shares.map(([, sum]) => sum), 0);
+    for (const [heat, sum] of shares) heat.setAttribute("width", most && model.measure.values ? (Number(heat.dataset.w) * sum / most).toFixed(1) : 0);
+  }
+
+  // What the selection and the search change about the elements that are there.
   mark() {
     const { model } = this;
     const selected = new Set(this.placesOf(model.selection).map((place) => place.key));
-    const total = (ops) => ops.reduce((sum, op) => sum + model.measured(op), 0);
-    const shares = [];
     for (const place of this.places.values()) {
-      const { node, part } = place.item;
+      const { node } = place.item;
       place.element.classList.toggle("selected", selected.has(place.key));
-      place.element.classList.toggle("flagged", Boolean(part && part.ops.some((op) => model.flags.has(op))));
       place.element.classList.toggle("dim", Boolean(model.matches && node && !node.found));
       place.element.classList.toggle("found", Boolean(model.matches && node && node.found && !place.item.box));
-      if (node && !place.item.box) shares.push([place, total(part.ops)]);
     }
-    const most = Math.max(...shares.map(([, sum]) => sum), 0);
-    for (const [place, sum] of shares) {
-      const heat = place.element.lastChild;
-      heat.setAttribute("width", most && model.measure.values ? (Number(heat.dataset.w) * sum / most).toFixed(1) : 0);
-    }
-    for (const { edge, path, label } of this.lines) {
-      const hot = selected.has(edge.from) || selected.has(edge.to);
-      path.classList.toggle("hot", hot);
-      path.setAttribute("marker-end", edge.to === "out" ? "" : hot ? "url(#arrow-hot)" : "url(#arrow)");
-      if (label) label.classList.toggle("hot", hot);
+    for (const line of this.lines) {
+      const hot = selected.has(line.edge.from) || selected.has(line.edge.to);
+      if (hot === line.hot) continue;
+      line.hot = hot;
+      line.path.classList.toggle("hot", hot);
+      if (line.label) line.label.classList.toggle("hot", hot);
     }
   }
 
@@ -210,7 +225,8 @@ class Graph {
       this.view.x += (before.x - after.x) * this.view.scale;
       this.view.y += (before.y - after.y) * this.view.scale;
       this.move();
-    } else if (!this.visible()) this.fit();
+    } else if (this.visible()) this.move();
+    else this.fit();
     this.anchor = null;
   }
 
@@ -221,8 +237,12 @@ class Graph {
     }
     if (!this.shown) return;
     this.mark();
-    const [place] = this.placesOf(selection);
-    if (place && !this.still) this.bring(place);
+    if (!this.still) this.bringSelection();
+  }
+
+  bringSelection() {
+    const [place] = this.placesOf(this.model.selection);
+    if (place) this.bring(place);
   }
 
   // Something of the graph is in sight.
@@ -336,10 +356,21 @@ class Graph {
     this.move();
   }
 
+  // Texts are laid out at each step of a zoom: those far from what is in sight are left out.
   move() {
+    const { width, height } = this.svg.getBoundingClientRect();
     const { x, y, scale } = this.view;
     this.scene.setAttribute("transform", `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${scale.toFixed(4)})`);
     this.scene.classList.toggle("far", scale < 0.4);
+    this.scene.classList.toggle("tiny", scale < 0.2);
+    for (const text of this.texts) {
+      const left = text.x * scale + x;
+      const top = text.y * scale + y;
+      const off = left > width + NEAR || top > height + NEAR || left + text.w * scale < -NEAR || top + text.h * scale < -NEAR;
+      if (off === text.off) continue;
+      text.off = off;
+      text.element.classList.toggle("off", off);
+    }
   }
 }
 

@@ -25,16 +25,18 @@ class Layout {
   constructor(model, width) {
     this.model = model;
     this.width = width;  // of a text: (text, bold) => pixels
+    this.roots = new Map();
   }
 
   // mode: a phase, or null for all.  Gives the box of the root, and how many modules stay folded for want of room.
   run(mode) {
     const { model } = this;
-    if (mode !== this.mode || !this.root) {
-      this.mode = mode;
+    this.mode = mode;
+    if (!this.roots.has(mode)) {
       const all = Array.from({ length: model.size }, (_, op) => op);
-      this.root = new Part(model.root, mode, null, all.filter((op) => mode === null || this.phaseOf(op) === mode));
+      this.roots.set(mode, new Part(model.root, mode, null, all.filter((op) => mode === null || this.phaseOf(op) === mode)));
     }
+    this.root = this.roots.get(mode);
     const skipped = this.choose();
     return { box: this.box(this.root), skipped };
   }
@@ -332,8 +334,8 @@ class Layout {
     const { node, phase, ops } = part;
     if (ops.length === 1) {  // a module that does one op is drawn as this op
       const own = model.nodeOf[ops[0]];
-      const title = beginning(model.label(ops[0]), 30);
-      const sub = node.isOp ? "" : ending(own.parent.name, 30);
+      const title = beginning(model.called(ops[0]), 30);
+      const sub = node.isOp ? beginning(model.natives.get(ops[0]) || "", 30) : ending(own.parent.name, 30);
       return { part, node: own, phase, title, sub, w: Math.max(this.width(title, true), this.width(sub)) + 26, h: sub ? 36 : 25 };
     }
     if (this.isOpen(part)) {

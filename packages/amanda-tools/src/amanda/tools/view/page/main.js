@@ -3,7 +3,7 @@
 const content = JSON.parse($("data").textContent);
 const model = new Model(content);
 
-function tabs(bar, panel, views, show) {
+function tabs(bar, panel, views, show, first = 0) {
   let current = -1;
   const go = (place) => {
     if (place === current) return;
@@ -24,7 +24,7 @@ function tabs(bar, panel, views, show) {
     go(place);
     bar.children[place].focus();
   });
-  if (views.length) go(0);
+  if (views.length) go(first);
 }
 
 function makeTables() {
@@ -44,6 +44,7 @@ function makeTables() {
   const own = model.tables.filter((table) => !table.joined).map((table) => {
     let picked = -1;
     return {
+      schema: table.schema,
       title: table.title.length <= 22 ? table.title : table.schema.replace("amanda.", ""), hint: `${table.title}, ${table.name}`,
       table: () => ({
         label: table.title, rows: table.rows.length,
@@ -65,10 +66,12 @@ function makeTables() {
     };
   });
   const views = [...(model.size ? [ofOps] : []), ...own];
+  const telling = content.graph || model.columns.some((column) => column.table);
+  const first = Math.max(views.findIndex((view) => view.schema === "amanda.diff"), model.size && own.length && !telling ? 1 : 0);
   tabs($("tables"), $("table"), views, (view) => {
     if (shown) shown.remove();
     shown = new DataTable($("table"), view.table());
-  });
+  }, first);
   model.on("search", () => {
     if (!shown) return;
     shown.list();
@@ -164,6 +167,7 @@ function makeTheme() {
   button.addEventListener("click", () => {
     const next = order[(order.indexOf(button.textContent) + 1) % order.length];
     button.textContent = next;
+    button.setAttribute("aria-label", `Colours: ${next}`);
     if (next === "Auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = next.toLowerCase();
     model.tell("search");
@@ -189,7 +193,9 @@ function showPage() {
   document.body.classList.toggle("no-views", !views.length);
   const tables = makeTables();
   document.body.classList.toggle("no-tables", !tables);
-  tabs($("views"), $("view"), views, (view) => view.show());
+  const diverged = views.findIndex((view) => view.firsts && view.firsts.length);
+  if (diverged >= 0) views[diverged].pick(Math.min(...views[diverged].firsts.map(([, row]) => row)));
+  tabs($("views"), $("view"), views, (view) => view.show(), Math.max(0, diverged));
   document.documentElement.dataset.ready = "yes";
 }
 

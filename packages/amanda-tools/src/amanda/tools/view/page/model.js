@@ -42,6 +42,7 @@ class Model {
     this.matches = null;    // per op, or null without a search
     this.unfolded = new Set();
     this.unfoldedFound = new Set();
+    this.numberNamesakes();
     this.makeTree();
     this.makeColumns();
     this.makeNeighbours();
@@ -236,11 +237,13 @@ class Model {
     this.flags = new Map();
     for (const table of this.tables) {
       const verdict = table.columns.findIndex((column) => column.name === "verdict");
-      const told = { "amanda.nan": () => "makes NaN or Inf", "amanda.diff": (row) => (row[verdict] === "different" ? "differs between the runs" : null) }[table.schema];
+      const first = Object.values(table.first || {});
+      const differs = (place) => (first.includes(place) ? "the first to differ between the runs" : "differs between the runs");
+      const told = { "amanda.nan": () => "makes NaN or Inf", "amanda.diff": (row, place) => (row[verdict] === "different" ? differs(place) : null) }[table.schema];
       if (!told || !table.ops) continue;
       table.rows.forEach((row, place) => {
-        const what = told(row);
-        if (what) for (const op of table.ops[place]) this.flags.set(op, what);
+        const what = told(row, place);
+        if (what) for (const op of table.ops[place]) if (!this.flags.has(op)) this.flags.set(op, what);
       });
     }
     for (const op of this.flags.keys()) for (let node = this.nodeOf[op]; node; node = node.parent) node.flagged += 1;
@@ -352,6 +355,31 @@ class Model {
 
   label(op) {
     return this.ops.type[op] || this.ops.name[op] || "op";
+  }
+
+  // Its label, with a number where a module does several ops of this label in one phase.
+  called(op) {
+    const number = this.numbers.get(op);
+    return number ? `${this.label(op)} ${number}` : this.label(op);
+  }
+
+  numberNamesakes() {
+    this.numbers = new Map();
+    this.natives = new Map();  // the framework's names of namesakes that are different ops
+    const namesakes = new Map();
+    for (let op = 0; op < this.size; op += 1) {
+      const key = [this.ops.phase[op], this.ops.module[op], this.label(op)].join("\n");
+      if (!namesakes.has(key)) namesakes.set(key, []);
+      namesakes.get(key).push(op);
+    }
+    for (const ops of namesakes.values()) {
+      if (ops.length < 2) continue;
+      const differ = ops.some((op) => this.ops.name[op] !== this.ops.name[ops[0]]);
+      ops.forEach((op, place) => {
+        this.numbers.set(op, place + 1);
+        if (differ) this.natives.set(op, this.ops.name[op]);
+      });
+    }
   }
 
   // ---- search ----

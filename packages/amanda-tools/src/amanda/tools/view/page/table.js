@@ -20,6 +20,7 @@ class DataTable {
     this.draw = eachFrame(() => this.render());
     this.scroll.addEventListener("scroll", this.draw);
     this.scroll.addEventListener("keydown", (event) => this.key(event));
+    this.head.addEventListener("keydown", (event) => this.headKey(event));
     this.body.addEventListener("click", (event) => {
       const line = event.target.closest(".line");
       if (line) this.pick(Number(line.dataset.row));
@@ -50,7 +51,7 @@ class DataTable {
 
   header(column, place) {
     return h("div", { class: `cell${column.number ? " number" : ""}`, role: "columnheader", "aria-sort": "none", "aria-colindex": place + 1 },
-      h("button", { type: "button", tabindex: -1, title: column.from ? `${column.name}, from ${column.from}` : column.name, onclick: () => this.sortBy(place) },
+      h("button", { type: "button", tabindex: place ? -1 : 0, title: column.from ? `${column.name}, from ${column.from}` : column.name, onclick: () => this.sortBy(place) },
         h("span", { class: "label" }, column.name), h("span", { class: "mark", "aria-hidden": "true" })));
   }
 
@@ -133,6 +134,19 @@ class DataTable {
       if (top < scroll.scrollTop || top > scroll.scrollTop + room) scroll.scrollTop = Math.max(0, top - room / 2);
     }
     this.draw();
+  }
+
+  // The arrow keys lead from column to column; one of them is a stop of the Tab key.
+  headKey(event) {
+    const buttons = [...this.head.querySelectorAll("button")];
+    const place = buttons.indexOf(event.target);
+    const to = { ArrowRight: place + 1, ArrowLeft: place - 1, Home: 0, End: buttons.length - 1 }[event.key];
+    if (place < 0 || to === undefined) return;
+    buttons[place].tabIndex = -1;
+    const next = buttons[clamp(to, 0, buttons.length - 1)];
+    next.tabIndex = 0;
+    next.focus();
+    event.preventDefault();
   }
 
   key(event) {

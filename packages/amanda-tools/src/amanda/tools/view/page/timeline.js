@@ -4,6 +4,7 @@ const LANE = 18;
 const AXIS = 22;
 const TRACK = 18;
 const PLOT = 46;
+const GAP = 6;    // between tracks
 
 class Timeline extends Chart {
   constructor(model, content, element, tools) {
@@ -41,6 +42,8 @@ class Timeline extends Chart {
       const end = start + this.events.duration[this.current];
       const span = this.to - this.from;
       if (end < this.from || start > this.to) this.look((start + end - span) / 2, (start + end + span) / 2);
+      const top = this.topOf(this.current);
+      this.top = clamp(this.top, top + AXIS + 2 * LANE - this.canvas.clientHeight, top);
     }
     this.draw();
   }
@@ -65,11 +68,11 @@ class Timeline extends Chart {
         if (y > -LANE && y < tall) this.lane(pen, lane, y, wide);
         y += LANE;
       });
-      y += 6;
+      y += GAP;
     });
     this.height = y + this.top;
     this.axis(pen, wide, tall);
-    canvas.setAttribute("aria-label", this.spoken());
+    this.speak();
     canvas.dataset.from = this.from.toFixed(3);
     canvas.dataset.to = this.to.toFixed(3);
   }
@@ -170,8 +173,14 @@ class Timeline extends Chart {
     super.listen();
     this.canvas.addEventListener("dblclick", (event) => {
       const i = this.eventAt(event.offsetX, event.offsetY);
-      if (i >= 0) this.look(this.events.start[i] - this.events.duration[i] * 0.1, this.events.start[i] + this.events.duration[i] * 1.1);
+      if (i >= 0) this.fill(i);
     });
+  }
+
+  // Look at one event alone.
+  fill(i) {
+    const [start, lasting] = [this.events.start[i], this.events.duration[i]];
+    this.look(start - lasting * 0.1, start + lasting * 1.1);
   }
 
   wheel(event) {
@@ -203,7 +212,7 @@ class Timeline extends Chart {
   pick(i) {
     this.current = i;
     const op = i < 0 ? -1 : this.events.op[i];
-    if (op === this.model.selectedOp) this.draw();
+    if (op === this.model.selectedOp) this.follow();
     this.model.selectOp(op);
     this.model.event = i < 0 ? null : { timeline: this, index: i };
     this.model.tell("event");
@@ -218,6 +227,24 @@ class Timeline extends Chart {
     if (next !== undefined) this.pick(next);
   }
 
+  // Of the next lane that has events, the one that is nearest in time.
+  stepLane(direction) {
+    if (this.current < 0) { this.step(0); return; }
+    const { track, depth, start, duration: lasting } = this.events;
+    const lanes = this.byLane.flat();
+    const middle = start[this.current] + lasting[this.current] / 2;
+    const away = (i) => Math.max(start[i] - middle, middle - start[i] - lasting[i]);
+    let place = lanes.indexOf(this.byLane[track[this.current]][depth[this.current]]) + direction;
+    while (lanes[place] && !lanes[place].length) place += direction;
+    if (lanes[place]) this.pick(lanes[place].reduce((best, i) => (away(i) < away(best) ? i : best)));
+  }
+
+  // Where the lane of an event begins, from the top of the tracks.
+  topOf(i) {
+    const before = this.content.tracks.slice(0, this.events.track[i]).reduce((sum, track) => sum + TRACK + track.depth * LANE + GAP, 0);
+    return this.content.counters.length * PLOT + before + TRACK + this.events.depth[i] * LANE;
+  }
+
   hover(event) {
     const i = this.eventAt(event.offsetX, event.offsetY);
     const op = this.events.op[i];
@@ -225,7 +252,13 @@ class Timeline extends Chart {
       op >= 0 ? h("div", {}, this.model.ops.module[op]) : ""]));
   }
 
-  keys() { return { ArrowUp: () => this.scrollBy(-40), ArrowDown: () => this.scrollBy(40) }; }
+  keys() {
+    return {
+      ArrowUp: () => this.stepLane(-1), ArrowDown: () => this.stepLane(1),
+      PageUp: () => this.scrollBy(-200), PageDown: () => this.scrollBy(200),
+      Enter: () => { if (this.current >= 0) this.fill(this.current); },
+    };
+  }
 }
 
 // When the last event or change of a counter is.

@@ -61,11 +61,11 @@ class Tree {
       role: "treeitem", id: `tree-${node.id}`, "data-id": node.id,
       "aria-level": node.depth, "aria-posinset": node.place, "aria-setsize": node.parent.children.length,
       "aria-expanded": inner ? String(model.isOpen(node)) : null, "aria-selected": String(node === model.selection),
-      title: inner ? node.path ?? node.name : `${model.label(node.op)} · ${model.ops.source[node.op]}`,
+      title: inner ? node.path ?? node.name : `${model.called(node.op)} · ${model.ops.source[node.op]}`,
     },
     inner ? h("span", { class: `chevron${model.isOpen(node) ? " open" : ""}`, "aria-hidden": "true" })
       : h("span", { class: `dot ${kindClass(model.kinds[node.op])}${phase === "forward" ? "" : " hollow"}`, "aria-hidden": "true" }),
-    h("span", { class: "name" }, inner ? node.name : model.label(node.op)),
+    inner ? h("span", { class: "name" }, node.name) : this.opName(node.op),
     node.flagged ? h("span", { class: "flag", role: "img", "aria-label": inner ? `${node.flagged} flagged` : model.flags.get(node.op), title: inner ? `${node.flagged} flagged` : model.flags.get(node.op) }, "!") : null,
     inner ? h("span", { class: "count" }, grouped(model.matches ? node.found : node.count)) : null,
     h("span", { class: "space" }),
@@ -73,6 +73,14 @@ class Tree {
     made.style.top = `${row * ROW}px`;
     made.style.paddingLeft = `${6 + (node.depth - 1) * 13}px`;
     return made;
+  }
+
+  // A long name loses its end, never its number.
+  opName(op) {
+    const { model } = this;
+    const number = model.numbers.get(op);
+    if (!number) return h("span", { class: "name" }, model.label(op));
+    return h("span", { class: "name numbered" }, h("span", {}, model.label(op)), h("span", { class: "number" }, ` ${number}`));
   }
 
   value(node) {
