@@ -85,10 +85,10 @@ def fake_quantize_for_good(x: Any, scales: Mapping[int | None, Scale], rounding:
     def fixed(place: int | None, one: Any) -> Any:  # without kernels, which need data that graphs lack
         if place not in scales:
             return one
-        *given, groups = scales[place]
-        if groups is None:
-            return fake_quantize(one, *given, rounding, kernel=False)
-        return groups.joined(fake_quantize(groups.split(one), *given, rounding, kernel=False), one.shape)
+        scale, zero_point, grid, axes, groups = scales[place]
+        rows = one if groups is None else groups.split(one)
+        made = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
+        return made if groups is None else groups.joined(made, one.shape)
 
     return fixed(None, x) if None in scales else [fixed(place, one) for place, one in enumerate(x)]
 

@@ -241,7 +241,7 @@ class QuantizedOp:
             scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
             yield Quantized(
                 *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
-                zero_point, one.groups and one.groups.size, getattr(grid, "dtype", ""),
+                zero_point, one.groups.size if one.groups else None, getattr(grid, "dtype", ""),
                 self._executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
 

@@ -36,7 +36,8 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
         return _fused(x, scale, zero_point, grid, axes, shape)
     s, z = (one.to(x.device, x.dtype).reshape(shape) for one in (scale, zero_point))
     if isinstance(grid, FloatGrid):
-        return (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype)).to(x.dtype).mul_(s)
+        codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
+        return codes.to(x.dtype).mul_(s)
     if torch.is_grad_enabled() and x.requires_grad:
         check("quantize", "torch")
         if x.numel() > SMALL or torch._C._are_functorch_transforms_active():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
@@ -65,11 +64,6 @@ class AWQTool(IntegerTool, CalibratedTool):
         )
         weight["smoothing"] = scales
         self.write(weight, quantized(matrix * scales, self.grid, size))
-
-    @amanda.traceable
-    def transform(self, value: Any, codes: Any, scale: Any, zero_point: Any, smoothing: Any) -> Any:
-        """Return what the integers stand for, divided by the scales of the inputs."""
-        return (dequantized(codes, scale, zero_point) / smoothing).reshape(value.shape)
 
 
 def awq_scales(

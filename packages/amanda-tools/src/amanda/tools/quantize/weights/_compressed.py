@@ -34,7 +34,7 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
         raise QuantizeError(
             f"the layout holds integers of linear layers alone; exclude {', '.join(others)} of the tool"
         )
-    if "smoothing" in tool.state_names:
+    if any(weight.get("smoothing") is not None for _, weight in layers.values()):
         raise QuantizeError(f"the layout has no place for the scales of inputs of {type(tool).__name__}")
     state = {name: one.detach().contiguous() for name, one in model.state_dict().items()}
     for name, (layer, weight) in layers.items():
@@ -53,7 +53,8 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_unshared(state), folder / "model.safetensors", {"format": "pt"})
-    config = model.config.to_dict() if hasattr(model, "config") else {}
+    own: Any = getattr(model, "config", None)
+    config = {} if own is None else own.to_dict()
     config["quantization_config"] = _config(model, tool, set(layers))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from amanda.tools.kit._requirements import check
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._integers import IntegerTool
@@ -118,6 +119,7 @@ def _int4(
     from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
     from torchao.quantization.utils import pack_tinygemm_scales_and_zeros
 
+    check("quantize.weights", "torch")
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     zero = (8 - zero_point) * scale
     both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)

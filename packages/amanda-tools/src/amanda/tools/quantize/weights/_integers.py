@@ -85,6 +85,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             weight[name] = value
 
     @amanda.traceable
-    def transform(self, value: Any, codes: Any, scale: Any, zero_point: Any) -> Any:
-        """Return what the integers stand for."""
-        return dequantized(codes, scale, zero_point).reshape(value.shape)
+    def transform(self, value: Any, codes: Any, scale: Any, zero_point: Any, smoothing: Any = None) -> Any:
+        """Return what the integers stand for, divided by the scales of the inputs where there are some."""
+        made = dequantized(codes, scale, zero_point)
+        return (made if smoothing is None else made / smoothing).reshape(value.shape)
