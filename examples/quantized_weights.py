@@ -22,16 +22,16 @@ from torch import Tensor, nn
 import amanda
 from amanda.tools.quantize.weights import AWQTool, GPTQTool, NearestTool, convert, model_bytes
 
-METHODS: dict[str, Any] = {
-    "nearest, 8 bits": lambda: NearestTool(8, None, exclude="head"),
-    "nearest, 4 bits": lambda: NearestTool(4, 32, exclude="head"),
-    "GPTQ, 4 bits": lambda: GPTQTool(4, 32, exclude="head"),
-    "AWQ, 4 bits": lambda: AWQTool(4, 32, exclude="head"),
-    "nearest, 3 bits": lambda: NearestTool(3, 32, exclude="head"),
-    "GPTQ, 3 bits": lambda: GPTQTool(3, 32, exclude="head"),
-    "AWQ, 3 bits": lambda: AWQTool(3, 32, exclude="head"),
+METHODS: dict[str, tuple[Any, int, int | None]] = {
+    "nearest, 8 bits": (NearestTool, 8, None),
+    "nearest, 4 bits": (NearestTool, 4, 32),
+    "GPTQ, 4 bits": (GPTQTool, 4, 32),
+    "AWQ, 4 bits": (AWQTool, 4, 32),
+    "nearest, 3 bits": (NearestTool, 3, 32),
+    "GPTQ, 3 bits": (GPTQTool, 3, 32),
+    "AWQ, 3 bits": (AWQTool, 3, 32),
 }
-"""Quantised weights in groups of 32 inputs; of 8 bits with a scale for each output."""
+"""Tool, bits, and number of inputs that share a scale; None: all of an output."""
 
 CONTEXT = 128
 
@@ -164,11 +164,12 @@ def milliseconds(call: Callable[[], Any], rounds: int) -> float:
 @torch.no_grad()
 def table(
     model: nn.Module, score: Callable[[nn.Module], float], calibrate: Callable[[nn.Module], Any],
-    one: Callable[[nn.Module], Any], rounds: int = 20,
+    one: Callable[[nn.Module], Any], exclude: str | None = None, rounds: int = 20,
 ) -> Iterable[tuple[str, float, float, float, float]]:  # fmt: skip
     """Yield method, score in float32, score as integers in bfloat16, megabytes and milliseconds of one input.
 
-    score: of a model.  calibrate: runs batches.  one: runs one input, as a server does.
+    score: of a model.  calibrate: runs batches.  one: runs one input, as a server does.  exclude: modules
+    that stay as they are.
     """
     half = copy.deepcopy(model).bfloat16()
     yield (
@@ -185,8 +186,8 @@ def table(
         model_bytes(half) / 1e6,
         milliseconds(lambda: one(half), rounds),
     )
-    for name, make in METHODS.items():
-        tool, whole = make(), copy.deepcopy(model)
+    for name, (kind, bits, size) in METHODS.items():
+        tool, whole = kind(bits, size, exclude=exclude), copy.deepcopy(model)
         with amanda.apply(tool):
             if hasattr(tool, "calibrating"):
                 with tool.calibrating():
@@ -211,7 +212,7 @@ def main() -> None:
         print("| GPT | perplexity, simulated | as integers | MB | ms |")
         for row in table(
             model, lambda one: perplexity(one, tested), lambda one: [one(batch[:, :-1]) for batch in seen],
-            lambda one: one(tested[:1, :-1]),
+            lambda one: one(tested[:1, :-1]), exclude="head",
         ):  # fmt: skip
             print(rows.format(*row), flush=True)
     if options.only != "gpt":

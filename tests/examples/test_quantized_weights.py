@@ -18,7 +18,7 @@ def test_a_row_for_each_method(example: Callable[[str], ModuleType], monkeypatch
     rows = list(
         script.table(
             model, lambda one: script.perplexity(one, few), lambda one: one(seen[0][:, :-1]),
-            lambda one: one(few[:1, :-1]), rounds=1,
+            lambda one: one(few[:1, :-1]), "head", rounds=1,
         )
     )  # fmt: skip
     assert [row[0] for row in rows] == ["float32", "bfloat16", *chosen]

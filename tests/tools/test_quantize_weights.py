@@ -352,6 +352,12 @@ def test_a_weight_that_was_not_calibrated_is_an_error_that_says_where() -> None:
     message = r"0.weight was not calibrated: .* this GPTQTool"
     with pytest.raises(QuantizeError, match=message), amanda.apply(GPTQTool(4, None)):
         nn.Sequential(nn.Linear(4, 4))(torch.randn(1, 4))
+    import tensorflow as tf
+
+    matrix = tf.Variable(tf.ones((4, 4)))
+    for tool in (NearestTool(4, None), GPTQTool(4, None)):
+        with pytest.raises(QuantizeError, match=f"{type(tool).__name__} is for PyTorch"), amanda.apply(tool):
+            tf.matmul(tf.ones((1, 4)), matrix)
     model = nn.Linear(4, 4)
     with pytest.raises(QuantizeError, match="NaN or Inf in weight, or in what its linear"):
         met_with(AWQTool(4, None), model, torch.tensor([[torch.inf] * 4]))

@@ -48,10 +48,18 @@ class GPTQTool(IntegerTool, CalibratedTool):
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Choose the integers of a weight."""
+        import torch
+
         assert samples.gram is not None
         hessian = samples.gram * (2 / samples.count)
         options = self.grid, self.size(weight), self._damping, self._block
-        self.write(weight, gptq(matrix, hessian, *options))
+        try:
+            self.write(weight, gptq(matrix, hessian, *options))
+        except torch.linalg.LinAlgError as error:
+            raise QuantizeError(
+                f"the Hessian of {weight.name}'s inputs has no Cholesky factor with damping {self._damping}: "
+                "give more"
+            ) from error
 
 
 def gptq(
