@@ -11,7 +11,9 @@ import copy
 import math
 import pydoc_data.topics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -151,52 +153,45 @@ def retrieval(model: nn.Module, tokens: dict[str, Tensor]) -> float:
     return 100 * float(((first @ second.T).argmax(1) == torch.arange(len(first))).float().mean())
 
 
-def milliseconds(call: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of a call."""
-    times = []
+def milliseconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Return the median time of each call; the calls take turns."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return 1000 * sorted(times[1:])[rounds // 2]
+        for call, own in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            own.append(1000 * (time.perf_counter() - start))
+    return [median(own[1:]) for own in times]
 
 
 @torch.no_grad()
 def table(
     model: nn.Module, score: Callable[[nn.Module], float], calibrate: Callable[[nn.Module], Any],
-    one: Callable[[nn.Module], Any], exclude: str | None = None, rounds: int = 20,
-) -> Iterable[tuple[str, float, float, float, float]]:  # fmt: skip
-    """Yield method, score in float32, score as integers in bfloat16, megabytes and milliseconds of one input.
+    one: Callable[[nn.Module], Any], exclude: str | None = None, rounds: int = 50,
+) -> list[tuple[str, float, float, float, float]]:  # fmt: skip
+    """Return method, score of the simulation, score of the converted model, its megabytes and milliseconds.
 
+    Converted models compute in bfloat16, and the time is that of one input.
     score: of a model.  calibrate: runs batches.  one: runs one input, as a server does.  exclude: modules
     that stay as they are.
     """
     half = copy.deepcopy(model).bfloat16()
-    yield (
-        "float32",
-        score(model),
-        score(model),
-        model_bytes(model) / 1e6,
-        milliseconds(lambda: one(model), rounds),
-    )
-    yield (
-        "bfloat16",
-        score(model),
-        score(half),
-        model_bytes(half) / 1e6,
-        milliseconds(lambda: one(half), rounds),
-    )
+    whole = score(model)
+    found = {"float32": (whole, model), "bfloat16": (whole, half)}
     for name, (kind, bits, size) in METHODS.items():
-        tool, whole = kind(bits, size, exclude=exclude), copy.deepcopy(model)
+        tool, other = kind(bits, size, exclude=exclude), copy.deepcopy(model)
         with amanda.apply(tool):
             if hasattr(tool, "calibrating"):
                 with tool.calibrating():
-                    calibrate(whole)
-            simulated = score(whole)
-        converted = whole.bfloat16()
-        convert(converted, tool)
-        found = score(converted), model_bytes(converted) / 1e6, milliseconds(lambda: one(converted), rounds)  # noqa: B023
-        yield name, simulated, *found
+                    calibrate(other)
+            simulated = score(other)
+        convert(other.bfloat16(), tool)
+        found[name] = simulated, other
+    times = milliseconds([partial(one, other) for _, other in found.values()], rounds)
+    return [
+        (name, simulated, score(other), model_bytes(other) / 1e6, spent)
+        for (name, (simulated, other)), spent in zip(found.items(), times, strict=True)
+    ]
 
 
 def main() -> None:
@@ -214,7 +209,7 @@ def main() -> None:
             model, lambda one: perplexity(one, tested), lambda one: [one(batch[:, :-1]) for batch in seen],
             lambda one: one(tested[:1, :-1]), exclude="head",
         ):  # fmt: skip
-            print(rows.format(*row), flush=True)
+            print(rows.format(*row))
     if options.only != "gpt":
         minilm, pairs, others = trained_minilm()
         alone = {name: value[:1] for name, value in pairs.items()}
@@ -223,7 +218,7 @@ def main() -> None:
             minilm, lambda one: retrieval(one, pairs), lambda one: [one(**batch) for batch in others],
             lambda one: one(**alone),
         ):  # fmt: skip
-            print(rows.format(*row), flush=True)
+            print(rows.format(*row))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ def test_a_row_for_each_method(example: Callable[[str], ModuleType], monkeypatch
     monkeypatch.setattr(script, "METHODS", chosen)
     model, tested, seen = script.trained_gpt(2)
     few = tested[:4]
-    rows = list(
-        script.table(
-            model, lambda one: script.perplexity(one, few), lambda one: one(seen[0][:, :-1]),
-            lambda one: one(few[:1, :-1]), "head", rounds=1,
-        )
+    rows = script.table(
+        model, lambda one: script.perplexity(one, few), lambda one: one(seen[0][:, :-1]),
+        lambda one: one(few[:1, :-1]), "head", rounds=1,
     )  # fmt: skip
     assert [row[0] for row in rows] == ["float32", "bfloat16", *chosen]
     size = {row[0]: row[3] for row in rows}
