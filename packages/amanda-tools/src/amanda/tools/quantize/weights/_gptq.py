@@ -55,7 +55,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         options = self.grid, self.size(weight), self._damping, self._block
         try:
             self.write(weight, gptq(matrix, hessian, *options))
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise QuantizeError(
                 f"the Hessian of {weight.name}'s inputs has no Cholesky factor with damping {self._damping}: "
                 "give more"
