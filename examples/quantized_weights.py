@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=1500, help="steps of the GPT's training")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the GPT's training")
     parser.add_argument("--only", choices=["gpt", "minilm"])
     options = parser.parse_args()
     rows = "| {} | {:.3f} | {:.3f} | {:.2f} | {:.2f} |"
