@@ -392,11 +392,12 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(requires=["dev"])
 def recipes(session: nox.Session) -> None:
-    """Run every recipe of docs/, also those of libraries that the shared environment lacks."""
+    """Run every recipe of docs/, and read files, also with libraries that the shared environment lacks."""
     share(session)
     install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    chosen = (*WITH_SLOW, "tests/docs", "-k", "recipes", *session.posargs)
+    files = "tests/tools/test_quantize_converted.py"
+    chosen = (*WITH_SLOW, "tests/docs", files, "-k", "recipes or checkpoint", *session.posargs)
     session.run("python", "-m", "pytest", *chosen, env=env)
 
 

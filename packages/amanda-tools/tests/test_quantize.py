@@ -468,7 +468,7 @@ def test_two_tools_give_two_parts_different_bits(model: Network, batches: list[T
     ("options", "message"),
     [
         ({"method": "statics"}, "method is 'statics'; it is one of 'static', 'dynamic'"),
-        ({"weight_bits": 9}, "9 bits; give a number from 2 to 8"),
+        ({"weight_bits": 17}, "17 bits; give a number from 2 to 16, or e4m3 or e5m2"),
         ({"weight_bits": None, "activation_bits": None}, "nothing would be quantised"),
         ({"observer": "max"}, "observer is 'max'"),
         ({"method": "dynamic", "observer": "mse"}, "dynamic takes the extremes at each execution"),

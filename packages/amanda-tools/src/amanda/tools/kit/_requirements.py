@@ -76,6 +76,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:ops.profiler._record_function_exit._RecordFunction",
     ),
     ("quantize", "torch"): ("torch:_C._are_functorch_transforms_active",),
+    ("quantize.weights", "torch"): ("torch:ops.aten._convert_weight_to_int4pack_for_cpu",),
     ("quantize", "tensorflow"): (*_RECORD, "tensorflow.python.framework.op_def_registry:get"),
     ("remat", "torch"): (
         *_MEMORY,

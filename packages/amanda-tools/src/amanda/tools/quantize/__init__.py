@@ -10,7 +10,7 @@ print(quantize.result)
 """
 
 from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
-from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding, choose_qparams
+from amanda.tools.quantize._grid import Bits, Float8, Grid, Groups, QuantizeError, Rounding, choose_qparams
 from amanda.tools.quantize._histogram import Histogram
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import (
@@ -27,8 +27,9 @@ from amanda.tools.quantize._result import Quantized, QuantizeResult, sqnr
 from amanda.tools.quantize._tool import QuantizeTool
 
 __all__ = [
-    "Grid", "Histogram", "HistogramObserver", "MinMaxObserver", "MseObserver", "Observer",
-    "PerChannelObserver", "PercentileObserver", "QuantizeError", "QuantizeResult", "QuantizeTool",
-    "Quantized", "Rounding", "choose_qparams", "extremes", "fake_quantize", "fake_quantize_gradient",
-    "gradient_scale", "lsq_gradients", "lsq_plus_scale", "lsq_quantize", "lsq_scale", "make_observer", "sqnr",
+    "Bits", "Float8", "Grid", "Groups", "Histogram", "HistogramObserver", "MinMaxObserver",
+    "MseObserver", "Observer", "PerChannelObserver", "PercentileObserver", "QuantizeError",
+    "QuantizeResult", "QuantizeTool", "Quantized", "Rounding", "choose_qparams", "extremes",
+    "fake_quantize", "fake_quantize_gradient", "gradient_scale", "lsq_gradients", "lsq_plus_scale",
+    "lsq_quantize", "lsq_scale", "make_observer", "sqnr",
 ]  # fmt: skip

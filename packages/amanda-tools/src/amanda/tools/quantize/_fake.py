@@ -1,4 +1,4 @@
-"""Fake quantisation: rounding to a grid of integers, in a floating type."""
+"""Fake quantisation: rounding to a grid of numbers, in a floating type."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import amanda
 from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 from amanda.tools.quantize import _pytorch, _tensorflow
-from amanda.tools.quantize._grid import Grid, Rounding, spread
+from amanda.tools.quantize._grid import FloatGrid, Grid, Groups, Rounding, spread
 
 _KERNELS = {"torch": _pytorch.kernel, "tensorflow": _tensorflow.kernel}
 
 
 class Scale(NamedTuple):
-    """Scale and zero point of a tensor, scalars or (channels,); the grid; axes of the channels."""
+    """Scale and zero point of a tensor, scalars or (channels,); the grid; axes of the channels, or groups."""
 
     scale: Any
     zero_point: Any
     grid: Grid
     axes: Sequence[int] = ()
+    groups: Groups | None = None
 
 
 def fake_quantize(
@@ -34,13 +35,17 @@ def fake_quantize(
     channels in x.  rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by
     1 / scale; "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it
     rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
-    C's round does.  kernel: allow a kernel of the framework, which gives the same bits.
+    C's round does.  A floating grid gives the number of the type that is nearest to x / scale, times scale:
+    bit-equal to torchao's float8 tensors.  kernel: allow a kernel of the framework, which gives the same
+    bits.
     """
     xp = tensors_of(x)
     made = _by_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
     if made is not None:
         return made
     wide, s, z = _spread(x, scale, zero_point, axes)
+    if isinstance(grid, FloatGrid):
+        return xp.cast(grid.nearest(wide / s) * s, x)
     if rounding == "half_up":
         least, most = (grid.low - z) * s, (grid.high - z) * s
         # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
@@ -78,7 +83,12 @@ def fake_quantize_for_good(x: Any, scales: Mapping[int | None, Scale], rounding:
     """
 
     def fixed(place: int | None, one: Any) -> Any:  # without kernels, which need data that graphs lack
-        return fake_quantize(one, *scales[place], rounding, kernel=False) if place in scales else one
+        if place not in scales:
+            return one
+        scale, zero_point, grid, axes, groups = scales[place]
+        rows = one if groups is None else groups.split(one)
+        made = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
+        return made if groups is None else groups.joined(made, one.shape)
 
     return fixed(None, x) if None in scales else [fixed(place, one) for place, one in enumerate(x)]
 
@@ -93,7 +103,9 @@ def fake_quantize_gradient(
     between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
     """
     wide, s, z = _spread(x, scale, zero_point, axes)
-    if rounding == "half_up":
+    if isinstance(grid, FloatGrid):
+        passes = tensors_of(wide).absolute(wide / s) <= grid.high
+    elif rounding == "half_up":
         passes = (wide >= (grid.low - z) * s) & (wide <= (grid.high - z) * s)
     else:
         integers = _rounded(wide * (1 / s), rounding) + z

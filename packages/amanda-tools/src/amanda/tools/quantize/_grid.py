@@ -1,13 +1,14 @@
-"""Grids of integers; the scale and zero point of a range, and their shapes."""
+"""Grids of numbers; the scale and zero point of a range, and their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from amanda.errors import AmandaError
+from amanda.tools._libraries import do
 from amanda.tools.kit import tensors_of
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 
 Rounding = Literal["half_even", "half_up", "half_away"]
 """The direction in which a value half way between two integers is rounded: to even, up, or away from 0."""
+
+Float8 = Literal["e4m3", "e5m2"]
+"""Floating types of 8 bits: float8_e4m3fn, which has no infinity, and float8_e5m2."""
+
+Bits: TypeAlias = int | Float8
+"""A number of bits for integers, or a floating type."""
 
 EPSILON = 1.1920928955078125e-07
 """The least scale, which is float32's epsilon as in torch.ao."""
@@ -38,18 +45,89 @@ class Grid:
         return (self.high - self.low).bit_length()
 
     @classmethod
-    def of(cls, bits: int, symmetric: bool) -> Grid:
+    def of(cls, bits: Bits, symmetric: bool) -> Grid:
         """Return the grid of signed integers of so many bits if symmetric, else of unsigned ones.
 
-        Raises QuantizeError for other than 2 to 8 bits.
+        bits: or "e4m3" or "e5m2" for the numbers of a floating type, which always are symmetric.
+        Raises QuantizeError for other than 2 to 16 bits.
 
         >>> Grid.of(4, symmetric=True)
         Grid(low=-8, high=7, symmetric=True)
         """
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-            raise QuantizeError(f"{bits!r} bits; give a number from 2 to 8")
+        if isinstance(bits, str) and bits in get_args(Float8):
+            return _FLOAT_GRIDS[bits]
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
+            raise QuantizeError(f"{bits!r} bits; give a number from 2 to 16, or {' or '.join(_FLOAT_GRIDS)}")
         low = -(1 << (bits - 1)) if symmetric else 0
         return cls(low, low + (1 << bits) - 1, symmetric)
+
+
+@dataclass(frozen=True)
+class FloatGrid(Grid):
+    """The finite numbers of a floating type of 8 bits.
+
+    dtype: PyTorch's and ml_dtypes' name of the type.  mantissa: its bits.  exponent: of the least normal
+    number.
+    """
+
+    dtype: str = ""
+    mantissa: int = 0
+    exponent: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of the type."""
+        return 8
+
+    def nearest(self, x: Any) -> Any:
+        """Return the nearest numbers of the grid, half to even; NaN stays."""
+        xp = tensors_of(x)
+        x = xp.minimum(xp.maximum(x, self.low), self.high)
+        magnitude = xp.absolute(x)
+        step = magnitude * 0 + 2.0 ** (self.exponent - self.mantissa)
+        for exponent in range(self.exponent + 1, self.high.bit_length()):
+            step = xp.where(magnitude >= 2.0**exponent, step * 0 + 2.0 ** (exponent - self.mantissa), step)
+        return xp.round(x / step) * step
+
+
+_FLOAT_GRIDS = {
+    "e4m3": FloatGrid(-448, 448, True, "float8_e4m3fn", 3, -6),
+    "e5m2": FloatGrid(-57344, 57344, True, "float8_e5m2", 2, -14),
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of weights that share a scale: so many consecutive inputs of each output.
+
+    size: of a group.  layout: axes of the weight, as `weight_layout` of StandardMapping; further axes in
+    front of them are of a batch.  Inputs of a convolution are in the order of its channels and its window.
+    """
+
+    size: int
+    layout: str
+
+    def fit(self, shape: Sequence[int]) -> bool:
+        """Return True if the inputs of a weight of this shape are a multiple of the size."""
+        batch, outputs = self._axes(len(shape))
+        return prod(shape[axis] for axis in batch[outputs:]) % self.size == 0
+
+    def split(self, x: Any) -> Any:
+        """Return a weight as (groups, size), output by output."""
+        return tensors_of(x).reshape(do("transpose", x, self._axes(len(x.shape))[0]), (-1, self.size))
+
+    def joined(self, rows: Any, shape: Sequence[int]) -> Any:
+        """Return what `split` made of a weight of this shape in the weight's own form."""
+        axes, _ = self._axes(len(shape))
+        whole = tensors_of(rows).reshape(rows, tuple(shape[axis] for axis in axes))
+        return do("transpose", whole, tuple(axes.index(axis) for axis in range(len(axes))))
+
+    def _axes(self, rank: int) -> tuple[tuple[int, ...], int]:
+        """Return the axes in the order of batch, outputs and inputs, and how many come before the inputs."""
+        batch, outputs = rank - len(self.layout), "O" if "O" in self.layout else "IM"
+        inputs = sorted((one for one in self.layout if one not in outputs), key=lambda one: one != "I")
+        axes = *range(batch), *(batch + self.layout.index(one) for one in (*outputs, *inputs))
+        return axes, batch + len(outputs)
 
 
 def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, weight_input
-from amanda.tools.quantize._fake import Scale, fake_quantize_for_good, fake_quantize_gradient
-from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
+from amanda.tools.quantize._grid import Groups, QuantizeError
+from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
 
@@ -26,8 +27,8 @@ class QuantizedOp:
     made: the quantizers that were made at this op.  left: the reason why the weight is not quantised.
     """
 
-    def __init__(self, context: amanda.OpContext, tool: QuantizeTool) -> None:
-        self._tool, self._options = tool, tool.options
+    def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: Options) -> None:
+        self._tool, self._options = tool, options
         self._where = context["phase"], context["type"], context.get_scope(), context.get_source()
         self.name, self.left = f"{context['type']} of {context.get_scope() or context.get_source()}", ""
         self.made: list[Quantizer] = []
@@ -64,7 +65,12 @@ class QuantizedOp:
         if read.varies and self._options.method.startswith("lsq"):
             self.left = "its scale is learned, and an index selects what it reads of a parameter"
             return None
-        make = partial(self._made, "weight", read, self._axes(context, read, value))
+        groups = None
+        if self._options.group_size is not None:
+            groups = self._groups(context, read, value)
+            if groups is None:
+                return None
+        make = partial(self._made, "weight", read, self._axes(context, read, value), groups=groups)
         if not read.is_part:
             return make(value, context)
 
@@ -75,19 +81,33 @@ class QuantizedOp:
         self._part = part if read.is_followed else None
         return part(value, source(context, read.index))
 
+    def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
+        """Return the groups of a weight; None for one that has none, with the reason in `left`."""
+        shape, size = context["shape"](value), self._options.group_size
+        layout = _layout(context, read)
+        if layout is None or shape is None or size is None:
+            self.left = "which of its axes are inputs is not known, so that it has no groups"
+            return None
+        groups = Groups(size, layout)
+        if groups.fit(shape):
+            return groups
+        told = "x".join(map(str, shape))
+        self.left = f"the inputs of each output are no multiple of group_size {size}: it is {told}, {layout}"
+        return None
+
     def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
         """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
 
         Outputs have the axis O, and the axes I and M in a depthwise convolution.
         """
-        layout = ("OI" if context["type"] == "embedding" else read.layout) or ""
+        layout = _layout(context, read) or ""
         batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
         letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
         return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
 
     def _made(
         self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
-        reader: amanda.OpContext, suffix: str = "",
+        reader: amanda.OpContext, suffix: str = "", groups: Groups | None = None,
     ) -> Quantizer:  # fmt: skip
         """Return a quantizer that keeps its state at `reader`.
 
@@ -101,7 +121,9 @@ class QuantizedOp:
         known = QUANTIZERS[self._options.method, read is not None]
         kind, state = (Fresh, {}) if read is not None and read.varies else known
         keep = partial(self._tool.keep, reader)
-        self.made.append(kind(name + suffix, read is not None, axes, self._options, state, value, keep))
+        self.made.append(kind(
+            name + suffix, read is not None, axes, self._options, state, value, keep, groups,
+        ))  # fmt: skip
         return self.made[-1]
 
     def settle(self) -> None:
@@ -190,16 +212,17 @@ class QuantizedOp:
         made = self._read(*values)
         quantizers = {position: one for (position, item), one in self._quantizers.items() if item is None}
         run[_KEPT] = [] if made is None else [
-            (value, quantizers[position].used) if position in quantizers else None
+            partial(quantizers[position].stopped, value, *quantizers[position].used)
+            if position in quantizers else None
             for position, value in zip(self._positions, values, strict=True)
         ]  # fmt: skip
         return made
 
     def _stop(self, *gradients: Any, run: dict[str, Any]) -> Any:
         given = list(gradients)
-        for i, one in enumerate(run.pop(_KEPT, ())):
-            if one is not None and given[i] is not None:
-                given[i] = fake_quantize_gradient(given[i], one[0], *one[1])
+        for i, stop in enumerate(run.pop(_KEPT, ())):
+            if stop is not None and given[i] is not None:
+                given[i] = stop(gradient=given[i])
         return given if len(given) > 1 else given[0]
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
@@ -221,8 +244,13 @@ class QuantizedOp:
             scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
             yield Quantized(
                 *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
-                zero_point, self._executions, one.noise.sqnr, self._output.sqnr,
+                zero_point, one.groups.size if one.groups else None, getattr(grid, "dtype", ""),
+                self._executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
+
+
+def _layout(context: amanda.OpContext, read: WeightInput) -> str | None:
+    return "OI" if context["type"] == "embedding" else read.layout
 
 
 def _recompute(context: amanda.OpContext) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import amanda
 from amanda.tools.kit import check_one_of
 from amanda.tools.mapping import MappingTool
-from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding
+from amanda.tools.quantize._grid import Bits, FloatGrid, Grid, QuantizeError, Rounding
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 from amanda.tools.quantize._tensorflow import write_recompute
+from amanda.tools.select import Paths, unmatched
 
 Method = Literal["static", "dynamic", "qat", "lsq", "lsq+"]
 
@@ -41,13 +42,14 @@ class Options:
     """Options of `QuantizeTool`, under the same names."""
 
     method: Method
-    weight_bits: int | None
-    activation_bits: int | None
+    weight_bits: Bits | Mapping[str, Bits | None] | None
+    activation_bits: Bits | Mapping[str, Bits | None] | None
     types: tuple[str, ...]
     observer: ObserverName
     weight_observer: ObserverName
     percentile: float
     per_channel: bool
+    group_size: int | None
     symmetric_weights: bool
     symmetric_activations: bool
     rounding: Rounding
@@ -62,9 +64,15 @@ class Options:
             check_one_of(name, getattr(self, name), get_args(known), QuantizeError)
         if self.weight_bits is None and self.activation_bits is None:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
-        for bits in (self.weight_bits, self.activation_bits):
-            if bits is not None:
-                Grid.of(bits, False)
+        for given in (self.weight_bits, self.activation_bits):
+            for bits in given.values() if isinstance(given, Mapping) else [given]:
+                if isinstance(bits, Mapping) or bits is not None:
+                    self._check_grid(Grid.of(bits, False))
+        size = self.group_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
+            raise QuantizeError(f"group_size is {size!r}; give a number of weights, such as 32, 64 or 128")
+        if size is not None and not self.per_channel:
+            raise QuantizeError(f"group_size is {size}, and per_channel False: a group lies within a channel")
         for name, least, most in (("percentile", 50, 100), ("averaging", 0, 1)):
             given = getattr(self, name)
             if not isinstance(given, Real):
@@ -82,6 +90,18 @@ class Options:
                 'leave it at "minmax", or let method be "static"'
             )
 
+    def _check_grid(self, grid: Grid) -> None:
+        if not isinstance(grid, FloatGrid):
+            return
+        unfit = {"method": self.method.startswith("lsq"), "rounding": self.rounding != "half_even",
+                 "observer": self.observer == "histogram",
+                 "weight_observer": self.weight_observer == "histogram"}  # fmt: skip
+        for name, is_so in unfit.items():
+            if is_so:
+                raise QuantizeError(
+                    f"{name} is {getattr(self, name)!r}, which is for integers, and bits are {grid.dtype}"
+                )
+
     @property
     def trains(self) -> bool:
         """True if gradients pass through quantised values."""
@@ -89,11 +109,34 @@ class Options:
 
     def told(self) -> dict[str, Any]:
         """Return the options that saved scales depend on."""
-        names = ("method", "weight_bits", "activation_bits", "per_channel", "symmetric_weights",
-                 "symmetric_activations")  # fmt: skip
+        names = ("method", "weight_bits", "activation_bits", "per_channel", "group_size",
+                 "symmetric_weights", "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
-    def bits(self, weight: bool) -> int | None:
+    def at(self, paths: Sequence[str]) -> Options | None:
+        """Return the options for an op in modules of these paths; None where it is not quantised."""
+        weight, activation = (
+            next((bits for layers, bits in one if layers(*paths)), None) if isinstance(one, list) else one
+            for one in self._by_layer
+        )
+        if weight is None and activation is None:
+            return None
+        return replace(self, weight_bits=weight, activation_bits=activation)
+
+    @cached_property
+    def _by_layer(self) -> list[Any]:
+        both = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
+        return [
+            [(Paths(name, glob), bits) for glob, bits in given.items()]
+            if isinstance(given, Mapping) else given
+            for name, given in both.items()
+        ]  # fmt: skip
+
+    def unmatched(self) -> list[str]:
+        """Return sentences on layers with bits of their own that no op is in."""
+        return unmatched(layers for one in self._by_layer if isinstance(one, list) for layers, _ in one)
+
+    def bits(self, weight: bool) -> Any:
         """Return the bits of weights, or of activations; None for no quantisation."""
         return self.weight_bits if weight else self.activation_bits
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.tools.kit._requirements import check
-from amanda.tools.quantize._grid import Grid
+from amanda.tools.quantize._grid import FloatGrid, Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,17 +22,22 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
     """Return fake-quantised values with a gradient, by PyTorch's kernel on CUDA, elsewhere by its operators.
 
     On the host PyTorch's kernel is five times as slow as its operators.
-    Returns None for a tensor of another type than float32, and for several axes.
+    Returns None for a tensor of another type than float32, for several axes, and for gradients of float8.
     """
     import torch
 
     if x.dtype != torch.float32 or len(axes) > 1:
         return None
+    if isinstance(grid, FloatGrid) and torch.is_grad_enabled() and x.requires_grad:
+        return None
     shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
     scale, zero_point = scale.detach(), zero_point.detach()
-    if x.is_cuda:
+    if x.is_cuda and not isinstance(grid, FloatGrid):
         return _fused(x, scale, zero_point, grid, axes, shape)
     s, z = (one.to(x.device, x.dtype).reshape(shape) for one in (scale, zero_point))
+    if isinstance(grid, FloatGrid):
+        codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
+        return codes.to(x.dtype).mul_(s)
     if torch.is_grad_enabled() and x.requires_grad:
         check("quantize", "torch")
         if x.numel() > SMALL or torch._C._are_functorch_transforms_active():

@@ -9,8 +9,8 @@ from typing import Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._fake import Scale, fake_quantize, straight_through
-from amanda.tools.quantize._grid import Grid, QuantizeError, as_array, choose_qparams, group_size
+from amanda.tools.quantize._fake import Scale, fake_quantize, fake_quantize_gradient, straight_through
+from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import Observer, extremes
 from amanda.tools.quantize._options import Options
@@ -22,22 +22,27 @@ class Quantizer:
 
     Without a calibration, a weight's scale comes from the first value of the weight.
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
-    of their own.  parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
+    of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
+    parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
     settled: True once there is a scale.  used: what the last value was quantised by, after the value.
     """
 
     def __init__(
         self, name: str, is_weight: bool, axes: Sequence[int], options: Options, parts: Mapping[str, bool],
-        value: Any, keep: Callable[..., Any],
+        value: Any, keep: Callable[..., Any], groups: Groups | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.is_weight, self.axes, self.options = name, is_weight, tuple(axes), options
+        self.name, self.is_weight, self.options, self.groups = name, is_weight, options, groups
+        self.axes = tuple(axes) if groups is None else (0,)
         self.xp, self.grid, self.noise = tensors_of(value), options.grid(is_weight), Noise()
         self.observer: Observer | None = None
         self.state: dict[str, Any] = {}
         self.trained = [part for part, is_trained in parts.items() if is_trained]
         self.collected: dict[str, Any] = {}
         self.used: tuple[Any, ...] = ()
-        empty = np.full((prod(value.shape[axis] for axis in axes),) if axes else (), np.nan, np.float32)
+        channels = prod(value.shape[axis] for axis in axes)
+        if groups is not None:
+            channels = prod(value.shape) // groups.size
+        empty = np.full((channels,) if self.axes else (), np.nan, np.float32)
         for part, is_trained in parts.items():
             load = partial(self.xp.state, like=value, trained=is_trained)
             key = f"{name}.{part}".replace(" ", "")
@@ -51,6 +56,22 @@ class Quantizer:
 
     def observe(self, x: Any) -> None:
         """Add a value to the calibration."""
+        self._observe(self._split(x))
+
+    def __call__(self, x: Any, frozen: bool) -> Any:
+        """Return the quantised value; frozen: keep the scale as it is."""
+        made = self._quantised(self._split(x), frozen)
+        return made if self.groups is None else self.groups.joined(made, x.shape)
+
+    def stopped(self, x: Any, *used: Any, gradient: Any) -> Any:
+        """Return the gradient of a value that was quantised, from that of the quantised value."""
+        made = fake_quantize_gradient(self._split(gradient), self._split(x), *used)
+        return made if self.groups is None else self.groups.joined(made, x.shape)
+
+    def _split(self, x: Any) -> Any:
+        return x if self.groups is None else self.groups.split(x)
+
+    def _observe(self, x: Any) -> None:
         if self.observer is None:
             self.observer = self.options.make_observer(self.is_weight, self.axes)
         self.observer.observe(x)
@@ -73,15 +94,14 @@ class Quantizer:
         self.settled = True
         return scale, zero_point
 
-    def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value; frozen: keep the scale as it is."""
+    def _quantised(self, x: Any, frozen: bool) -> Any:
         if not self.settled:
             if not self.is_weight:
                 raise QuantizeError(
                     f"{self.name} has no scale: calibrate with batches that execute this op, "
                     "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`"
                 )
-            self.observe(x)
+            self._observe(x)
             self.settle()
         return self._fake(x, self._read("scale"), self._read("zero_point"))
 
@@ -94,7 +114,7 @@ class Quantizer:
             zero_point = -self.array("offset") / scale
         else:
             zero_point = self.array("zero_point") if "zero_point" in self.state else scale * 0
-        return Scale(scale, zero_point, self.grid, self.axes)
+        return Scale(scale, zero_point, self.grid, self.axes, self.groups)
 
     def array(self, part: str) -> Any:
         """Return a part of the state as an array."""
@@ -124,8 +144,7 @@ class Fresh(Quantizer):
     def observe(self, x: Any) -> None:
         """Do nothing: each value has its own scale."""
 
-    def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the value, quantised by its own scale."""
+    def _quantised(self, x: Any, frozen: bool) -> Any:
         if not self.is_weight or self.options.weight_observer == "minmax":
             return self._fake(x, *self._qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)
@@ -141,10 +160,10 @@ class Trained(Quantizer):
     the extremes.
     """
 
-    def __call__(self, x: Any, frozen: bool) -> Any:
+    def _quantised(self, x: Any, frozen: bool) -> Any:
         """Return the quantised value; the gradient passes where the value was not clipped."""
         if frozen and self.settled:
-            return super().__call__(x, frozen)
+            return super()._quantised(x, frozen)
         least, most = extremes(x, self.axes)
         if self.settled and not self.is_weight:
             least, most = self._averaged("least", least), self._averaged("most", most)
@@ -170,12 +189,12 @@ class Learned(Quantizer):
     def _shift_to(self, low: int) -> None:
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
-    def observe(self, x: Any) -> None:
+    def _observe(self, x: Any) -> None:
         """Initialise the scale from the first value; LSQ+'s offset from the range of all values."""
         if self.settled:
             return
         if "offset" in self.state:
-            super().observe(x)
+            super()._observe(x)
             return
         x = self.xp.detach(x)
         if "low" in self.state:
@@ -185,10 +204,10 @@ class Learned(Quantizer):
         self._assign(low=self.grid.low, scale=start(x, self.grid, self.axes))
         self.settled = True
 
-    def __call__(self, x: Any, frozen: bool) -> Any:
+    def _quantised(self, x: Any, frozen: bool) -> Any:
         """Return the quantised value, with gradients for the value, the scale and the offset."""
         if not self.settled:
-            self.observe(x)
+            self._observe(x)
             self.settle()
         grid, axes = self.grid, self.axes
         examples = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)

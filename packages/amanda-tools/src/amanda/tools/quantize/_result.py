@@ -51,6 +51,7 @@ class Quantized:
 
     tensor: "weight", or "input 0" by its position in the op's schema.  scale, zero_point: one number, or one
     per channel; None before a calibration, and if each execution has its own.  low, high: ends of the grid.
+    group_size: of a weight with scales for groups.  dtype: of a floating type, "" for integers.
     sqnr, output_sqnr: in dB, of the tensor and of the op's outputs; None if not measured.
     """
 
@@ -66,9 +67,17 @@ class Quantized:
     axes: tuple[int, ...]
     scale: tuple[float, ...] | None
     zero_point: tuple[float, ...] | None
+    group_size: int | None
+    dtype: str
     executions: int
     sqnr: float | None
     output_sqnr: float | None
+
+    @property
+    def scheme(self) -> str:
+        """Return "symmetric", "affine" or a floating type, and the size of groups."""
+        kind = self.dtype or ("symmetric" if self.symmetric else "affine")
+        return kind if self.group_size is None else f"{kind}, groups of {self.group_size}"
 
 
 class QuantizeResult(Result):
@@ -104,7 +113,7 @@ class QuantizeResult(Result):
         """Return a row for each tensor, with the largest of its scales and the zero point of that."""
         return [
             (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
-             "symmetric" if one.symmetric else "affine", len(one.scale or ()) if one.axes else None,
+             one.scheme, len(one.scale or ()) if one.axes else None,
              *_extent(one), one.executions, _finite(one.sqnr), _finite(one.output_sqnr))
             for one in self.tensors
         ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._grid import Grid
+from amanda.tools.quantize._grid import FloatGrid, Grid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,10 +26,13 @@ def kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int])
     """Return fake-quantised values with the straight-through gradient, recorded on tapes.
 
     TensorFlow's own kernel rounds differently, and single operators take ten times as long.
-    Returns None for a tensor that is not float32 in host memory, and for axes that are not adjacent.
+    Returns None for a tensor that is not float32 in host memory, for axes that are not adjacent, and
+    for a floating grid.
     """
     follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
-    if not (follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
+    if isinstance(grid, FloatGrid) or not (
+        follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32
+    ):
         return None
     tensor, array = _empty(x.shape)
     clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)

@@ -11,7 +11,7 @@ import amanda
 from amanda.tools.kit import SEVERAL, Parts, WeightReads, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
-from amanda.tools.quantize._grid import QuantizeError, Rounding
+from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
 from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._options import TYPES, Method, Options, operands
@@ -26,12 +26,16 @@ class QuantizeTool(amanda.Tool):
     method: the source of scales.  "static": a calibration, after which scales are fixed; "dynamic": for
         activations the values of each execution; "qat": training with the straight-through estimator, where
         scales follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
-    weight_bits, activation_bits: 2 to 8; None leaves weights or activations unquantised.
+    weight_bits, activation_bits: 2 to 16, or "e4m3" or "e5m2" for floating types of 8 bits; None leaves
+        weights or activations unquantised.  {"layer1": 8, "*": 4}: bits by globs of modules, of which the
+        first that fits counts; an op that none fits is not quantised.
     type: globs of StandardMapping's words or the framework's names; by default convolutions, linear layers,
         products of matrices and attention.  `amanda.tools.select` restricts the tool further.
     observer, weight_observer: the method by which a calibration finds ranges: "minmax", "percentile"
         (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as torch.ao's).
     per_channel: whether each output channel of a weight has a scale.
+    group_size: number of consecutive inputs of each output of a weight that share a scale, such as 32, 64 or
+        128; None: each output has one scale.
     symmetric_weights, symmetric_activations: signed integers with zero as zero point, else unsigned ones.
     rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
     averaging: weight of each new batch in the moving averages of "qat".
@@ -46,8 +50,8 @@ class QuantizeTool(amanda.Tool):
     def __init__(
         self,
         method: Method = "static",
-        weight_bits: int | None = 8,
-        activation_bits: int | None = 8,
+        weight_bits: Bits | Mapping[str, Bits | None] | None = 8,
+        activation_bits: Bits | Mapping[str, Bits | None] | None = 8,
         type: list[str] | str | None = None,
         observer: ObserverName = "minmax",
         weight_observer: ObserverName = "minmax",
@@ -59,6 +63,7 @@ class QuantizeTool(amanda.Tool):
         averaging: float = 0.01,
         calibration: int = 0,
         sqnr: bool = False,
+        group_size: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(type, (str, Iterable)) and type is not None:
@@ -67,7 +72,7 @@ class QuantizeTool(amanda.Tool):
         self._types, self._asks_for_types = Patterns("type", wanted), type is not None
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
-            symmetric_weights, symmetric_activations, rounding, averaging, calibration,
+            group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
         self._places: dict[str, QuantizedOp] = {}
@@ -113,7 +118,11 @@ class QuantizeTool(amanda.Tool):
 
     def unmatched(self) -> list[str]:
         """Return sentences on options that no op fitted."""
-        return [*super().unmatched(), *(unmatched([self._types]) if self._asks_for_types else [])]
+        return [
+            *super().unmatched(),
+            *self.options.unmatched(),
+            *(unmatched([self._types]) if self._asks_for_types else []),
+        ]
 
     def clear(self) -> None:
         """Forget scales and noise, and analyse ops anew."""
@@ -137,7 +146,9 @@ class QuantizeTool(amanda.Tool):
                 name = names[id(value)]
                 arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
                 grids[name.removesuffix(f".{part}")] = {
-                    "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes
+                    "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes,
+                    "group_size": quantizer.groups.size if quantizer.groups else None,
+                    "dtype": getattr(quantizer.grid, "dtype", ""),
                 }  # fmt: skip
         return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
 
@@ -180,7 +191,10 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = QuantizedOp(context, self)
+            options = self.options.at(context.get_scopes())
+            if options is None:
+                return
+            self._places[name] = QuantizedOp(context, self, options)
         self._places[name].insert(context)
 
     def _analyse_backward(self, context: amanda.OpContext) -> None:

@@ -1,0 +1,89 @@
+"""AWQ: inputs with large activations are scaled up before rounding (Lin et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from amanda.tools._libraries import numpy as np
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+from amanda.tools.quantize.weights._grouping import dequantized, quantized
+from amanda.tools.quantize.weights._integers import IntegerTool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AWQTool(IntegerTool, CalibratedTool):
+    """Quantises weights by AWQ: the integers are of a weight whose inputs are scaled up by their activations.
+
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
+    symmetric: signed integers with zero as zero point, else unsigned ones.
+    steps: number of exponents of the activations between 0 and 1 that are tried.
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+
+    Ops read the integers' weight divided by the scales of the inputs again; each op has its own scales, and
+    weights are not clipped.  Raises QuantizeError for options that make no sense.
+
+    >>> awq = AWQTool(bits=4, group_size=32)
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group_size: int | None = 128,
+        symmetric: bool = True,
+        steps: int = 20,
+        type: list[str] | str | None = None,
+        module: list[str] | str | None = None,
+        exclude: list[str] | str | None = None,
+    ) -> None:
+        super().__init__(bits, group_size, symmetric, type, module, exclude)
+        if not isinstance(steps, int) or steps < 1:
+            raise QuantizeError(f"steps is {steps!r}; give a number of exponents, such as 20")
+        self._steps = steps
+
+    def on_weight(self, weight: CalibratedWeight) -> str | None:
+        """Make room for the integers of a weight and the scales of its inputs."""
+        misfit = super().on_weight(weight)
+        if misfit is None:
+            weight.keep("smoothing", np.ones(int(np.prod(weight.canonical_shape[1:])), "float32"))
+        return misfit
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Choose the scales of the inputs of a weight, and its integers."""
+        assert samples.gram is not None
+        size = self.size(weight)
+
+        def rounded(matrix: Tensor) -> Tensor:
+            return dequantized(*quantized(matrix, self.grid, size))
+
+        scales = awq_scales(
+            matrix, samples.magnitudes / samples.count, samples.gram / samples.count, rounded, self._steps
+        )
+        weight["smoothing"] = scales
+        self.write(weight, quantized(matrix * scales, self.grid, size))
+
+
+def awq_scales(
+    matrix: Tensor, magnitudes: Tensor, gram: Tensor, rounded: Callable[[Tensor], Tensor], steps: int = 20
+) -> Tensor:
+    """Return the scales of inputs, (K,), with the least squared error of the outputs.
+
+    The scales are powers of the magnitudes, with exponents 0, 1 / steps, ..., 1 - 1 / steps, divided by the
+    root of their largest times their smallest.
+    matrix: (outputs, K).  magnitudes: (K,), mean magnitudes of the inputs.  gram: (K, K), mean products of
+    pairs of inputs.  rounded: quantises and dequantises a matrix.
+    Sources: Lin et al. 2023, eqs. 4 and 5; `auto_scale` of the authors' code.
+    """
+    best, least = None, float("inf")
+    for step in range(steps):
+        scales = magnitudes.pow(step / steps).clamp(min=1e-4)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        error = (rounded(matrix * scales) / scales - matrix).to(gram.dtype)
+        loss = float(((error @ gram) * error).sum())
+        if loss < least:
+            best, least = scales, loss
+    assert best is not None
+    return best

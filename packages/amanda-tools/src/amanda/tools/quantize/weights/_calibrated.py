@@ -1,0 +1,155 @@
+"""Base of tools that change weights by what the ops that read them were given in a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import amanda
+from amanda.tools.kit import Present, Weight, WeightTool, origin, weight_input
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize.weights._products import product
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNREAD = "no op that multiplies by it ran in the calibration"
+ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
+
+
+class Samples:
+    """Sums over the inputs of a weight in a calibration, of K weights for each output.
+
+    weight: as the op read it.  count: number of rows of inputs.  magnitudes: (K,), sum of magnitudes.
+    most: (K,), largest magnitudes.  gram: (K, K), sum of products of pairs of inputs; None if not wanted.
+    """
+
+    def __init__(self, weight: Tensor, rows: Tensor, wants_gram: bool) -> None:
+        size = rows.shape[1]
+        self.weight, self.count = weight.detach(), 0
+        self.magnitudes, self.most = rows.new_zeros(size), rows.new_zeros(size)
+        self.gram = rows.new_zeros(size, size) if wants_gram else None
+
+    def add(self, rows: Tensor) -> None:
+        """Add inputs (n, K)."""
+        magnitudes = rows.abs()
+        self.count += len(rows)
+        self.magnitudes += magnitudes.sum(0)
+        self.most = self.most.maximum(magnitudes.amax(0))
+        if self.gram is not None:
+            self.gram.addmm_(rows.T, rows)
+
+
+class CalibratedWeight(Weight):
+    """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be."""
+
+    samples: Samples | None = None
+    misfit: str = UNREAD
+
+
+class CalibratedTool(WeightTool[CalibratedWeight]):
+    """Changes weights of products in PyTorch by what their ops read in a calibration.
+
+    A subclass makes the state of a weight in `solve`.
+    """
+
+    error = QuantizeError
+    weight_type = CalibratedWeight
+    leaves_rows = ROWS
+    wants_gram: ClassVar[bool] = True
+    """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
+
+    def __init__(self, *selection: Any) -> None:
+        super().__init__(*selection)
+        self.is_calibrating = False
+        self.add_inst_for_op(self._analyse)
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Make the state of a weight.
+
+        matrix: the weight as (outputs, K), in float32 or wider.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Return a context whose executions calibrate, and compute with the weights as they are.
+
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
+        """
+        self.renew()
+        for weight in self.weights:
+            weight.is_left = False
+        self.is_calibrating = True
+        try:
+            yield
+            for weight in self.weights:
+                self._settle(weight)
+        finally:
+            self.is_calibrating = False
+            for weight in self.weights:
+                weight.samples = None
+
+    def on_read(self, weight: CalibratedWeight, present: Present) -> None:
+        """Raise QuantizeError for a weight that no calibration has reached."""
+        if not (weight.is_ready or weight.is_left or self.is_calibrating):
+            raise QuantizeError(
+                f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
+                f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
+            )
+
+    def _settle(self, weight: CalibratedWeight) -> None:
+        import torch
+
+        samples = weight.samples
+        weight.is_left = samples is None or weight.misfit != UNREAD
+        place = f"{weight.type} of {weight.module or weight.source}"
+        if samples is None or weight.is_left:
+            self.weights.reasons[place] = weight.misfit
+            return
+        self.weights.reasons.pop(place, None)
+        with amanda.disabled(), torch.no_grad():
+            matrix = weight.canonical(weight.plain(samples.weight)).flatten(1)
+            if not (matrix.isfinite().all() and samples.most.isfinite().all()):
+                raise QuantizeError(f"NaN or Inf in {weight.name}, or in what its {weight.type} is given")
+            self.solve(weight, matrix, samples)
+        weight.updated = 0
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        read = weight_input(context) if context["phase"] == "forward" else None
+        if read is None or context.is_static():
+            return
+        form, find = self.weights.at(context, read)
+        if form is None and find is None:
+            return
+        if not context.namespace.matches("pytorch"):
+            raise QuantizeError(
+                f"{type(self).__name__} is for PyTorch; {context.get_op_type()} is of {context.namespace[0]}"
+            )
+        found = product(context, read)
+        if isinstance(found, str):
+            if isinstance(form, CalibratedWeight):
+                form.misfit = found
+            return
+        find = find or (lambda value, source: form)
+        inputs = [found.position, read.index]
+        context.insert_before_op(self._add, inputs=inputs, find=find, rows=found.rows)
+        self.on_product(context, inputs, found.axis, find)
+
+    def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
+        """Called for each op whose weight may be changed.
+
+        inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
+        find: returns the weight at an execution, from what the op is given and its origin.
+        """
+
+    def _add(self, x: Any, value: Any, find: Any, rows: Any, run: dict[str, Any]) -> None:
+        weight = find(value, origin(run)) if self.is_calibrating else None
+        if not isinstance(weight, CalibratedWeight) or not x.numel():
+            return
+        found = rows(x.detach())
+        found = found if found.dtype.itemsize >= 4 else found.float()
+        if weight.samples is None:
+            weight.samples = Samples(value, found, self.wants_gram)
+        weight.samples.add(found)

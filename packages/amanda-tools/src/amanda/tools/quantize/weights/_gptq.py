@@ -1,0 +1,107 @@
+"""GPTQ: columns are rounded one by one, and those that follow make up for it (Frantar et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from amanda.tools.quantize._grid import Grid, QuantizeError
+from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+from amanda.tools.quantize.weights._grouping import Codes, nearest, qparams
+from amanda.tools.quantize.weights._integers import IntegerTool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GPTQTool(IntegerTool, CalibratedTool):
+    """Quantises weights by GPTQ, which takes the inputs of their ops into account.
+
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
+    symmetric: signed integers with zero as zero point, else unsigned ones.
+    damping: share of the mean of the Hessian's diagonal that is added to the diagonal.  block: number of
+    columns whose errors are passed on together.
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+
+    The Hessian of each weight comes from a calibration of the whole unquantised model.
+    Raises QuantizeError for options that make no sense.
+
+    >>> gptq = GPTQTool(bits=4, group_size=32)
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group_size: int | None = 128,
+        symmetric: bool = True,
+        damping: float = 0.01,
+        block: int = 128,
+        type: list[str] | str | None = None,
+        module: list[str] | str | None = None,
+        exclude: list[str] | str | None = None,
+    ) -> None:
+        super().__init__(bits, group_size, symmetric, type, module, exclude)
+        if not 0 < damping < 1:
+            raise QuantizeError(f"damping is {damping!r}; give a share between 0 and 1, such as 0.01")
+        if not isinstance(block, int) or block < 1:
+            raise QuantizeError(f"block is {block!r}; give a number of columns, such as 128")
+        self._damping, self._block = damping, block
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Choose the integers of a weight."""
+        import torch
+
+        assert samples.gram is not None
+        hessian = samples.gram * (2 / samples.count)
+        options = self.grid, self.size(weight), self._damping, self._block
+        try:
+            self.write(weight, gptq(matrix, hessian, *options))
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise QuantizeError(
+                f"the Hessian of {weight.name}'s inputs has no Cholesky factor with damping {self._damping}: "
+                "give more"
+            ) from error
+
+
+def gptq(
+    matrix: Tensor, hessian: Tensor, grid: Grid, group_size: int, damping: float = 0.01, block: int = 128
+) -> Codes:
+    """Return the integers of a matrix of weights, column by column.
+
+    matrix: (outputs, K).  hessian: (K, K), 2 / n times the sum of products of pairs of the n inputs.
+    The scales of a group that does not span the matrix are those of its columns when the block that it begins
+    in has been reached, as in the authors' code.  Inputs that are always 0 have weights 0.
+    Source: Frantar et al. 2022, algorithm 1.
+    """
+    import torch
+
+    whole = group_size >= matrix.shape[1]
+    left, inverse = matrix.double().clone(), _inverse(hessian.double(), damping)
+    scales = [qparams(matrix, grid, group_size)] if whole else []
+    left[:, hessian.diagonal() == 0] = 0
+    codes = torch.empty_like(left)
+    for start in range(0, left.shape[1], block):
+        end = min(start + block, left.shape[1])
+        now, errors = left[:, start:end].clone(), torch.empty_like(left[:, start:end])
+        for i, column in enumerate(range(start, end)):
+            if not whole and column % group_size == 0:
+                scales.append(
+                    qparams(left[:, column : column + group_size].to(matrix.dtype), grid, group_size)
+                )
+            scale, zero_point = (one.double() for one in scales[-1])
+            codes[:, column : column + 1] = code = nearest(now[:, i : i + 1], scale, zero_point, grid)
+            error = (now[:, i : i + 1] - (code - zero_point) * scale) / inverse[column, column]
+            now[:, i:] -= error * inverse[column, column:end]
+            errors[:, i : i + 1] = error
+        left[:, end:] -= errors @ inverse[start:end, end:]
+    return Codes(codes, *(torch.cat(one, 1) for one in zip(*scales, strict=True)))
+
+
+def _inverse(hessian: Tensor, damping: float) -> Any:
+    """Return the upper Cholesky factor of the inverse of a damped Hessian."""
+    import torch
+
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1
+    diagonal += damping * diagonal.mean()
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)

@@ -1,0 +1,95 @@
+"""SmoothQuant: outliers of activations move into weights (Xiao et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import origin
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SmoothQuantTool(CalibratedTool):
+    """Divides the inputs of products by a factor for each channel, and multiplies weights by it.
+
+    The products stay what they are, within rounding; a `QuantizeTool` that is applied after this tool
+    quantises what is smoother.  Each op has its own factors.
+
+    alpha: the share of the outliers' size, as an exponent, that moves from activations into weights.
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+
+    Raises QuantizeError for an alpha that is not between 0 and 1.
+
+    >>> smooth = SmoothQuantTool(alpha=0.5)
+    """
+
+    wants_gram = False
+    transforms_gradients = True
+
+    def __init__(
+        self,
+        alpha: float = 0.5,
+        type: list[str] | str | None = None,
+        module: list[str] | str | None = None,
+        exclude: list[str] | str | None = None,
+    ) -> None:
+        super().__init__(type, module, exclude)
+        if not 0 <= alpha <= 1:
+            raise QuantizeError(f"alpha is {alpha!r}; give a number from 0 to 1")
+        self._alpha = alpha
+
+    def on_weight(self, weight: CalibratedWeight) -> str | None:
+        """Make room for the factor of each input channel."""
+        if weight.layout is None:
+            return "which of its axes are inputs is not known"
+        weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
+        return None
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Compute the factors: maxima over the window of a convolution belong to a channel."""
+        channels = weight.canonical_shape[1]
+        most = samples.most.reshape(channels, -1).amax(1)
+        weight["smoothing"] = smoothing(most, matrix.reshape(len(matrix), channels, -1), self._alpha)
+
+    def transform(self, value: Any, smoothing: Any) -> Any:
+        """Return a weight (outputs, channels, ...) times the factors."""
+        return value * smoothing.reshape(1, -1, *(1,) * (value.dim() - 2))
+
+    transform_gradient = transform
+
+    def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
+        """Divide the input of an op by the factors."""
+        context.insert_before_op(self._divide, inputs=inputs, axis=axis, find=find)
+
+    @amanda.differentiable
+    def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
+        weight = find(value, origin(run))
+        if not isinstance(weight, CalibratedWeight):
+            raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")
+        if not weight.is_ready:
+            return None
+        factors = weight.tensors_like(x, ["smoothing"])["smoothing"]
+        return x / factors.reshape(-1, *(1,) * (-axis - 1)), value
+
+    def finalize(self, model: Any) -> Any:
+        """Raise QuantizeError: a model whose weights alone were multiplied computes something else."""
+        raise QuantizeError(
+            "SmoothQuantTool divides inputs of ops, which no parameter of a model holds: keep it in the scope"
+        )
+
+
+def smoothing(most: Tensor, weight: Tensor, alpha: float = 0.5) -> Tensor:
+    """Return max|x|^alpha / max|w|^(1 - alpha) of each input channel, (channels,).
+
+    most: (channels,), largest magnitudes of the inputs.  weight: (outputs, channels, ...).
+    Both maxima and the factors are at least 1e-5, as in the authors' code, so that no factor is 0.
+    Source: Xiao et al. 2022, eq. 4.
+    """
+    of_weight = weight.abs().amax([axis for axis in range(weight.dim()) if axis != 1]).clamp(min=1e-5)
+    return (most.clamp(min=1e-5).pow(alpha) / of_weight.pow(1 - alpha)).clamp(min=1e-5)
