@@ -480,3 +480,46 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
         diff(lambda: model(x), lambda: model(x), by="layer")  # type: ignore[arg-type]
     with pytest.raises(AmandaError, match="3 is no dump"):
         diff(3, 4)  # type: ignore[arg-type]
+
+
+def test_what_runs_at_once_is_compared_with_the_same_in_pieces() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.rand(2, 6, 4)
+
+    def in_pieces(*sizes: int, offset: float = 0.0) -> None:
+        for one in x.split(sizes, 1):
+            model(one + offset * (one.shape[1] == 1))
+
+    agree = diff(lambda: model(x), lambda: in_pieces(3, 1, 1, 1))
+    assert not agree
+    assert len(agree.comparisons) == 3
+    assert agree.told == ("3 ops ran once in one run and in pieces in the other: the pieces were joined",)
+    assert not diff(lambda: in_pieces(3, 1, 1, 1), lambda: model(x))
+    for sides in (lambda a, b: (a, b)), (lambda a, b: (b, a)):
+        first = diff(*sides(lambda: model(x), lambda: in_pieces(3, 1, 1, 1, offset=0.1))).first
+        assert first is not None
+        assert (first.type, first.module, first.inputs) == ("linear", "0", False)
+        assert 0 < first.relative < 1
+
+
+def test_pieces_may_be_the_end_or_the_beginning_of_the_whole_or_do_not_fit() -> None:
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x: Tensor, last: bool = False) -> Tensor:
+            hidden = self.body(x).tanh()
+            scores: Tensor = self.head(hidden[:, -1:] if last else hidden)
+            return scores
+
+    model, x = Model(), torch.rand(2, 6, 4)
+    ends = diff(lambda: model(x), lambda: [model(one, last=True) for one in x.split((3, 1, 1, 1), 1)])
+    assert [one.verdict != "different" for one in ends.comparisons] == [True] * 3
+    beginning = diff(lambda: model(x), lambda: [model(one) for one in x[:, :4].split(1, 1)])
+    assert [one.verdict != "different" for one in beginning.comparisons] == [True] * 3
+    overlapping = diff(lambda: [x.relu(), model(x)], lambda: [x.relu(), model(x[:, :4]), model(x[:, 2:])])
+    assert "3 ops in pieces do not make up what the other run gave, and were left" in str(overlapping)

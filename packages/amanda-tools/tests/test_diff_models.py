@@ -121,3 +121,34 @@ def test_nothing_is_found_in_unchanged_pairs(name: str, transformers: Any) -> No
         other.set_attn_implementation("eager")
     result = compared(model, other, given)
     assert result.first is None, result.sentence
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_training_forward_agrees_with_generation_from_a_cache(transformers: Any, name: str) -> None:
+    torch.manual_seed(0)
+    if name == "llama":
+        config = transformers.LlamaConfig(**SMALL, intermediate_size=48, num_key_value_heads=2)
+        model = transformers.LlamaForCausalLM(config).eval()
+        projection = model.model.layers[1].mlp.down_proj
+    else:
+        known = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        config = transformers.GPT2Config(**known, bos_token_id=1, eos_token_id=None)
+        model = transformers.GPT2LMHeadModel(config).eval()
+        projection = model.transformer.h[1].mlp.c_proj
+    tokens = torch.arange(10)[None] * 7 % 49 + 1
+
+    def generated() -> Tensor:
+        found: Tensor = model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        return found
+
+    with torch.no_grad():
+        whole = generated()[:, :-1].clone()
+        agree = diff(lambda: model(whole).logits, generated)
+        assert not agree, agree.sentence
+        assert any("ran once in one run and in pieces" in one for one in agree.told)
+        plain = projection.forward
+        projection.forward = lambda x: plain(x + 0.1 * (x.shape[1] == 1))  # decoding alone is wrong
+        whole = generated()[:, :-1].clone()
+        found = diff(lambda: model(whole).logits, generated)
+    assert found.first is not None
+    assert found.first.module.endswith(("mlp.down_proj", "mlp.c_proj"))

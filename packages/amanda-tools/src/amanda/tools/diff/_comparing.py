@@ -12,6 +12,7 @@ from amanda.tools.diff._align import same_ops, within
 from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._heads import heads
+from amanda.tools.diff._pieces import joined
 from amanda.tools.diff._run import Run, visits
 from amanda.tools.diff._told import reading
 from amanda.tools.dump import Entry, Op
@@ -37,6 +38,8 @@ class Comparing:
         self._runs = (run, other)
         self._rtol, self._expected = rtol, {} if expected is None else expected
         self.pairs: list[Pair] = []
+        self.pieces = self.unlike = 0
+        """Ops that one run executed once and the other in pieces, which make up the whole, or do not."""
 
     def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
@@ -88,9 +91,42 @@ class Comparing:
     def _executions(self, index: int, other_index: int) -> Iterator[list[Pair]]:
         """Pair the tensors that an op gave at each execution that both runs have."""
         ones, others = self._runs[0].made(index), self._runs[1].made(other_index)
+        if min(len(ones), len(others)) == 1 < max(len(ones), len(others)):
+            fits = self._is_one_line(index, other_index)
+            if fits and (pairs := self._in_pieces([*ones.values()], [*others.values()])):
+                self.pieces += any(run.is_derived(one) for run, one in zip(self._runs, pairs[0], strict=True))
+                yield pairs
+            else:
+                self.unlike += 1
+            return
         for execution, other_execution in zip(sorted(ones), sorted(others), strict=False):
             if pairs := list(matched(ones[execution], others[other_execution])):
                 yield pairs
+
+    def _is_one_line(self, index: int, other_index: int) -> bool:
+        """Return False for ops of two lines in runs of the same code, where a line is known in both."""
+        sources = [{op.source for op in run.ops} for run in self._runs]
+        shared = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
+        return not shared or self._runs[0].ops[index].source == self._runs[1].ops[other_index].source
+
+    def _in_pieces(self, ones: Sequence[Sequence[Entry]], others: Sequence[Sequence[Entry]]) -> list[Pair]:
+        """Pair what one run has at one execution with what the other has at several, as far as it fits."""
+        run, other = self._runs
+        if len(others) == 1:
+            found = self._joined(other, others[0], run, ones)
+            return [(two, one) for one, two in found]
+        return self._joined(run, ones[0], other, others)
+
+    def _joined(
+        self, run: Run, entries: Sequence[Entry], other: Run, executions: Sequence[Sequence[Entry]]
+    ) -> list[Pair]:
+        matches = [{id(entry): part for entry, part in matched(entries, one)} for one in executions]
+        found = []
+        for entry in entries:
+            parts = [one[id(entry)] for one in matches if id(entry) in one]
+            pair = joined(run, entry, other, parts) if len(parts) == len(executions) else None
+            found += [pair] if pair is not None else []
+        return found
 
     def _compared(self, pairs: Sequence[Pair]) -> Comparison:
         """Compare by the tensor that is furthest off; by what the op read too if they differ."""
@@ -104,6 +140,13 @@ class Comparing:
             for run, entry in zip(self._runs, pairs[0], strict=True)
         ]
         given = list(matched(*sides))
+        if any(run.is_derived(entry) for run, entry in zip(self._runs, pairs[0], strict=True)):
+            given = self._in_pieces(
+                *(
+                    [run.read(entry.op, i, "input", "weight") for i in sorted(run.made(entry.op))]
+                    for run, entry in zip(self._runs, pairs[0], strict=True)
+                )
+            )
         types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
         if types[0] != types[1] and any(one.shape != other.shape for one, other in given):
             return replace(

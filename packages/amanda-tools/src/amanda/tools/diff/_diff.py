@@ -102,6 +102,7 @@ def _compared(run: Run, other: Run, asked: _Asked) -> tuple[DiffResult, Comparin
     told, comparing = _told_of_compiled(run, other), Comparing(run, other, rtol, expected)
     if by == "op" or (by is None and run.is_like(other)):
         found, alone = comparing.ops(mapping or {})
+        told += _told_of_pieces(comparing)
         return DiffResult(run.name, other.name, comparing.in_order(found), *alone, told=told), comparing
     if by is None:
         told.append(
@@ -127,6 +128,18 @@ def _told_of_compiled(run: Run, other: Run) -> list[str]:
         told.insert(0, "Eager code was compared with eager code, and nothing that a compiler made")
     if told:
         told.append('compiled="instrument" (--compiled instrument) runs compiled code')
+    return told
+
+
+def _told_of_pieces(comparing: Comparing) -> list[str]:
+    """Return sentences on ops that one run executed once and the other several times."""
+    told = []
+    if comparing.pieces:
+        told.append(
+            f"{comparing.pieces} ops ran once in one run and in pieces in the other: the pieces were joined"
+        )
+    if comparing.unlike:
+        told.append(f"{comparing.unlike} ops in pieces do not make up what the other run gave, and were left")
     return told
 
 

@@ -32,6 +32,7 @@ class Likeness:
         self._first = [[_first(run, index) for index in indices] for run, indices, _ in (one, other)]
         self._keys = one[2], other[2]
         self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in (one, other)]
+        self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in (one, other)]
         self._codes = [_statistics(entries) for entries in self._first]
 
     def near(self, i: int, j: int) -> bool:
@@ -67,7 +68,14 @@ class Likeness:
         module = _equal([one[0] for one in self._keys[0][rows]], [one[0] for one in self._keys[1][columns]])
         kind = _equal([one[1] for one in self._keys[0][rows]], [one[1] for one in self._keys[1][columns]])
         shape = _equal(self._shapes[0][rows], self._shapes[1][columns])
-        fits = 1.5 * key + 1.0 * (shape & module) + 0.5 * (shape & kind)
+        source = _equal(self._sources[0][rows], self._sources[1][columns])
+        homed = np.array([one[0] != "" for one in self._keys[0][rows]])[:, None]
+        fits = (
+            1.5 * (key & (homed | shape))
+            + 1.0 * (shape & module)
+            + 1.0 * (source & kind)
+            + 0.5 * (shape & kind)
+        )
         one, other = self._codes[0][rows, None], self._codes[1][None, columns]
         scale = np.maximum(np.abs(one[..., 1]), np.abs(other[..., 1]))
         alike = (one[..., 0] == other[..., 0]) & (np.abs(one[..., 1] - other[..., 1]) <= _NEAR * scale)

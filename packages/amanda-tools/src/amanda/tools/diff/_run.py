@@ -46,9 +46,22 @@ class Run:
         self.by_op: dict[int, list[Entry]] = {}
         for entry in self.entries:
             self.by_op.setdefault(entry.op, []).append(entry)
+        self._derived: dict[int, tuple[Entry, Callable[[], NDArray[Any]] | None]] = {}
+
+    def derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
+        """Return an entry that is not in the dump; array: gives its numbers, None where none are known."""
+        self._derived[id(entry)] = entry, array
+        return entry
+
+    def is_derived(self, entry: Entry) -> bool:
+        """Return True for what `derived` returned."""
+        return id(entry) in self._derived
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
         """Return the numbers of a tensor; None where they are not known."""
+        if self.is_derived(entry):
+            array = self._derived[id(entry)][1]
+            return None if array is None else array()
         return None if self.dump is None else self.dump.array(entry)
 
     def indices(self, phase: str) -> list[int]:

@@ -1,0 +1,69 @@
+"""What one run gives at once and the other in pieces: a sequence token by token, a batch in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+from amanda.tools._libraries import numpy as np
+from amanda.tools.diff._compare import Pair, array_distance
+from amanda.tools.diff._run import Run
+from amanda.tools.dump import Entry
+from amanda.tools.stats import Statistics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def joined(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Pair | None:
+    """Return a tensor, and what executions of the other run give together; None where they do not fit.
+
+    They fit if one axis alone has other extents, whose sum is that of the whole, or less: then they are the
+    beginning or the end of it, as the logits of the last tokens are.  What grows up to the shape of the
+    whole, such as a cache, is compared as it is at last.
+    """
+    same = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
+    if same:
+        return whole, same[0]
+    if any(len(part.shape) != len(whole.shape) for part in parts):
+        return None
+    axes = {
+        i for part in parts for i, extents in enumerate(zip(part.shape, whole.shape, strict=True))
+        if extents[0] != extents[1]
+    }  # fmt: skip
+    if len(axes) != 1:
+        return None
+    axis = axes.pop()
+    length, extent = whole.shape[axis], sum(part.shape[axis] for part in parts)
+    kept = all(one.file is not None for one in (whole, *parts))
+    if extent > length or (extent < length and not kept):
+        return None
+    statistics = reduce(Statistics.merged, (part.summary.statistics for part in parts))
+    summary = replace(parts[0].summary, statistics=statistics, sample=())
+    shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
+    rows = partial(_rows, other, parts, axis) if kept else None
+    made = other.derived(replace(parts[0], shape=shape, summary=summary), rows)
+    if extent == length:
+        return whole, made
+    ends = [
+        run.derived(replace(whole, shape=shape), partial(_cut, run, whole, axis, start, extent))
+        for start in (length - extent, 0)
+    ]
+    numbers = _rows(other, parts, axis)
+    return min(ends, key=lambda one: array_distance(_array(run, one), numbers).relative), made
+
+
+def _array(run: Run, entry: Entry) -> NDArray[Any]:
+    array = run.array(entry)
+    assert array is not None
+    return array
+
+
+def _rows(run: Run, parts: Sequence[Entry], axis: int) -> NDArray[Any]:
+    return np.concatenate([_array(run, part) for part in parts], axis)
+
+
+def _cut(run: Run, whole: Entry, axis: int, start: int, extent: int) -> NDArray[Any]:
+    return np.take(_array(run, whole), range(start, start + extent), axis)
