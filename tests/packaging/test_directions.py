@@ -144,7 +144,7 @@ def rows(page: Path) -> set[str]:
 
 def shared() -> set[str]:
     """Names that the page about graphs leaves to the other."""
-    (line,) = re.findall(r"of every kind have, .*? explains:\n([^.]*)\.", GRAPHS.read_text())
+    (line,) = re.findall(r"for drivers of every kind, .*? explains: ([^.]*)\.", GRAPHS.read_text(), re.DOTALL)
     return {*re.findall(r"`(\w+)`", line)}
 
 

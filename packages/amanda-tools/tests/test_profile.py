@@ -155,9 +155,11 @@ def test_a_module_that_calls_itself() -> None:
 def test_threads_are_told_apart() -> None:
     tool = ProfileTool()
     numbers: dict[str, int] = {}
+    together = threading.Barrier(3)  # a thread that has ended may leave its number to another one
 
     def work(name: str) -> None:
         numbers[name] = threading.get_native_id()
+        together.wait(60)
         for _ in range(50):
             torch.rand(8).relu()
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from threading import Lock
-from typing import Any
-
-import jax
-import numpy as np
-from jax._src import core
-from jax._src.interpreters import batching
-from jax.custom_batching import custom_vmap
+from typing import Any, cast
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._tensors_jax import new_reference
 
 
@@ -28,7 +25,7 @@ class JaxGradientSum:
 
         The program knows of no parameter here, and JAX takes derivatives by what the program names.
         """
-        return _followed(value, like, self._total, self._count)
+        return _follows()(value, like, self._total, self._count)
 
     def take(self) -> Any:
         """Return the sum, None if nothing was added; begin anew."""
@@ -41,26 +38,32 @@ class JaxGradientSum:
         return found
 
 
-@jax.custom_vjp  # type: ignore[untyped-decorator]
-def _followed(value: Any, like: Any, total: Any, count: Any) -> Any:
-    return value
+@cache
+def _follows() -> Callable[..., Any]:
+    """Return a function that gives a value, and adds the value's gradients to two references."""
+    import jax
 
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def followed(value: Any, like: Any, total: Any, count: Any) -> Any:
+        return value
 
-def _forward(value: Any, like: Any, total: Any, count: Any) -> Any:
-    return value, (total, count)
+    def forward(value: Any, like: Any, total: Any, count: Any) -> Any:
+        return value, (total, count)
 
+    def backward(references: tuple[Any, Any], gradient: Any) -> Any:
+        _add(*references, gradient)
+        return gradient, None, None, None
 
-def _backward(references: tuple[Any, Any], gradient: Any) -> Any:
-    _add(*references, gradient)
-    return gradient, None, None, None
-
-
-_followed.defvjp(_forward, _backward)
+    followed.defvjp(forward, backward)
+    return cast("Callable[..., Any]", followed)
 
 
 def _add(total: Any, count: Any, gradient: Any) -> None:
     """Add a gradient; under `vmap`, which writes into no reference from within, the sum over the rows."""
-    gradient = _summed(gradient)
+    from jax._src import core
+    from jax._src.interpreters import batching
+
+    gradient = _sums()(gradient)
     trace: Any = core.trace_ctx.trace
     while isinstance(trace, batching.BatchTrace):
         trace = trace.parent_trace
@@ -69,11 +72,17 @@ def _add(total: Any, count: Any, gradient: Any) -> None:
         count[...] += 1
 
 
-@custom_vmap  # type: ignore[untyped-decorator]
-def _summed(gradient: Any) -> Any:
-    return gradient
+@cache
+def _sums() -> Callable[..., Any]:
+    """Return a function that gives its argument, and under `vmap` the sum over the rows."""
+    from jax.custom_batching import custom_vmap
 
+    @custom_vmap  # type: ignore[untyped-decorator]
+    def summed(gradient: Any) -> Any:
+        return gradient
 
-@_summed.def_vmap  # type: ignore[untyped-decorator]
-def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
-    return _summed(gradient.sum(0)), False
+    @summed.def_vmap  # type: ignore[untyped-decorator]
+    def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
+        return summed(gradient.sum(0)), False
+
+    return cast("Callable[..., Any]", summed)
