@@ -114,6 +114,18 @@ class GraphDriverTests(Gaps):
             assert len(seen) == 2 * calls
             assert not told(scope)
 
+    def test_a_routine_in_python_acts_in_each_scope_of_its_tool(self, sample: GraphSample) -> None:
+        class Python(Scaling):
+            def routine(self) -> Callable[..., Any]:
+                return lambda value: value * self.held
+
+        tools = Python(sample, 2.0), Python(sample, 3.0)
+        for tool in tools * 2:
+            with sample.apply(tool):
+                sample.check(tool.held)
+                sample.check(tool.held)
+            sample.check(1.0)
+
     @pytest.mark.parametrize("traced", [True, False])
     def test_a_routine_that_fails_leaves_the_graph_as_it_was(self, sample: GraphSample, traced: bool) -> None:
         class Failing(Scaling):

@@ -46,6 +46,7 @@ class Programs:
         self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._scopes: tuple[weakref.ref[Any], ...] = ()
         weakref.finalize(self, _forget, self._users).atexit = False
 
     @staticmethod
@@ -53,6 +54,17 @@ class Programs:
         """Return those of a layer."""
         programs: Programs | None = layer.rewrites.get(Programs)
         return programs or layer.rewrites.setdefault(Programs, Programs())
+
+    def entered(self, scope: Any) -> None:
+        """Note a scope of these tools, which may be another one than that in which a program was traced."""
+        if not any(one() is scope for one in self._scopes):
+            still = (one for one in self._scopes if (known := one()) is not None and not known.closed)
+            self._scopes = (*still, weakref.ref(scope))
+
+    @property
+    def is_open(self) -> bool:
+        """True while a scope of these tools is open: programs call their routines."""
+        return any(scope is not None and not scope.closed for scope in (one() for one in self._scopes))
 
     def key(self, switches: Hashable) -> Any:
         """Return the key for some switches."""
@@ -95,6 +107,8 @@ def key_of(state: State, purpose: Hashable = 0) -> Any:
 
     purpose: number of the variant, or BACKWARD.
     """
+    if state.scopes:
+        Programs.of(state.layer).entered(state.scopes[-1])
     if not state.cache:
         return pjit.make_jit_cpp_cache(_CAPACITY)
     return Programs.of(state.layer).key((state.autodiff, purpose))

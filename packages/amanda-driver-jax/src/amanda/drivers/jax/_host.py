@@ -1,6 +1,7 @@
 """Routines in Python at ops of programs: JAX calls them back with the values of each execution."""
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial, wraps
@@ -67,12 +68,14 @@ class Token:
 
     def __init__(self, numbers: int, observes: bool, state: State, job: "Job") -> None:
         self._numbers, self._observes = numbers, observes
-        self._job = Programs.of(state.layer).keep(self, job)
+        programs = Programs.of(state.layer)
+        self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return what takes the place of what it was given, or a token of an observer."""
-        job = self._job()
-        results = arrays if job is None else job(*arrays)
+        job, programs = self._job(), self._programs()
+        is_called = job is not None and programs is not None and programs.is_open
+        results = job(*arrays) if is_called else tuple(np.asarray(one) for one in arrays)
         return (*results[: self._numbers], np.zeros((0,), np.bool_)) if self._observes else results
 
 
@@ -86,7 +89,7 @@ class Job:
     """
 
     def __init__(
-        self, action: Action, facts: OpFacts, state: State, leaves: list[Any], tree: Any, shapes: Hashable
+        self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable
     ) -> None:
         self._action = copy(action)
         self._action.select = None
@@ -94,7 +97,6 @@ class Job:
             facts.op, facts.op_id, facts.namespace, facts.names, scope=facts.scope, source=facts.source,
             op_type=facts.op_type, backward_op=facts.backward_op, backward_op_id=facts.backward_op_id,
         )  # fmt: skip
-        self._state = state
         self._static = [None if is_tensor(leaf) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._tree = tree
@@ -107,7 +109,7 @@ class Job:
 
     def _given(self, numbers: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
         given = tuple(np.asarray(one) for one in own[: len(self._places)])
-        if _FAILURES or any(scope.closed for scope in self._state.scopes):
+        if _FAILURES:
             return given
         leaves: list[Any] = list(self._static)
         for place, array in zip(self._places, given, strict=True):
@@ -140,7 +142,7 @@ def run_later(
     told = [_NUMBER] if action.takes_run else []
     avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
     observes = action.observer or not arrays
-    token = Token(len(told), observes, state, Job(action, facts, state, leaves, tree, shapes))
+    token = Token(len(told), observes, state, Job(action, facts, leaves, tree, shapes))
     if observes:
         with core.set_current_trace(base()):
             *number, done = call(token, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
