@@ -62,7 +62,6 @@ OPTIONAL = {
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
-    "utils.checkpoint._StopRecomputationError": "ops that a checkpoint runs again in a compiled graph are counted",
 }
 """Without one of these, what it says."""
 
@@ -93,6 +92,7 @@ FOR_GRAPHS = (
     "utils._pytree.tree_flatten_with_path",
     "utils._pytree.tree_map",
     "utils._pytree.tree_map_only",
+    "utils.checkpoint._StopRecomputationError",
 )
 """Without one of these compiled callables run op by op, also where a scope asks for their graphs."""
 
