@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda.drivers.torch.graph import control
@@ -110,6 +111,37 @@ def test_a_backward_pass_is_counted_as_often_as_it_runs() -> None:
         kept = compiled(X).sum()
     kept.backward()
     assert tool.calls["AddmmBackward0"] == 2
+
+
+@pytest.mark.parametrize("observes_values", [False, True])
+def test_observers_are_not_called_in_a_backward_pass_under_disabled(observes_values: bool) -> None:
+    seen: list[str] = []
+    which = None if observes_values else []
+
+    def analyse(context: amanda.OpContext) -> None:
+        kind = context.get_backward_op().__name__
+        context.insert_after_backward_op(amanda.observer(lambda *_: seen.append(kind)), grad_inputs=which)
+
+    tool, compiled = amanda.Tool(), torch.compile(nn.Linear(4, 1), backend="aot_eager")
+    tool.add_inst_for_op(analyse, backward=True)
+    with amanda.apply(tool, compiled="instrument"):
+        loss = compiled(X).sum()
+        with amanda.disabled():
+            loss.backward(retain_graph=True)
+        assert not seen
+        loss.backward()
+        assert seen
+
+
+def test_ops_that_a_checkpoint_runs_again_are_counted_again() -> None:
+    tool, model = Counting(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled = torch.compile(model, backend="aot_eager")
+    with amanda.apply(tool, compiled="instrument"):
+        loss = checkpoint(compiled, X, use_reentrant=False).sum()
+        assert (tool.calls["linear"], tool.calls["tanh"]) == (1, 1)
+        loss.backward()
+    assert (tool.calls["linear"], tool.calls["tanh"]) == (2, 2)
+    assert tool.calls["TanhBackward0"] == 1
 
 
 def test_an_exception_of_an_observer_names_the_op() -> None:

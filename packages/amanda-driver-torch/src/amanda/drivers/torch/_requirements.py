@@ -92,6 +92,7 @@ FOR_GRAPHS = (
     "utils._pytree.tree_flatten_with_path",
     "utils._pytree.tree_map",
     "utils._pytree.tree_map_only",
+    "utils.checkpoint._StopRecomputationError",
 )
 """Without one of these compiled callables run op by op, also where a scope asks for their graphs."""
 

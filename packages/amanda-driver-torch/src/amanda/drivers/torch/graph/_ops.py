@@ -133,7 +133,7 @@ class GraphExecution(Execution):
         return found
 
     def runs_action(self, action: Any) -> bool:
-        """Return True if a scope with the action's tool is open."""
+        """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force."""
         if action.opening:
             return False
         if self.program.every:
@@ -141,7 +141,7 @@ class GraphExecution(Execution):
         state = current_state()
         if state.layer is None and not any(scope.closed for scope in self.state.scopes):
             state = self.state  # on a thread that the framework started
-        return state.is_open(action.tool)
+        return state.enabled and state.is_open(action.tool)
 
     def call_at(self, slot: int, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
         """Return what the routine at a slot gives; its exceptions as they are."""

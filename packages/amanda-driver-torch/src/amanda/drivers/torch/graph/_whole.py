@@ -10,6 +10,7 @@ from amanda import interceptor
 from amanda.backend import Action, OpFacts, matched
 from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ._gathering import can_wait
 from ._ops import GraphExecution, Program
@@ -57,8 +58,12 @@ class Whole:
         """Run the compiled graph, then call the observers; those of backward ops in the backward pass."""
         execution = GraphExecution(self._program)
         start = sequence()
-        with interceptor.Suspension():
-            outputs = compiled(*args)
+        try:
+            with interceptor.Suspension():
+                outputs = compiled(*args)
+        except _StopRecomputationError:  # of a checkpoint, which has all that it needs of a graph that ran
+            self._call(self._forward, execution)
+            raise
         self._call(self._forward, execution)
         if self._backward:
             self._follow(outputs, args, start, execution)
