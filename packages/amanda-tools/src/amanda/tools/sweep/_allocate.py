@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,11 +54,12 @@ def answers(groups: Sequence[Sequence[Offer]]) -> list[Answer]:
             kept = kept[np.union1d(firsts, len(kept) - 1)]
         saved, drop = saved[kept], drop[kept]
         steps.append((offers, *divmod(kept, len(offers))))
-    way, labels = np.arange(len(saved)), []
+    way = np.arange(len(saved))
+    labels: list[list[str]] = []
     for offers, before, offer in reversed(steps):
         labels.append([offers[i].level for i in offer[way]])
         way = before[way]
-    levels = zip(*reversed(labels), strict=True) if labels else [()]
+    levels: Iterable[tuple[str, ...]] = zip(*reversed(labels), strict=True) if labels else [()]
     return [Answer(float(s), float(d), one) for s, d, one in zip(saved, drop, levels, strict=True)]
 
 

@@ -62,7 +62,8 @@ def _command(
     amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
     amanda sweep bits evaluate.py:accuracy --levels 8,4,2 --budgets 0.25,0.125 --save front.svg
     """
-    status, failed = 0, None
+    status = 0
+    failed: SweepError | None = None
     try:
         options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
         sweep = _sweep(kind, function_of(evaluate), levels, cost=cost, **options)
