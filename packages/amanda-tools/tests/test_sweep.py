@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -20,6 +22,7 @@ import amanda
 from amanda.errors import OptionError
 from amanda.tools.prune import PruneError, PruneTool
 from amanda.tools.sweep import ALL, BitsSweep, SparsitySweep, Sweep, SweepError, command
+from amanda.tools.sweep._allocate import KEEP, Offer, answers
 
 Evaluate = Callable[[], Any]
 
@@ -323,6 +326,11 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
     assert command(["bits", named, "--levels", "8,2", "--metric", "total", *budgets]) == 0
     assert "5 architectures by total, size" in capsys.readouterr().out
     assert json.loads(saved.read_text())["rows"][0]["architecture"] == "keep keep"
+    assert command(["bits", named, "--levels", "8,4", "-q", "--budgets", "0.01", "--save", str(saved)]) != 0
+    out, err = capsys.readouterr()
+    assert "metric against bits" in out
+    assert "a budget is 0.01" in err
+    assert len(json.loads(saved.read_text())["rows"]) == 6
     assert command(["sparsity", named, "--levels", "0.5", "--type", "conv2d", "-q"]) == 0
     out = capsys.readouterr().out
     assert "linear" not in out
@@ -513,3 +521,42 @@ def test_a_search_that_cannot_be_is_said(model: Digits, digits: tuple[Tensor, Te
         BitsSweep(lambda: 1.0, cost="flops")
     with pytest.raises(SweepError, match=r"budgets is \[1.5\]; give shares of the size"):
         BitsSweep(lambda: 1.0).search([1.5])
+    for budgets in (0.5, ["half"]):
+        with pytest.raises(SweepError, match="give shares of the size"):
+            BitsSweep(lambda: 1.0).search(budgets)  # type: ignore[arg-type]
+    with pytest.raises(SweepError, match="all different in six digits"):
+        SparsitySweep(lambda: 1.0, [0.9000001, 0.9000002])
+
+
+def test_ops_at_a_level_that_failed_cost_what_it_leaves() -> None:
+    layer, x = nn.Linear(8, 8, bias=False), torch.rand(4, 8)
+    wanted = layer(x).detach()
+
+    def fit() -> Tensor:
+        error = (layer(x) - wanted).square().mean().detach()
+        if error > 1e-3:
+            raise ValueError("too far")
+        return -error
+
+    trials = BitsSweep(fit, [8, 2], activations=False, progress=False).search([0.3]).trials
+    assert trials[-1].error == "ValueError: too far"
+    assert trials[-1].costs == {"size": 64 * 2 / 8}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 9)), max_size=3), min_size=1, max_size=4),
+    st.integers(0, 36),
+)
+def test_levels_are_the_best_of_all(pairs: list[list[tuple[int, int]]], wanted: int) -> None:
+    groups = [[Offer(KEEP, 0, 0), *(Offer(str(i), *one) for i, one in enumerate(pair))] for pair in pairs]
+    ways = [
+        (sum(one.saved for one in way), sum(one.drop for one in way), tuple(one.level for one in way))
+        for way in itertools.product(*groups)
+    ]
+    drops = [drop for saved, drop, _ in ways if saved >= wanted]
+    found = next((one for one in answers(groups) if one.saved >= wanted), None)
+    assert (found is None) == (not drops)
+    if found is not None:
+        assert found.drop == min(drops)
+        assert tuple(found) in ways

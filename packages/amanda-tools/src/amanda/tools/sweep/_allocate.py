@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._prices import Prices
 from amanda.tools.sweep._result import Point, Site
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 KEEP = "keep"
 """The label of an op that is left as it is."""
@@ -36,28 +40,35 @@ def answers(groups: Sequence[Sequence[Offer]]) -> list[Answer]:
     """Return the best ways to give each group one of its levels: each saves more than those before it.
 
     A way is left out if another saves as much at no larger drop. The answer is exact while there are at most
-    20,000 partial ways, and within a 20,000th of what can be saved beyond.
+    20,000 partial ways; each group beyond may cost up to a 20,000th of what can be saved.
     """
-    kept = [Answer(0.0, 0.0, ())]
+    saved, drop = np.zeros(1), np.zeros(1)
+    steps = []
     for offers in groups:
-        grown = [
-            Answer(one.saved + offer.saved, one.drop + offer.drop, (*one.levels, offer.level))
-            for one in kept
-            for offer in offers
-        ]
-        kept = _undominated(grown)
+        saved = np.add.outer(saved, [one.saved for one in offers]).ravel()
+        drop = np.add.outer(drop, [one.drop for one in offers]).ravel()
+        kept = _undominated(saved, drop)
         if len(kept) > _MOST:
-            step = kept[-1].saved / _MOST
-            kept = list({int(one.saved / step): one for one in reversed(kept)}.values())[::-1]
+            cells = (saved[kept] / saved[kept[-1]] * _MOST).astype(int)
+            firsts = np.unique(cells, return_index=True)[1]
+            kept = kept[np.union1d(firsts, len(kept) - 1)]
+        saved, drop = saved[kept], drop[kept]
+        steps.append((offers, *divmod(kept, len(offers))))
+    way = np.arange(len(saved))
+    labels: list[list[str]] = []
+    for offers, before, offer in reversed(steps):
+        labels.append([offers[i].level for i in offer[way]])
+        way = before[way]
+    levels: Iterable[tuple[str, ...]] = zip(*reversed(labels), strict=True) if labels else [()]
+    return [Answer(float(s), float(d), one) for s, d, one in zip(saved, drop, levels, strict=True)]
+
+
+def _undominated(saved: NDArray[Any], drop: NDArray[Any]) -> NDArray[Any]:
+    """Return the indices of ways that save more than all ways with as small a drop, in rising order."""
+    order = np.lexsort((drop, -saved))
+    before = np.minimum.accumulate(np.concatenate(([np.inf], drop[order])))[:-1]
+    kept: NDArray[Any] = order[drop[order] < before][::-1]
     return kept
-
-
-def _undominated(every: Sequence[Answer]) -> list[Answer]:
-    found: list[Answer] = []
-    for one in sorted(every, key=lambda one: (-one.saved, one.drop)):
-        if not found or one.drop < found[-1].drop:
-            found.append(one)
-    return found[::-1]
 
 
 def grouped(holders: Mapping[str, frozenset[object]]) -> list[list[str]]:
@@ -88,12 +99,14 @@ class Allocation:
         holders = {name: frozenset(prices.weights(site)) for name, site in sites.items()}
         self._groups = grouped(holders)
         self._offers = [[Offer(KEEP, 0.0, 0.0)] for _ in self._groups]
-        for names, offers in zip(self._groups, self._offers, strict=True):
+        self._saved: list[dict[str, float]] = [{KEEP: 0.0} for _ in self._groups]
+        for names, offers, all_saved in zip(self._groups, self._offers, self._saved, strict=True):
             for level in levels:
                 own = [points[name, level] for name in names]
+                saved = prices.saved([sites[name] for name in names], level, own)
+                all_saved[f"{level:g}"] = saved
                 if not any(one.error for one in own):
                     drop = sum(max(dense - (one.metric or 0.0), 0.0) for one in own)
-                    saved = prices.saved([sites[name] for name in names], level, own)
                     offers.append(Offer(f"{level:g}", saved, drop))
 
     @cached_property
@@ -114,7 +127,5 @@ class Allocation:
 
     def cost(self, architecture: Mapping[str, str]) -> float:
         """Return what the model costs at the labels of its ops, by what each op alone saves."""
-        saved = 0.0
-        for names, offers in zip(self._groups, self._offers, strict=True):
-            saved += next((one.saved for one in offers if one.level == architecture[names[0]]), 0.0)
-        return self._prices.total - saved
+        each = zip(self._groups, self._saved, strict=True)
+        return self._prices.total - sum(saved[architecture[names[0]]] for names, saved in each)

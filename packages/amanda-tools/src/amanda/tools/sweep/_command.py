@@ -14,6 +14,7 @@ from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.command import __file__ as _command_package
 from amanda.tools.results import PlottedResult
+from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
@@ -62,15 +63,22 @@ def _command(
     amanda sweep bits evaluate.py:accuracy --levels 8,4,2 --budgets 0.25,0.125 --save front.svg
     """
     status = 0
+    failed: SweepError | None = None
     try:
         options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
         sweep = _sweep(kind, function_of(evaluate), levels, cost=cost, **options)
         results: list[PlottedResult] = []
         try:
-            sweep.run()
-            results += [sweep.search(budgets)] if budgets else []
+            if budgets:
+                results.append(sweep.search(budgets))
+            else:
+                sweep.run()
         except KeyboardInterrupt:
             status = 130
+        except SweepError as error:
+            if not sweep.result.points:
+                raise
+            failed = error
     except AmandaError:
         raise
     except Exception as error:
@@ -79,6 +87,8 @@ def _command(
     for path in files:
         results[-1].save(path)
     sys.stdout.write("\n".join(f"{result}\n" for result in results))
+    if failed is not None:
+        raise failed
     return status
 
 

@@ -43,9 +43,12 @@ class Prices:
         return self.noted.of_ops(site.op_ids)[1]
 
     def saved(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
-        """Return what is saved where ops that share weights are at a level; points: of each op alone."""
+        """Return what is saved where ops that share weights are at a level; points: of each op alone.
+
+        A point that failed has no measured cost, and counts as nothing saved.
+        """
         if self.measured is not None:
-            return sum(self.measured - (one.cost or 0.0) for one in points)
+            return sum(self.measured - one.cost for one in points if one.cost is not None)
         left = self._left
         assert left is not None
         if self.cost == "size":

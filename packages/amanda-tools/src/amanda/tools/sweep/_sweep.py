@@ -21,6 +21,10 @@ Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
 
 
+def _is_share(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number <= 1
+
+
 class Sweep(Generic[Level]):
     """Evaluates a program with a tool at one op alone, and at all together, at each level.
 
@@ -37,7 +41,8 @@ class Sweep(Generic[Level]):
     the ops where the tool acts, then with the tool at each of them. A tool is told of one op alone by
     `Tool.restrict`; weights are as they were, unless `evaluate` changes them.
 
-    Raises SweepError without levels; `run` where the metric without a tool is no finite number.
+    Raises SweepError without levels, and for two that are equal in six digits; `run` where the metric without
+    a tool is no finite number.
     """
 
     def __init__(
@@ -57,8 +62,8 @@ class Sweep(Generic[Level]):
             check_one_of("cost", cost, (None, "size", "flops") if left else (None,), SweepError)
         if not callable(evaluate):
             raise SweepError(f"evaluate is {evaluate!r}; give a function of no arguments that gives a number")
-        if not levels or len(set(levels)) < len(levels):
-            raise SweepError(f"levels is {list(levels)}; give at least one, and each once")
+        if not levels or len({f"{one:g}" for one in levels}) < len(levels):
+            raise SweepError(f"levels is {list(levels)}; give at least one, all different in six digits")
         self._evaluate, self._prepare, self._progress = evaluate, prepare, progress
         self._compiled: Literal["eager", "instrument"] = compiled
         self._make: Callable[[Level], amanda.Tool] = make
@@ -121,7 +126,7 @@ class Sweep(Generic[Level]):
         name = self._prices.name
         if self._prices.cost is None:
             raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
-        if not budgets or not all(0 < one <= 1 for one in budgets):
+        if not isinstance(budgets, Sequence) or not budgets or not all(map(_is_share, budgets)):
             raise SweepError(f"search: budgets is {budgets!r}; give shares of the {name}, up to 1")
         self.run()
         assert self._dense is not None
