@@ -523,3 +523,49 @@ def test_pieces_may_be_the_end_or_the_beginning_of_the_whole_or_do_not_fit() -> 
     assert [one.verdict != "different" for one in beginning.comparisons] == [True] * 3
     overlapping = diff(lambda: [x.relu(), model(x)], lambda: [x.relu(), model(x[:, :4]), model(x[:, 2:])])
     assert "3 ops in pieces do not make up what the other run gave, and were left" in str(overlapping)
+
+
+def test_micro_batches_are_compared_with_the_batch() -> None:
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+        torch.rand(8, 4),
+        torch.rand(8, 3),
+    )
+
+    def loss(x: Tensor, y: Tensor, share: float) -> None:
+        (F.mse_loss(model(x), y) / share).backward()
+
+    def accumulated(share: float) -> None:
+        for one, other in zip(x.split(2), y.split(2), strict=True):
+            loss(one, other, share)
+
+    assert not diff(lambda: loss(x, y, 1.0), lambda: accumulated(4.0)).first
+    wrong = diff(lambda: loss(x, y, 1.0), lambda: accumulated(2.0)).first
+    assert wrong is not None
+    assert wrong.type != "linear"
+
+
+def test_executions_that_one_run_has_more_than_the_other_are_told() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+
+    def rounds(number: int) -> None:
+        value = x
+        for _ in range(number):
+            value = model(value)
+
+    for numbers in ((1, 3), (3, 2)):
+        found = diff(lambda: rounds(numbers[0]), lambda: rounds(numbers[1]))  # noqa: B023
+        assert not found
+        left = abs(numbers[0] - numbers[1])
+        told = f"{left} executions of ops that one run has more than the other were not compared"
+        assert found.told == (told,)
+
+
+def test_a_value_that_was_joined_of_pieces_replaces_none() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.rand(2, 6, 4)
+    found = diff(lambda: model(x), lambda: [model(one + 0.1) for one in x.split(2, 1)], bisect=True)
+    assert found.remaining is None
+    assert any("no op can give a's value in b" in one for one in found.told)

@@ -38,8 +38,9 @@ class Comparing:
         self._runs = (run, other)
         self._rtol, self._expected = rtol, {} if expected is None else expected
         self.pairs: list[Pair] = []
-        self.pieces = self.unlike = 0
-        """Ops that one run executed once and the other in pieces, which make up the whole, or do not."""
+        self.pieces = self.unlike = self.left = 0
+        """Ops that one run executed once and the other in pieces, which make up the whole, or do not;
+        executions of ops that the other run does not have."""
 
     def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
@@ -94,14 +95,20 @@ class Comparing:
         if min(len(ones), len(others)) == 1 < max(len(ones), len(others)):
             fits = self._is_one_line(index, other_index)
             if fits and (pairs := self._in_pieces([*ones.values()], [*others.values()])):
-                self.pieces += any(run.is_derived(one) for run, one in zip(self._runs, pairs[0], strict=True))
+                joined = any(self._is_derived(pair) for pair in pairs)
+                self.pieces += joined
+                self.left += 0 if joined else abs(len(ones) - len(others))
                 yield pairs
             else:
                 self.unlike += 1
             return
+        self.left += abs(len(ones) - len(others))
         for execution, other_execution in zip(sorted(ones), sorted(others), strict=False):
             if pairs := list(matched(ones[execution], others[other_execution])):
                 yield pairs
+
+    def _is_derived(self, pair: Pair) -> bool:
+        return any(run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True))
 
     def _is_one_line(self, index: int, other_index: int) -> bool:
         """Return False for ops of two lines in runs of the same code, where a line is known in both."""
@@ -140,7 +147,7 @@ class Comparing:
             for run, entry in zip(self._runs, pairs[0], strict=True)
         ]
         given = list(matched(*sides))
-        if any(run.is_derived(entry) for run, entry in zip(self._runs, pairs[0], strict=True)):
+        if any(map(self._is_derived, pairs)):
             given = self._in_pieces(
                 *(
                     [run.read(entry.op, i, "input", "weight") for i in sorted(run.made(entry.op))]

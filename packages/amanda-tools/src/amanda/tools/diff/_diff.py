@@ -140,6 +140,10 @@ def _told_of_pieces(comparing: Comparing) -> list[str]:
         )
     if comparing.unlike:
         told.append(f"{comparing.unlike} ops in pieces do not make up what the other run gave, and were left")
+    if comparing.left:
+        told.append(
+            f"{comparing.left} executions of ops that one run has more than the other were not compared"
+        )
     return told
 
 

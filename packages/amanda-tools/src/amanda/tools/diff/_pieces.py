@@ -21,12 +21,12 @@ def joined(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Pair |
     """Return a tensor, and what executions of the other run give together; None where they do not fit.
 
     They fit if one axis alone has other extents, whose sum is that of the whole, or less: then they are the
-    beginning or the end of it, as the logits of the last tokens are.  What grows up to the shape of the
-    whole, such as a cache, is compared as it is at last.
+    beginning or the end of it, as the logits of the last tokens are.  Parts of the shape of the whole are
+    compared as the first or the last of them, their sum or their mean, whichever is closest: a cache that
+    grows, gradients and losses of micro-batches.
     """
-    same = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
-    if same:
-        return whole, same[0]
+    if parts[0].shape == whole.shape or parts[-1].shape == whole.shape:
+        return whole, _alike(run, whole, other, parts)
     if any(len(part.shape) != len(whole.shape) for part in parts):
         return None
     axes = {
@@ -53,6 +53,24 @@ def joined(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Pair |
     ]
     numbers = _rows(other, parts, axis)
     return min(ends, key=lambda one: array_distance(_array(run, one), numbers).relative), made
+
+
+def _alike(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Entry:
+    """Return the first or last part, or the sum or mean of all, whichever is closest to the whole."""
+    found = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
+    kept = all(one.file is not None for one in (whole, *parts))
+    if not kept or np.array_equal(_array(run, whole), _array(other, found[0]), equal_nan=True):
+        return found[0]
+    if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
+        found += [
+            other.derived(replace(parts[0]), partial(_reduced, other, parts, by)) for by in (1, len(parts))
+        ]
+    return min(found, key=lambda one: array_distance(_array(run, whole), _array(other, one)).relative)
+
+
+def _reduced(run: Run, parts: Sequence[Entry], divisor: int) -> NDArray[Any]:
+    total: NDArray[Any] = sum(_array(run, part) for part in parts) / divisor  # type: ignore[assignment]
+    return total
 
 
 def _array(run: Run, entry: Entry) -> NDArray[Any]:

@@ -106,6 +106,10 @@ def counts_of(block: Array, bins: Bins) -> Array:
     return found
 
 
+_SHARE = SMALL // 64
+"""Least of SMALL that an array which waits takes: the arrays of tiny tensors hold more than their keys."""
+
+
 class Keys:
     """Counts of numbers in float32 by their first bits: sign, exponent, and what tells bins apart.
 
@@ -152,7 +156,7 @@ class Keys:
             self._add_counts(told)
             return
         self._waiting.append(told)
-        self._left -= len(told)
+        self._left -= max(len(told), _SHARE)
         if self._left <= 0:
             self._count()
 
