@@ -1,4 +1,4 @@
-"""What one run gives at once and the other in pieces: a sequence token by token, a batch in parts."""
+"""Tensors that one run has whole and the other in pieces: a sequence token by token, a batch in parts."""
 
 from __future__ import annotations
 

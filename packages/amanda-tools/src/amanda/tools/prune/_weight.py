@@ -37,7 +37,7 @@ class PrunedWeight(Weight):
 
     @property
     def offset(self) -> Array | None:
-        """What is taken from a value before it is masked; None where nothing is."""
+        """Array subtracted from a weight before masking; None without one."""
         return self.get("offset")
 
     @property
@@ -110,7 +110,7 @@ class PrunedWeight(Weight):
         self.inputs = _sum(self.inputs, inputs)
 
     def forget(self) -> None:
-        """Let go of what a step has gathered."""
+        """Release the arrays gathered in a step."""
         self.magnitudes = self.gradient = self.product = self.inputs = self.value = None
 
     def keep_only(self, kept: Array, update: int) -> None:

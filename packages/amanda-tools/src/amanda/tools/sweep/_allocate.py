@@ -21,7 +21,7 @@ _MOST = 20_000
 
 
 class Offer(NamedTuple):
-    """What ops give and lose at a level: the cost that is saved, and how far the metric drops."""
+    """Saved cost and drop of the metric of a group of ops at one level."""
 
     level: str
     saved: float

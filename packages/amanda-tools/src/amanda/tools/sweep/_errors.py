@@ -1,4 +1,4 @@
-"""What is wrong with a sweep."""
+"""Error of sweeps."""
 
 from amanda.errors import AmandaError
 

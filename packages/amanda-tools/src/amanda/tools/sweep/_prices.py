@@ -1,4 +1,4 @@
-"""What levels save: bytes of weights, FLOPs, or what a function of the user measured."""
+"""Costs that levels save: bytes of weights, FLOPs, or the result of a user's function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Prices:
 
     @property
     def name(self) -> str:
-        """What the cost is called."""
+        """Name of the cost in results."""
         return self.cost if isinstance(self.cost, str) else getattr(self.cost, "__name__", "cost")
 
     @property

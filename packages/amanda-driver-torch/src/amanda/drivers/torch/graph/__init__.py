@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Control", "GraphDriver", "control", "instrument"]
 
 _LATE = {"Control": "_control", "control": "_control", "instrument": "_instrument"}
-"""What takes a while to import, by the module that has it."""
+"""Names that are slow to import, by module; `__getattr__` imports them."""
 
 
 def __getattr__(name: str) -> Any:
