@@ -29,7 +29,7 @@ from amanda.tools.results import read_json
 @click.option(
     "--control",
     metavar="RUN",
-    help="Run that sets the expected errors: again or float64 repeats A, auto tries float64 and falls back to "
+    help="Run that sets the expected errors: again or float64 repeats A, auto tries float64 and then "
     "again; or a dump; or none.  The default with --a is auto.",
 )
 @click.option(
