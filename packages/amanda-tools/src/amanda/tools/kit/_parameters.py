@@ -61,7 +61,9 @@ class Held:
             plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
             if plain and hasattr(self._parameter, "__tensor_flatten__"):
                 kind = type(self._parameter.data).__name__
-                raise HeldError(f"parameter {self._name} is a {kind}, which is packed: write the model before")
+                raise HeldError(
+                    f"parameter {self._name} is a {kind}, which is packed: write the model before"
+                )
             whole = self._parameter if plain else self.read().clone()
             part = whole if form is None else whole.as_strided(*form)
             new = changed(part.detach())

@@ -174,7 +174,8 @@ class Weight(Form):
     def keep(self, name: str, start: Any) -> Array:
         """Return state under a name, which `state_dict` has: as it was loaded, or a copy of `start`.
 
-        For `WeightTool.on_weight`, and only there.  Raises the tool's error for loaded state of another shape.
+        For `WeightTool.on_weight`, and only there.  Raises the tool's error for state of another shape that
+        was loaded.
         """
         found = self._keep(name, lambda: self._xp.copy(start))
         extents = tuple(start.shape) if hasattr(start, "shape") else np.shape(start)

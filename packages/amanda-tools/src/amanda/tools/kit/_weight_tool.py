@@ -217,9 +217,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             return self.finalized(weight, value)
 
         for holders in {one.holders for one in weights}:
-            own = [
-                (one.holder, one.part, partial(changed, one)) for one in weights if one.holders is holders
-            ]
+            own = [(one.holder, one.part, partial(changed, one)) for one in weights if one.holders is holders]
             model, _ = holders.written(model, own)
         return model, written
 

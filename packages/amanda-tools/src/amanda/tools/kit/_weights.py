@@ -251,7 +251,7 @@ class Weights(Generic[W]):
                     f"weight that {one.type} of {one.module or one.source} reads changed; exclude that"
                 )
             one.is_left = True
-            self.left[id(one)] = one.size
+            self.left[one.holder] = sum(own.size for own in weights)
             self.reasons[f"{one.type} of {one.module or one.source}"] = reason
             found |= one.readers
         self.retracted += weights

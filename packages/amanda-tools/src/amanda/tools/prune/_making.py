@@ -130,7 +130,7 @@ class Making:
             raise PruneError(
                 f"importance={importance!r} is computed of {needs(importance)}; no finite ones came"
             )
-        why = "the inputs that it multiplies" if self._options.of_inputs else "its gradients, as finite numbers,"
+        why = "the inputs that it multiplies" if self._options.of_inputs else "finite gradients of it"
         for one in waiting:
             place = f"{one.type} of {one.name}"
             if one in lacking:

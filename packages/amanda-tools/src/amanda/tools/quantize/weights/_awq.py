@@ -86,5 +86,7 @@ def awq_scales(
         if loss < least:
             best, least = scales, loss
     if best is None:
-        raise QuantizeError(f"the errors of all {steps} exponents overflow {gram.dtype}: scale the inputs down")
+        raise QuantizeError(
+            f"the errors of all {steps} exponents overflow {gram.dtype}: scale the inputs down"
+        )
     return best

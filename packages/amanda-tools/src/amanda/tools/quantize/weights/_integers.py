@@ -84,8 +84,9 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         low, high = map(int, weight.keep("grid", np.array([self.grid.low, self.grid.high])))
         if (low, high) != (self.grid.low, self.grid.high):
             raise QuantizeError(
-                f"the integers that were loaded for {weight.name} are from {low} to {high}, and those of this "
-                f"{type(self).__name__} from {self.grid.low} to {self.grid.high}: give the same bits and symmetric"
+                f"the integers that were loaded for {weight.name} are from {low} to {high}, and those of "
+                f"this {type(self).__name__} from {self.grid.low} to {self.grid.high}: give the same bits "
+                "and symmetric"
             )
         weight.keep("sums", np.full(2, np.nan))
         return None
@@ -108,11 +109,11 @@ class IntegerTool(WeightTool[CalibratedWeight]):
                     f"{weight.name} has no integers, since its last calibration was not completed: run the "
                     f"model in a scope of this {type(self).__name__}{within}, or exclude it"
                 )
-            if weight.is_ready and not weight.is_left and not _is_same(self, weight):
+            if weight.is_ready and not _is_same(self, weight):
                 raise QuantizeError(
-                    f"the integers of {weight.name} are of other values than it has: it was written after they "
-                    f"were chosen, or another tool changed what ops read; finalize that tool first, or call "
-                    f"renew() of this {type(self).__name__} and run the model again"
+                    f"the integers of {weight.name} are of other values than it has: it was written after "
+                    "they were chosen, or another tool changed what ops read; finalize that tool first, or "
+                    f"call renew() of this {type(self).__name__} and run the model again"
                 )
 
     def finalize(self, model: Any) -> Any:
