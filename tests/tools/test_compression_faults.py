@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.prune import PruneError, PruneTool
-from amanda.tools.quantize import QuantizeError
+from amanda.tools.prune import ChannelPruneTool, PruneError, PruneTool
+from amanda.tools.quantize import QuantizeError, QuantizeTool
 from amanda.tools.quantize.weights import (
     AWQTool,
     GPTQTool,
@@ -334,6 +334,69 @@ def test_finalize_writes_all_or_nothing(make: Any, failure: Any, monkeypatch: py
         assert torch.equal(model(x), wanted)
     tool.finalize(model)
     assert torch.allclose(model(x), wanted, atol=1e-6)
+
+
+def convolutions() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    x = torch.randn(2, 3, 8, 8)
+    made(x)
+    return made.eval(), x
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            torch.optim.Adafactor,
+            r"Adafactor keeps row_var of shape \(8, 3, 3, 1\) for a parameter of shape \(8, 3",
+        ),
+        (torch.optim.LBFGS, r"LBFGS keeps d of shape \("),
+    ],
+)
+def test_state_of_an_optimizer_that_cannot_follow_leaves_the_channels(make: Any, message: str) -> None:
+    model, x = convolutions()
+    optimizer = make(model.parameters())
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found: Tensor = model(x).square().sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    tool = ChannelPruneTool(sparsity=0.5)
+    tool.prepare(model, x)
+    before = values(model)
+    with pytest.raises(PruneError, match=message):
+        tool.finalize(model, remove=True, optimizer=optimizer)
+    assert_is(model, before)
+    optimizer.step(loss)
+
+
+def test_removal_from_a_model_that_computes_nan_says_so() -> None:
+    model, x = convolutions()
+    with torch.no_grad():
+        model[0].weight[0] = torch.nan
+    before = values(model)
+    with pytest.raises(PruneError, match="a result of the model has NaN or Inf"):
+        ChannelPruneTool(sparsity=0.5).prepare(model, x)
+    assert_is(model, before)
+
+
+def test_an_interrupted_calibration_of_activations_is_forgotten() -> None:
+    model, x = network(), numbers()
+    tool, clean = QuantizeTool(), QuantizeTool()
+    met(tool, model, x)
+    before = tool.state_dict()
+    with pytest.raises(KeyboardInterrupt), amanda.apply(tool), tool.calibrating():
+        interrupted(model, x * 100)
+    for name, one in before.items():
+        assert torch.equal(tool.state_dict()[name], one), name
+    met(tool, model, numbers(1))
+    met(clean, model, numbers(1))
+    for name, one in clean.state_dict().items():
+        assert torch.equal(tool.state_dict()[name], one), name
 
 
 @pytest.mark.parametrize("importance", ["wanda", "sparsegpt", "gradient"])
