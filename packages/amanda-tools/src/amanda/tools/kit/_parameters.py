@@ -70,7 +70,7 @@ class Held:
             if self._parameter.is_meta:
                 undo.append(partial(self.write, whole.clone()))
             else:
-                own = part if plain else self._parameter.to_local()  # type: ignore[operator]
+                own = part if plain else self._parameter.to_local()  # type: ignore[attr-defined]
                 undo.append(partial(_copy, own, own.detach().clone()))
             part.copy_(new)
             if not plain:

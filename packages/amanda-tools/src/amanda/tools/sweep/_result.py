@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isnan
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.tools.results import Column, PlottedResult, shortened
@@ -101,7 +100,7 @@ class SweepResult(PlottedResult):
         is not in it. It says what each op bears alone: together they may lose more.
         Raises SweepError for a drop that is no number.
         """
-        if not isinstance(drop, Real) or isnan(drop):
+        if not isinstance(drop, (int, float)) or isnan(drop):
             raise SweepError(f"drop is {drop!r}; give a number, such as 0.01")
         found: dict[str, float] = {}
         lost: set[str] = set()

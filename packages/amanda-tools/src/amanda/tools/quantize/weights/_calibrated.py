@@ -47,22 +47,10 @@ class Samples:
 
 
 class CalibratedWeight(Weight):
-    """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be.
-
-    converted: the parameter that `convert` has put in its place.
-    """
+    """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be."""
 
     samples: Samples | None = None
     misfit: str = UNREAD
-    converted: Tensor | None = None
-
-    def present(self) -> Tensor | None:
-        """Return its value; None where this process does not have the whole of it in memory."""
-        holder = self._holder()
-        if holder is None or holder.is_meta or hasattr(holder, "full_tensor"):
-            return None
-        value: Tensor = self.read()
-        return value
 
     def matrix(self, value: Tensor) -> Tensor:
         """Return a value of the weight as (outputs, K), in float32 or wider.

@@ -95,8 +95,6 @@ def convert(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
     for layer, parameter in made.values():
         layer.weight = parameter
-    for _, weight in layers.values():
-        weight.converted = parameters.get(id(weight))
     for name, one in model.named_modules():
         if isinstance(one, torch.nn.Linear) and not tool.weights.has_met(tool.identity_of(one.weight, one)):
             left.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools.quantize._grid import Grid, QuantizeError
@@ -41,7 +40,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__(bits, group_size, symmetric, type, module, exclude)
-        if not isinstance(damping, Real) or not 0 < damping < 1:
+        if not isinstance(damping, (int, float)) or not 0 < damping < 1:
             raise QuantizeError(f"damping is {damping!r}; give a share between 0 and 1, such as 0.01")
         check_count("block", block, "columns, such as 128")
         self._damping, self._block = damping, block

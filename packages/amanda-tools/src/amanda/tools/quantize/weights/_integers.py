@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Weight, WeightResult, WeightTool
+from amanda.tools.kit import Held, HeldError, Weight, WeightResult, WeightTool, parameters
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
@@ -97,31 +97,38 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             weight[name] = value
         weight["sums"] = _sums(matrix)
 
-    def check_model(self) -> None:
-        """Raise QuantizeError if a weight lacks integers, or is another than they were chosen for.
+    def check_model(self, model: Any) -> None:
+        """Raise QuantizeError if a weight lacks integers, or its value in a model is another than theirs.
 
-        A weight that is in memory is compared: it is as it was, or what its integers stand for.
+        It is as it was when they were chosen, or what they stand for.  Packed tensors are not compared.
         """
-        for weight in self.weights:
-            if not (weight.is_ready or weight.is_left):
-                within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
-                raise QuantizeError(
-                    f"{weight.name} has no integers, since its last calibration was not completed: run the "
-                    f"model in a scope of this {type(self).__name__}{within}, or exclude it"
-                )
-            if weight.is_ready and not _is_same(self, weight):
-                raise QuantizeError(
-                    f"the integers of {weight.name} are of other values than it has: it was written after "
-                    "they were chosen, or another tool changed what ops read; finalize that tool first, or "
-                    f"call renew() of this {type(self).__name__} and run the model again"
-                )
+        try:
+            held = {one.identity: one for one in parameters(model)}
+            for weight in self.weights:
+                self._check(weight, held.get(weight.holder))
+        except HeldError as error:
+            raise QuantizeError(str(error)) from error
+
+    def _check(self, weight: CalibratedWeight, held: Held | None) -> None:
+        if not (weight.is_ready or weight.is_left):
+            within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
+            raise QuantizeError(
+                f"{weight.name} has no integers, since its last calibration was not completed: run the model "
+                f"in a scope of this {type(self).__name__}{within}, or exclude it"
+            )
+        if weight.is_ready and held is not None and not _is_same(self, weight, held.read()):
+            raise QuantizeError(
+                f"the integers of {weight.name} are of other values than it has: it was written after they "
+                "were chosen, or another tool changed what ops read; finalize that tool first, or call "
+                f"renew() of this {type(self).__name__} and run the model again"
+            )
 
     def finalize(self, model: Any) -> Any:
         """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
 
         Raises QuantizeError as that does, and where `check_model` does; then nothing is written.
         """
-        self.check_model()
+        self.check_model(model)
         return super().finalize(model)
 
     @amanda.traceable
@@ -137,14 +144,11 @@ def check_count(option: str, given: Any, told: str) -> None:
         raise QuantizeError(f"{option} is {given!r}; give a number of {told}")
 
 
-def _is_same(tool: IntegerTool, weight: CalibratedWeight) -> bool:
-    """Return True if a weight has the value that its integers were chosen for, or that they stand for.
-
-    Also for one whose value is elsewhere: sharded, on the meta device, or in no parameter.
-    """
-    value = weight.present()
-    if value is None or not weight["sums"].isfinite().all():
+def _is_same(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
+    """Return True if a weight has the value that its integers were chosen for, or that they stand for."""
+    if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
         return True
+    value = whole if weight.part is None else whole.as_strided(*weight.part)
     # Elements that were cast to bfloat16 differ by up to 2 ** -9.
     share = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
     found = _sums(weight.plain(value))

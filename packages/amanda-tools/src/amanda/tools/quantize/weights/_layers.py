@@ -26,9 +26,9 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
     """
     import torch
 
-    tool.check_model()
     if not isinstance(model, torch.nn.Module):
         raise QuantizeError(f"a {type(model).__name__} was given; give a torch.nn.Module")
+    tool.check_model(model)
     owners: dict[Any, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for own, parameter in module.named_parameters(recurse=False):
@@ -36,8 +36,7 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             owners.setdefault(identity, []).append((name, module if own == "weight" else None))
     layers, left, met = {}, dict(tool.left), 0
     for weight in tool.weights:
-        converted = None if weight.converted is None else tool.identity_of(weight.converted)
-        found = owners.get(weight.holder) or owners.get(converted)
+        found = owners.get(weight.holder)
         if not weight.is_ready or (found is None and weight.holder is not None):
             continue
         met += 1

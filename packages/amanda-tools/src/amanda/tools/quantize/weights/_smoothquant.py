@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import amanda
@@ -41,7 +40,7 @@ class SmoothQuantTool(CalibratedTool):
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__(type, module, exclude)
-        if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
+        if not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise QuantizeError(f"alpha is {alpha!r}; give a number from 0 to 1")
         self._alpha = alpha
 
