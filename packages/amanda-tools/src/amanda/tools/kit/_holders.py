@@ -6,7 +6,7 @@ A part of a holder is what `Holders.held` says beside the identity; None for all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -108,7 +108,8 @@ def undone() -> Iterator[Undo]:
         yield undo
     except BaseException:
         for back in reversed(undo):
-            back()
+            with suppress(HeldError):  # of the one that cannot be written
+                back()
         raise
 
 

@@ -132,7 +132,7 @@ def _changing(variable: Any) -> Change:
             return _restored(np.asarray(changed(_formed(value, part))), part)
 
         if getattr(_handle(variable), "op", None) is None:
-            old = variable.numpy()
+            old = np.array(variable.numpy())
             new = turned(old)
             undo.append(partial(variable.assign, old))
             variable.assign(new)
