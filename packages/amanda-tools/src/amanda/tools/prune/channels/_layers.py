@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
@@ -86,8 +87,7 @@ def _layer(
     call.match_vector(outputs, call.value("bias"))
     made, weight = call.outputs[0], call.inputs[1]
     transposed = call.type.startswith("conv_transpose")
-    each = call.inputs[0].numel() if transposed else made.numel()
-    each *= weight[0].numel()
+    each = prod((call.inputs[0] if transposed else made).shape) * prod(weight.shape[1:])
     call.notes.work.append(Work(each, outputs, inputs))
     return [rest + shaped(outputs, axis % made.ndim, made.ndim)]
 
@@ -117,7 +117,7 @@ def _product(call: Call, one: Part, other: Part, weight: Any = None) -> Families
     if weight is not None and call.name_of(weight) is not None:
         outputs, _ = call.split(right, -1)
         call.labels.produce(outputs)
-        rows = int(np.prod(left_shape[:-1], dtype=np.int64))
+        rows = prod(left_shape[:-1])
         call.notes.work.append(Work(rows * right_shape[0] * right_shape[1], outputs, read))
     return call.labels.merged(
         [(left, (*left_shape[:-1], 1)), (right, (*right_shape[:-2], 1, right_shape[-1]))], call.lacking

@@ -19,15 +19,19 @@ def masked(value: Any, mask: Any) -> Any:
 @amanda.differentiable
 def selected(value: Any, axis: int, indices: Any) -> Any:
     """Return the channels that are kept, for an op that computes over them."""
-    return value.index_select(axis, indices.to(value.device))
+    import torch
+
+    return value.index_select(axis, torch.from_numpy(indices).to(value.device))
 
 
 def over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
     """Return what a normalisation makes of the channels that are kept, and 0 for the others."""
+    import torch
+
     value, own = inputs[0], list(inputs)
-    indices = indices.to(value.device)
+    indices = torch.from_numpy(indices).to(value.device)
     own[0] = value.index_select(axis, indices)
     for i, name in enumerate(names):
         if name in ("weight", "bias") and own[i] is not None:
