@@ -94,18 +94,18 @@ def _layer(
 
 def product(call: Call) -> Sequence[Families]:
     """Multiply matrices."""
-    return [_product(call, call.part(call.inputs[0]), call.part(call.inputs[1]), call.inputs[1])]
+    return [matrix_product(call, call.part(call.inputs[0]), call.part(call.inputs[1]), call.inputs[1])]
 
 
 def matrices_added(call: Call) -> Sequence[Families]:
     """Multiply matrices, and add a third."""
     added, one, other = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
-    made = _product(call, call.part(one), call.part(other), other)
+    made = matrix_product(call, call.part(one), call.part(other), other)
     return [call.labels.merged([call.part(added), (made, shape)], call.lacking)]
 
 
-def _product(call: Call, one: Part, other: Part, weight: Any = None) -> Families:
+def matrix_product(call: Call, one: Part, other: Part, weight: Any = None) -> Families:
     """Match the channels that are summed over; return those of rows, columns and all before them."""
     (left, left_shape), (right, right_shape) = one, other
     if min(len(left_shape), len(right_shape)) < 2:
@@ -185,13 +185,13 @@ def attention(call: Call) -> Sequence[Families]:
         key, value = (_repeated(one, query[1][-3] // one[1][-3]) for one in (key, value))
     shape = (*key[1][:-2], key[1][-1], key[1][-2])
     turned = tuple(np.swapaxes(one, -1, -2) for one in key[0])
-    scores = _product(call, query, (turned, shape))
+    scores = matrix_product(call, query, (turned, shape))
     scored = (*query[1][:-1], shape[-1])
     mask = call.value("attn_mask")
     if mask is not None:
         scores = call.labels.merged([(scores, scored), call.part(mask)], call.lacking)
     scores = call.labels.pinned(scores, [-1], reason)
-    return [_product(call, (scores, scored), value)]
+    return [matrix_product(call, (scores, scored), value)]
 
 
 def _repeated(part: Part, times: int) -> Part:

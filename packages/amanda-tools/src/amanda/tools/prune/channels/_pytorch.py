@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import TensorMap, leaves
@@ -48,6 +46,8 @@ class Module(Subject):
 
     def masks(self, axes: Axes) -> Masks:
         """Return masks of parameters, found by the tensor."""
+        import torch
+
         found: TensorMap[Any] = TensorMap()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, axis, kept in axes:
@@ -57,7 +57,7 @@ class Module(Subject):
                 own = torch.from_numpy(kept).to(parameter.device).reshape(extents)
                 former = found.get(parameter)
                 found[parameter] = own if former is None else former & own
-        return lambda value: found.get(value) if isinstance(value, torch.Tensor) else None
+        return lambda value: found.get(value) if _is_tensor(value) else None
 
     def removal(self, plan: Plan, optimizer: Any = None) -> ModuleRemoval:
         """Return what removes channels, and shortens the state of an optimizer."""
@@ -78,6 +78,8 @@ class Module(Subject):
 
     def with_zeros(self, masks: Masks) -> Any:
         """Write masks into the parameters; return the module."""
+        import torch
+
         with torch.no_grad(), amanda.disabled():
             for parameter in self.model.parameters():
                 mask = masks(parameter)
@@ -87,6 +89,8 @@ class Module(Subject):
 
     def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point tensors."""
+        import torch
+
         for one in tensors_in(result):
             if one.is_floating_point():
                 yield one.detach().double().cpu().numpy(), float(torch.finfo(one.dtype).eps)
@@ -94,6 +98,8 @@ class Module(Subject):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context in which the module is in evaluation mode, without gradients."""
+        import torch
+
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -105,6 +111,8 @@ class Module(Subject):
 
     def synchronize(self) -> None:
         """Wait for the GPUs of the module."""
+        import torch
+
         for device in {one.device for one in self.model.parameters() if one.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
@@ -125,6 +133,8 @@ class ModuleTracing(Tracing):
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call the module, and keep whole what it returns; return that."""
+        import torch
+
         with torch.enable_grad(), amanda.apply(self):  # without gradients, layers of attention are one op
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):
@@ -151,7 +161,7 @@ class ModuleTracing(Tracing):
         if within in ("batch_norm", "instance_norm"):
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
-        tensors = (one for one in leaves(inputs) if isinstance(one, torch.Tensor))
+        tensors = (one for one in leaves(inputs) if _is_tensor(one))
         self._given.append((inputs, [(self._families(one), tuple(one.shape)) for one in tensors]))
 
     @amanda.observer
@@ -166,7 +176,7 @@ class ModuleTracing(Tracing):
         compute: Callable[[Sequence[Any]], Any],
     ) -> None:
         inputs, read = self._given.pop()
-        made = [one for one in leaves(outputs) if isinstance(one, torch.Tensor)]
+        made = [one for one in leaves(outputs) if _is_tensor(one)]
         place = f"{type} of {module or 'the model'}"
         moved = partial(_moved, compute, inputs)
         call = Call(type, place, op_id, inputs, names, made, self._families, moved, self.notes, self._name)
@@ -183,21 +193,31 @@ class ModuleTracing(Tracing):
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""
+        import torch
+
         found = self._known.get(tensor)
-        is_new = isinstance(tensor, torch.nn.Parameter) | is_followed and isinstance(tensor, torch.Tensor)
+        is_new = isinstance(tensor, torch.nn.Parameter) or (is_followed and _is_tensor(tensor))
         if found is None and is_new:
             found = self._known[tensor] = self.fresh(self._names.get(tensor), tuple(tensor.shape))
         return found or ()
 
     def _name(self, tensor: Any) -> str | None:
-        return self._names.get(tensor) if isinstance(tensor, torch.Tensor) else None
+        return self._names.get(tensor) if _is_tensor(tensor) else None
 
 
 def _moved(compute: Callable[[Sequence[Any]], Any], inputs: Sequence[Any], family: Family) -> list[Family]:
     """Return what an op makes of labels in the place of its first input: an array for each output."""
+    import torch
+
     value, *rest = inputs
     whole = torch.from_numpy(np.ascontiguousarray(family)).expand(tuple(value.shape))
     if 0 not in value.stride():  # a view may want the strides that the tensor has
         whole = torch.empty_strided(whole.shape, value.stride(), dtype=whole.dtype).copy_(whole)
     made = compute([whole, *rest])
     return [one.numpy() for one in (made if isinstance(made, (list, tuple)) else [made])]
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)

@@ -24,8 +24,8 @@ _OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
 class ModuleRemoval:
     """Removes what is not kept, of parameters, buffers, gradients, attributes and an optimizer's state.
 
-    model: the module.  kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's path, attributes'
-    new values.  whole_groups: weights whose number of groups changes.
+    model: the module.  kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's
+    path, attributes' new values.  whole_groups: weights whose number of groups changes.
     """
 
     def __init__(

@@ -92,5 +92,5 @@ class Subject(ABC):
         """Return a context in which the model evaluates without gradients."""
         return nullcontext()
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Wait for what the model has begun on a device."""

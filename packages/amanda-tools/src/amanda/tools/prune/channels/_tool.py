@@ -75,8 +75,8 @@ class ChannelPruneTool(amanda.Tool):
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
         """Find the groups in a call of the model, choose channels, and try the removal out.
 
-        model: a module of PyTorch, or an ONNX model as a ModelProto or the path of a file.  example: what it is
-        called with; of an ONNX model arrays, in the order of its inputs or by their names.
+        model: a module of PyTorch, or an ONNX model as a ModelProto or the path of a file.  example: what it
+        is called with; of an ONNX model arrays, in the order of its inputs or by their names.
         The model is in evaluation mode meanwhile, and as it was afterwards.  Ops that do not suit fewer
         channels are left whole, see `result.left`.  Returns what the masked model returns.
         Raises PruneError where the smaller model would not compute what the masked one does.
@@ -188,8 +188,8 @@ def _subject_of(model: Any) -> Subject:
 
         return OnnxModel(model)
     raise PruneError(
-        f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the channels of "
-        "a torch.nn.Module, or of an ONNX model as a ModelProto or the path of its file: "
+        f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the channels "
+        "of a torch.nn.Module, or of an ONNX model as a ModelProto or the path of its file: "
         'PruneTool(pattern="structured") masks filters elsewhere'
     )
 
