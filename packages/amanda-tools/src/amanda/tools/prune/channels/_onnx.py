@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, inliner, numpy_helper
+from onnx import ModelProto, inliner, numpy_helper
 
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._onnx_removal import made_by, smaller_proto
+from amanda.tools.prune.channels._onnx_removal import bodies_of, made_by, smaller_proto
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._simulation import array_over_kept, selected_of_array
@@ -48,10 +49,17 @@ class OnnxModel(Subject):
         self.opset = next(one.version for one in self.proto.opset_import if one.domain in ("", "ai.onnx"))
         self.nodes = {made_by(node): node for node in graph.node}
         self.read_in_bodies = dict(_read_in_bodies(self.proto))
-        self._session: tuple[ModelProto, Any] | None = None
+        self._session: tuple[int, bool, Any] | None = None
 
     def __call__(self, *example: Any, **named: Any) -> Any:
-        """Run a session; return its outputs."""
+        """Run a session that fuses nothing, so that what is compared is rounded alike; return its outputs."""
+        return self._run(False, example, named)
+
+    def time(self, *example: Any, **named: Any) -> None:
+        """Run a session with the optimizations of ONNX Runtime."""
+        self._run(True, example, named)
+
+    def _run(self, optimized: bool, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         feed = dict(zip(self.inputs, example, strict=False)) | named
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
             raise PruneError(
@@ -60,11 +68,35 @@ class OnnxModel(Subject):
             )
         import onnxruntime
 
-        if self._session is None or self._session[0] is not self.proto:
-            providers = ["CPUExecutionProvider"]
-            session = onnxruntime.InferenceSession(self.proto.SerializeToString(), providers=providers)
-            self._session = self.proto, session
-        return self._session[1].run(None, {name: np.asarray(one) for name, one in feed.items()})
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _FATAL
+        if not optimized:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        if self._session is None or self._session[:2] != (id(self.proto), optimized):
+            session = onnxruntime.InferenceSession(
+                self.proto.SerializeToString(), options, ["CPUExecutionProvider"]
+            )
+            self._session = id(self.proto), optimized, session
+        return self._session[2].run(None, {name: np.asarray(one) for name, one in feed.items()})
+
+    @contextmanager
+    def as_far_as_it_runs(self, *example: Any, **named: Any) -> Iterator[None]:
+        """Context in which the model ends before the first node that fails: observers see no others then."""
+        whole, runs, fails = self.proto, 0, len(self.proto.graph.node)
+        try:
+            while fails - runs > 1:
+                middle = (runs + fails) // 2
+                self.proto = _first_nodes(whole, middle)
+                try:
+                    with amanda.disabled():
+                        self(*example, **named)
+                    runs = middle
+                except Exception:  # of ONNX Runtime's own kinds, when it loads and when it runs
+                    fails = middle
+            self.proto = _first_nodes(whole, runs)
+            yield
+        finally:
+            self.proto = whole
 
     def tracing(self) -> Tracing:
         """Return a tool that follows a run."""
@@ -169,7 +201,24 @@ def _plain(given: ModelProto) -> ModelProto:
     return made
 
 
+_FATAL = 4
+"""Severity below which ONNX Runtime logs nothing: trials fail on purpose."""
+
 _NUMBERS = {"value_float": "f4", "value_floats": "f4", "value_int": "i8", "value_ints": "i8"}
+
+
+def _first_nodes(whole: ModelProto, count: int) -> ModelProto:
+    """Return a model of the first nodes, which returns what none of these reads."""
+    nodes = whole.graph.node[:count]
+    read = {name for node in nodes for name in node.input}
+    ends = [name for node in nodes for name in node.output if name and name not in read]
+    made = ModelProto()
+    made.CopyFrom(whole)
+    for field in ("node", "output"):
+        made.graph.ClearField(field)
+    made.graph.node.extend(nodes)
+    made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in ends)
+    return made
 
 
 def _read_in_bodies(proto: ModelProto) -> Iterator[tuple[str, str]]:
@@ -177,14 +226,7 @@ def _read_in_bodies(proto: ModelProto) -> Iterator[tuple[str, str]]:
     for node in proto.graph.node:
         waiting = [node]
         while waiting:
-            for body in _bodies(waiting.pop()):
+            for body in bodies_of(waiting.pop()):
                 waiting += body.node
                 yield from ((name, f"{node.op_type} {node.name}") for one in body.node for name in one.input)
                 yield from ((one.name, f"{node.op_type} {node.name}") for one in body.output)
-
-
-def _bodies(node: NodeProto) -> Iterator[GraphProto]:
-    for told in node.attribute:
-        if told.HasField("g"):
-            yield told.g
-        yield from told.graphs

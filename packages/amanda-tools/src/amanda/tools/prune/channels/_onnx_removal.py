@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import onnx
-from onnx import ModelProto, NodeProto, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
@@ -33,15 +34,38 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
             given.type.CopyFrom(
                 onnx.helper.make_tensor_type_proto(held[given.name].data_type, held[given.name].dims)
             )
+    before = _read(graph)
     sizes = _Sizes(made, plan)
-    nodes = list(graph.node)
-    del graph.node[:]
-    for node in nodes:
-        graph.node.extend(sizes.corrected(node))
+    nodes = [one for node in graph.node for one in (*sizes.correct(node), node)]
+    if len(nodes) > len(graph.node):
+        copied = onnx.GraphProto(node=nodes)
+        del graph.node[:]
+        graph.node.extend(copied.node)
+    idle = before - _read(graph)
+    for one in [one for one in graph.initializer if one.name in idle]:
+        graph.initializer.remove(one)
     if graph.value_info:
         del graph.value_info[:]
         made = onnx.shape_inference.infer_shapes(made)
     return made
+
+
+def _read(graph: GraphProto) -> set[str]:
+    """Return the names of the values that a graph returns, and that its nodes and their bodies read."""
+    found = {one.name for one in graph.output}
+    for node in graph.node:
+        found.update(node.input)
+        for body in bodies_of(node):
+            found |= _read(body)
+    return found
+
+
+def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs that a node holds."""
+    for told in node.attribute:
+        if told.HasField("g"):
+            yield told.g
+        yield from told.graphs
 
 
 class _Sizes:
@@ -53,11 +77,15 @@ class _Sizes:
         self._tracing = cast(OnnxTracing, plan.tracing)
         self._steps: dict[str, Step] = {one.key: one for one in plan.tracing.steps}
         self._whole_groups = plan.tracing.notes.whole_groups
-        self._held = {one.name for one in model.graph.initializer}
+        self._fixed = {one.name for one in model.graph.initializer}
+        for node in model.graph.node:
+            if self._fixed.issuperset(node.input) and node.op_type in _PURE:
+                self._fixed.update(node.output)
         self._makers = {name: node for node in model.graph.node for name in node.output}
+        self._readers = Counter(name for node in model.graph.node for name in node.input)
 
-    def corrected(self, node: NodeProto) -> Iterator[NodeProto]:
-        """Yield a node with the new sizes, after others that it reads numbers of."""
+    def correct(self, node: NodeProto) -> Sequence[NodeProto]:
+        """Give a node the new sizes; return the nodes that it now reads besides."""
         step = self._steps.get(made_by(node))
         if step is None or not step.read or node.domain not in ("", "ai.onnx"):
             pass
@@ -68,44 +96,46 @@ class _Sizes:
             groups = _attribute(node, "num_groups", 1) * self._extents(step.read[0])[1]
             _set(node, "num_groups", groups // step.read[0][1][1])
         elif node.op_type in _NUMBERS_AT:
-            yield from self._with_numbers(node, _NUMBERS_AT[node.op_type], step)
+            return self._say_extents(node, _NUMBERS_AT[node.op_type], step)
         elif node.op_type == "Slice":
             self._slice(node, step)
         elif node.op_type == "Split":
             self._split(node, step)
-        yield node
+        return ()
 
     def _extents(self, part: Any) -> tuple[int, ...]:
         return self._tracing.extents(part, self._alive)
 
-    def _with_numbers(self, node: NodeProto, index: int, step: Step) -> Iterator[NodeProto]:
-        """Write new extents into the numbers of a shape; yield a copy of the Concat that makes them."""
+    def _say_extents(self, node: NodeProto, index: int, step: Step) -> Sequence[NodeProto]:
+        """Write new extents into the numbers of a shape; return a copy of a Concat that others read."""
         numbers = self._tracing.numbers.get((step.key, index))
         before, after = step.made[0][1], self._extents(step.made[0])
         if numbers is None or before == after:
-            return
+            return ()
         last = len(before) - len(numbers)
         new = {
             i: after[i + last] for i, number in enumerate(numbers.tolist())
             if before[i + last] != after[i + last] and number == before[i + last]
         }  # fmt: skip
-        if not new:
-            return
         maker = self._makers.get(node.input[index])
-        if node.input[index] in self._held:
+        if not new:
+            return ()
+        if node.input[index] in self._fixed:
             self._give(node, index, _replaced(numbers, 0, new))
-        elif maker is not None and maker.op_type == "Concat":
-            copied = NodeProto()
-            copied.CopyFrom(maker)
-            copied.output[0] = f"{step.key}/{index}"
-            first = 0
-            for i, name in enumerate(maker.input):
-                piece = self._tracing.numbers[made_by(maker), i]
-                if name in self._held:
-                    self._give(copied, i, _replaced(piece, first, new))
-                first += len(piece)
-            node.input[index] = copied.output[0]
-            yield copied
+            return ()
+        if maker is None or maker.op_type != "Concat":
+            return ()
+        own, first = maker, 0
+        if self._readers[maker.output[0]] > 1:
+            own = NodeProto()
+            own.CopyFrom(maker)
+            own.name = own.output[0] = node.input[index] = f"{step.key}/{index}"
+        for i, name in enumerate(maker.input):
+            piece = self._tracing.numbers[made_by(maker), i]
+            if name in self._fixed and _replaced(piece, first, new).tolist() != piece.tolist():
+                self._give(own, i, _replaced(piece, first, new))
+            first += len(piece)
+        return () if own is maker else (own,)
 
     def _slice(self, node: NodeProto, step: Step) -> None:
         """Count the bounds in channels that are kept."""
@@ -147,14 +177,13 @@ class _Sizes:
         self._give(node, 1, np.array(sizes, np.int64))
 
     def _numbers(self, node: NodeProto, step: Step, name: str, index: int) -> Any:
-        """Return numbers that an initializer or an attribute holds; None of others."""
+        """Return numbers that are the same for all inputs of the model; None of others."""
         if self._opset < 10:
             found = _attribute(node, name, None)
             return None if found is None else np.array(found)
-        if len(node.input) <= index or node.input[index] not in self._held:
+        if len(node.input) <= index or node.input[index] not in self._fixed:
             return None
-        tensor = next(one for one in self._graph.initializer if one.name == node.input[index])
-        return numpy_helper.to_array(tensor)
+        return self._tracing.numbers.get((step.key, index))
 
     def _give(self, node: NodeProto, index: int, array: Any) -> None:
         """Give a node an initializer of its own: others may read the one that it had."""
@@ -162,6 +191,9 @@ class _Sizes:
         self._graph.initializer.append(numpy_helper.from_array(array, name))
         node.input[index] = name
 
+
+_PURE = ("Cast", "Concat", "Identity", "Squeeze", "Unsqueeze")
+"""Ops through which constant numbers are followed."""
 
 _NUMBERS_AT = {"Reshape": 1, "Expand": 1, "Resize": 3}
 """Input of ops that says extents of their result."""

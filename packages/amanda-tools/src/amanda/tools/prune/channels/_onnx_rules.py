@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
-
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, Part, shaped
 from amanda.tools.prune.channels._layers import (
@@ -58,7 +57,7 @@ class Value:
 
 def gemm(call: Call) -> Sequence[Families]:
     """Multiply two matrices, either transposed, and add a third."""
-    one, other, added = call.inputs[:2] + [call.value("C")]
+    one, other, added = (*call.inputs[:2], call.value("C"))
     left = _turned(call.part(one)) if call.value("transA") else call.part(one)
     right = _turned(call.part(other)) if call.value("transB") else call.part(other)
     made = matrix_product(call, left, right, other)
@@ -104,8 +103,8 @@ _ELEMENTWISE = (
     "Where Xor"
 )
 _KEPT = (
-    "AveragePool Cast Dropout GlobalAveragePool GlobalLpPool GlobalMaxPool Identity LpPool MaxPool Pad Resize "
-    "Upsample"
+    "AveragePool Cast Dropout GlobalAveragePool GlobalLpPool GlobalMaxPool Identity LpPool MaxPool Pad "
+    "Resize Upsample"
 )
 _MOVED = "Expand Flatten Reshape Slice Split Squeeze Tile Transpose Unsqueeze"
 _OVER_AN_AXIS = "ArgMax ArgMin Hardmax LogSoftmax LpNormalization Softmax"
@@ -140,6 +139,11 @@ _COERCED = ("Hardmax", "LogSoftmax", "Softmax")
 _QUANTISED = (
     "ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul",
 )  # fmt: skip
+
+
+def moves(type: str) -> bool:
+    """Return True for a node that only moves elements."""
+    return type in _TABLE and _TABLE[type][0] is laid_out
 
 
 def rule_of(

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools._libraries import numpy as np
-
 import amanda
+from amanda.tools._libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, Family
-from amanda.tools.prune.channels._onnx_rules import Value, rule_of, unfollowed
+from amanda.tools.prune.channels._onnx_rules import Value, moves, rule_of, unfollowed
 from amanda.tools.prune.channels._rules import fresh, unknown
 from amanda.tools.prune.channels._tracing import Tracing
 
@@ -35,8 +34,13 @@ class OnnxTracing(Tracing):
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the model, and keep whole what it returns; return that."""
-        with amanda.apply(self):
-            self.result = self._model(*example, **named)
+        try:
+            with amanda.apply(self):
+                self.result = self._model(*example, **named)
+        except Exception:
+            with self._model.as_far_as_it_runs(*example, **named), amanda.apply(self):
+                self._model(*example, **named)
+            raise
         labels = self.notes.labels
         for name in self._model.outputs:
             labels.leave(self._known.get(name, ()), "the model returns them")
@@ -60,10 +64,11 @@ class OnnxTracing(Tracing):
         symbols, made = context.get_inputs(), [name for name in context.get_op().node.output if name]
         names = tuple(_of_each(symbols, lambda one: None if one is None else (one.name, one.root)))
         context.insert_before_op(self._before, key=key, names=names)
+        op = context.get_op()
         context.insert_after_op(
-            self._after, key=key, made=tuple(made), word=context["type"], type=context.get_op().type,
-            attributes=dict(context.get_attrs()), module=context.get_scope() or context.get_op().name,
-            node=context.get_op().name, compute=context.get_computation(),
+            self._after, key=key, made=tuple(made), word=context["type"], type=op.type,
+            attributes=dict(context.get_attrs()), module=context.get_scope() or op.name, node=op.name,
+            compute=context.get_computation() if moves(op.type) else None,
         )  # fmt: skip
 
     @amanda.observer
@@ -88,13 +93,13 @@ class OnnxTracing(Tracing):
         compute: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
         values = self._given.pop(key)
-        arrays = [one for one in outputs if isinstance(one, np.ndarray)]
+        arrays = (one for one in _of_each(outputs, lambda one: one) if isinstance(one, np.ndarray))
         results = [Value(name, one) for name, one in zip(made, arrays, strict=False)]
         channels = [() if one is None else self._families(one) for one in values]
         for i, value in enumerate(values):
             if value is not None and value.root in self._weights:
                 self._layers.setdefault(value.root, module)
-            if value is not None and value.array.dtype == np.int64:
+            if value is not None and value.array.dtype in (np.int32, np.int64):
                 self.numbers[key, i] = value.array
         why = unfollowed(type, values, channels)
         if why:

@@ -176,8 +176,7 @@ def _seconds(subject: Subject, example: Sequence[Any], named: Mapping[str, Any])
     for _ in range(_CALLS):
         begun = perf_counter()
         with amanda.disabled():
-            subject(*example, **named)
-        subject.synchronize()
+            subject.time(*example, **named)
         seconds.append(perf_counter() - begun)
     return min(seconds)
 

@@ -109,10 +109,11 @@ class Module(Subject):
             for module, mode in modes:
                 module.training = mode
 
-    def synchronize(self) -> None:
-        """Wait for the GPUs of the module."""
+    def time(self, *example: Any, **named: Any) -> None:
+        """Call the module, and wait for its GPUs."""
         import torch
 
+        self.model(*example, **named)
         for device in {one.device for one in self.model.parameters() if one.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 

@@ -25,6 +25,7 @@ def selected(value: Any, axis: int, indices: Any) -> Any:
     return value.index_select(axis, torch.from_numpy(indices).to(value.device))
 
 
+@amanda.differentiable
 def selected_of_array(value: Any, axis: int, indices: Any) -> Any:
     """Return the channels of an array that are kept, for an op that computes over them."""
     return value.take(indices, axis)

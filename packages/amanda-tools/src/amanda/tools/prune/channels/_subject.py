@@ -92,5 +92,6 @@ class Subject(ABC):
         """Return a context in which the model evaluates without gradients."""
         return nullcontext()
 
-    def synchronize(self) -> None:  # noqa: B027
-        """Wait for what the model has begun on a device."""
+    def time(self, *example: Any, **named: Any) -> None:
+        """Run the model as its users do, until its results are there: the time of this is measured."""
+        self(*example, **named)

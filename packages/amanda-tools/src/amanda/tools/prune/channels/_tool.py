@@ -63,7 +63,7 @@ class ChannelPruneTool(amanda.Tool):
         self._plan: Plan | None = None
         self._finalized: ChannelPruneResult | None = None
         self._masks: Masks = _no_mask
-        self._reductions: dict[Any, tuple[str, int, Any]] = {}
+        self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
 
@@ -145,7 +145,7 @@ class ChannelPruneTool(amanda.Tool):
         for one in plan.tracing.notes.reductions:
             kept = plan.alive[one.labels]
             if not kept.all():
-                self._reductions[one.op_id] = one.type, one.axis, np.flatnonzero(kept)
+                self._reductions.setdefault(one.op_id, []).append((one.type, one.axis, np.flatnonzero(kept)))
         self.analyse_again()
 
     def _forward(self, context: amanda.OpContext) -> None:
@@ -156,8 +156,7 @@ class ChannelPruneTool(amanda.Tool):
             if masks is not None:
                 context.insert_before_op(masked, inputs=[i], mask=masks)
         subject = self._plan.subject
-        if (key := subject.key(context)) in self._reductions:
-            type, axis, indices = self._reductions[key]
+        for type, axis, indices in self._reductions.get(subject.key(context), ()):
             if type in ("mean", "sum"):
                 context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
             else:
