@@ -13,10 +13,10 @@ from amanda.tools.prune.channels._labels import Families, Family, Labels, Part
 class Reduction:
     """An op that computes over the channels of its first input, and so over those that are kept.
 
-    op_id: of the op.  type: its word.  axis: of the input.  labels: of the channels along it.
+    key: tells the op from others.  type: its word.  axis: of the input.  labels: of the channels along it.
     """
 
-    op_id: int
+    key: Any
     type: str
     axis: int
     labels: Family
@@ -50,12 +50,12 @@ class Call:
 
     names: of the inputs.  channels: returns a tensor's families.  name_of: returns a weight's name.
     moved: moves a family of the first input as the op moves its elements, a result for each output.
-    place: "conv2d of layer1.0", for reasons.
+    key: tells the op from others.  place: "conv2d of layer1.0", for reasons.
     """
 
     type: str
     place: str
-    op_id: int
+    key: Any
     inputs: Sequence[Any]
     names: Sequence[str]
     outputs: Sequence[Any]
@@ -141,7 +141,7 @@ class Call:
 
     def note_reduction(self, axis: int, labels: Family) -> None:
         """Note that the op computes over these channels of its first input."""
-        self.notes.reductions.append(Reduction(self.op_id, self.type, axis, labels))
+        self.notes.reductions.append(Reduction(self.key, self.type, axis, labels))
 
     def leave_all(self, reason: str) -> None:
         """Keep the channels of all inputs whole, those of weights as outputs that a layer makes."""

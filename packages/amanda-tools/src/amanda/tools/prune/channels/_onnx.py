@@ -38,7 +38,7 @@ class OnnxModel(Subject):
             given = model if isinstance(model, ModelProto) else onnx.load(fspath(model))
         except Exception as error:
             raise PruneError(
-                f"ChannelPruneTool.prepare was given {fspath(model)}, which is no ONNX model that can be "  # type: ignore[arg-type]
+                f"ChannelPruneTool.prepare was given {fspath(model)}, which is no ONNX model that can be "
                 f"read: {error}"
             ) from error
         self.proto = _plain(given)
@@ -60,7 +60,7 @@ class OnnxModel(Subject):
         self._run(True, example, named)
 
     def _run(self, optimized: bool, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        feed = dict(zip(self.inputs, example, strict=False)) | named
+        feed = dict(zip(self.inputs, example, strict=False)) | dict(named)
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
             raise PruneError(
                 f"ChannelPruneTool.prepare was given {len(example)} arrays and the names "

@@ -97,7 +97,7 @@ class OnnxTracing(Tracing):
         results = [Value(name, one) for name, one in zip(made, arrays, strict=False)]
         channels = [() if one is None else self._families(one) for one in values]
         for i, value in enumerate(values):
-            if value is not None and value.root in self._weights:
+            if value is not None and value.root is not None and value.root in self._weights:
                 self._layers.setdefault(value.root, module)
             if value is not None and value.array.dtype in (np.int32, np.int64):
                 self.numbers[key, i] = value.array

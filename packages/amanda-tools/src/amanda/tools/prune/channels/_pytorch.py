@@ -176,10 +176,13 @@ class ModuleTracing(Tracing):
         source: str,
         compute: Callable[[Sequence[Any]], Any],
     ) -> None:
+        import torch
+
         inputs, read = self._given.pop()
         made = [one for one in leaves(outputs) if _is_tensor(one)]
         place = f"{type} of {module or 'the model'}"
-        moved = partial(_moved, compute, inputs)
+        value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
+        moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
         call = Call(type, place, op_id, inputs, names, made, self._families, moved, self.notes, self._name)
         if any(families for families, _ in read):
             rule = RULES.get(type, unknown)
@@ -206,14 +209,15 @@ class ModuleTracing(Tracing):
         return self._names.get(tensor) if _is_tensor(tensor) else None
 
 
-def _moved(compute: Callable[[Sequence[Any]], Any], inputs: Sequence[Any], family: Family) -> list[Family]:
+def _moved(
+    compute: Callable[[Sequence[Any]], Any], rest: Sequence[Any], shape: Any, strides: Any, family: Family
+) -> list[Family]:
     """Return what an op makes of labels in the place of its first input: an array for each output."""
     import torch
 
-    value, *rest = inputs
-    whole = torch.from_numpy(np.ascontiguousarray(family)).expand(tuple(value.shape))
-    if 0 not in value.stride():  # a view may want the strides that the tensor has
-        whole = torch.empty_strided(whole.shape, value.stride(), dtype=whole.dtype).copy_(whole)
+    whole = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
+    if 0 not in strides:  # a view may want the strides that the tensor has
+        whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
     made = compute([whole, *rest])
     return [one.numpy() for one in (made if isinstance(made, (list, tuple)) else [made])]
 

@@ -145,7 +145,7 @@ class ChannelPruneTool(amanda.Tool):
         for one in plan.tracing.notes.reductions:
             kept = plan.alive[one.labels]
             if not kept.all():
-                self._reductions.setdefault(one.op_id, []).append((one.type, one.axis, np.flatnonzero(kept)))
+                self._reductions.setdefault(one.key, []).append((one.type, one.axis, np.flatnonzero(kept)))
         self.analyse_again()
 
     def _forward(self, context: amanda.OpContext) -> None:

@@ -82,7 +82,7 @@ class Tracing(amanda.Tool):
         """Note an op that a rule has followed."""
         parts = [(families, tuple(one.shape)) for one, families in zip(call.outputs, made, strict=True)]
         moved = call.moved if rule in MOVES else None
-        self.steps.append(Step(call.type, module, source, call.op_id, read, parts, moved))
+        self.steps.append(Step(call.type, module, source, call.key, read, parts, moved))
 
     def extents(self, part: Part, kept: Any) -> tuple[int, ...]:
         """Return the extents of a tensor when those labels are kept alone.  kept: a truth for each label."""
