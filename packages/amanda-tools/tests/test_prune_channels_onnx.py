@@ -133,6 +133,19 @@ def test_layers_become_smaller_with_those_that_depend_on_them() -> None:
     assert groups == [8, 2]
 
 
+def test_a_bias_that_an_exporter_stored_once_for_two_layers_unites_nothing() -> None:
+    weights = {
+        "w": random(16, 3, 1, 1), "v": random(16, 16, 1, 1), "zero": random(16), "last": random(2, 16, 1, 1)
+    }  # fmt: skip
+    nodes = [
+        node("Conv", "x w zero", "a"), node("Relu", "a", "b"), node("Conv", "b v zero", "c"),
+        node("Conv", "c last", "y"),
+    ]  # fmt: skip
+    result = removed(model_of(nodes, [1, 3, 8, 8], weights), X)
+    assert groups(result) == [(16, 8), (16, 8)]
+    assert (shapes(result.model)["zero"], shapes(result.model)["zero/c"]) == ((8,), (8,))
+
+
 def test_multiplications_are_those_that_the_flops_tool_counts() -> None:
     model = images()
     result = removed(model, X, of="flops", sparsity=0.6)
@@ -329,6 +342,7 @@ def groups(result: ChannelPruneResult) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporter about itself
 def test_groups_are_those_of_the_module_that_was_exported() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(

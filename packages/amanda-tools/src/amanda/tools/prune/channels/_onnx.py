@@ -10,12 +10,12 @@ from os import PathLike, fspath
 from typing import Any
 
 import onnx
-from onnx import ModelProto, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, inliner, numpy_helper
 
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._onnx_removal import bodies_of, made_by, smaller_proto
+from amanda.tools.prune.channels._onnx_removal import bodies_of, made_by, read_in, smaller_proto
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._simulation import array_over_kept, selected_of_array
@@ -26,7 +26,8 @@ from amanda.tools.prune.channels._tracing import Tracing
 class OnnxModel(Subject):
     """A ModelProto or the file of one.
 
-    proto: a copy as it is now, without functions, whose constants are all initializers.
+    proto: a copy as it is now, without functions, whose constants are all initializers, and vectors of one
+    node each: exporters store equal ones once, such as biases of 0.
     """
 
     has_gradients = False
@@ -122,9 +123,7 @@ class OnnxModel(Subject):
             shape = self._tensors[name].shape
             own = kept.reshape([-1 if i == axis else 1 for i in range(len(shape))])
             found[name, shape] = found.get((name, shape), np.True_) & own
-        return lambda value: None if value is None or value.shape is None else found.get(
-            (value.name, value.shape)
-        )  # fmt: skip
+        return lambda value: None if value is None else found.get((value.name, value.shape))
 
     def removal(self, plan: Plan) -> OnnxRemoval:
         """Return what puts a smaller model in the place of this one."""
@@ -160,6 +159,19 @@ class OnnxModel(Subject):
         """Return the first value that a node makes, which no other node makes."""
         return made_by(context.get_op().node)
 
+    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+        """Return inputs by the names that they have in `proto`, also in a session that was made elsewhere."""
+        node = self.nodes.get(self.key(context))
+        names = iter(() if node is None else node.input)
+
+        def named(value: Any) -> Any:
+            if isinstance(value, list):
+                return [named(one) for one in value]
+            name = next(names, "")
+            return None if value is None else _Named(name, value.shape)
+
+        return [named(value) for value in context.get_inputs()]
+
 
 class OnnxRemoval:
     """Puts a smaller model in the place of an OnnxModel's, and puts that back."""
@@ -179,7 +191,7 @@ class OnnxRemoval:
 @dataclass(frozen=True)
 class _Named:
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...] | None
 
 
 def _plain(given: ModelProto) -> ModelProto:
@@ -198,7 +210,23 @@ def _plain(given: ModelProto) -> ModelProto:
             made.graph.initializer.append(numpy_helper.from_array(array, node.output[0]))
         else:
             made.graph.node.append(node)
+    _part_vectors(made.graph)
     return made
+
+
+def _part_vectors(graph: GraphProto) -> None:
+    """Give each node that reads a vector of floating-point numbers an initializer of its own."""
+    vectors = {one.name: one for one in graph.initializer if len(one.dims) == 1}
+    seen = {name for node in graph.node for body in bodies_of(node) for name in read_in(body)}
+    for node in graph.node:
+        for i, name in enumerate(node.input):
+            if name in seen and name in vectors and vectors[name].data_type in _FLOATS:
+                graph.initializer.append(vectors[name])
+                node.input[i] = graph.initializer[-1].name = f"{name}/{made_by(node)}"
+            seen.add(name)
+
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 _FATAL = 4

@@ -34,14 +34,14 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
             given.type.CopyFrom(
                 onnx.helper.make_tensor_type_proto(held[given.name].data_type, held[given.name].dims)
             )
-    before = _read(graph)
+    before = read_in(graph)
     sizes = _Sizes(made, plan)
     nodes = [one for node in graph.node for one in (*sizes.correct(node), node)]
     if len(nodes) > len(graph.node):
         copied = onnx.GraphProto(node=nodes)
         del graph.node[:]
         graph.node.extend(copied.node)
-    idle = before - _read(graph)
+    idle = before - read_in(graph)
     for one in [one for one in graph.initializer if one.name in idle]:
         graph.initializer.remove(one)
     if graph.value_info:
@@ -50,13 +50,13 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
     return made
 
 
-def _read(graph: GraphProto) -> set[str]:
+def read_in(graph: GraphProto) -> set[str]:
     """Return the names of the values that a graph returns, and that its nodes and their bodies read."""
     found = {one.name for one in graph.output}
     for node in graph.node:
         found.update(node.input)
         for body in bodies_of(node):
-            found |= _read(body)
+            found |= read_in(body)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -87,6 +87,10 @@ class Subject(ABC):
     def key(self, context: amanda.OpContext) -> Any:
         """Return what tells an op from all others of the model, in any call of it."""
         return context.get_op_id()
+
+    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+        """Return the inputs of an op in the form that masks are found by."""
+        return context.get_inputs()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the model evaluates without gradients."""

@@ -151,11 +151,11 @@ class ChannelPruneTool(amanda.Tool):
     def _forward(self, context: amanda.OpContext) -> None:
         if self._plan is None or context["phase"] != "forward":
             return
-        for i, value in enumerate(context.get_inputs()):
+        subject = self._plan.subject
+        for i, value in enumerate(subject.reads(context)):
             masks = self._masks_of(value)
             if masks is not None:
                 context.insert_before_op(masked, inputs=[i], mask=masks)
-        subject = self._plan.subject
         for type, axis, indices in self._reductions.get(subject.key(context), ()):
             if type in ("mean", "sum"):
                 context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
