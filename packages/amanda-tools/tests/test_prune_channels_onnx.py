@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from pipelined import let_torchvision_load
 from torch import nn
 
 import amanda
@@ -357,3 +358,23 @@ def test_groups_are_those_of_the_module_that_was_exported() -> None:
     assert groups(result) == groups(smaller)
     with torch.no_grad():
         np.testing.assert_allclose(run(result.model, x.numpy()), module(x).numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporter about itself
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_050"])
+def test_groups_are_those_of_models_of_timm(name: str) -> None:
+    let_torchvision_load()
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    module, x = timm.create_model(name), torch.rand(1, 3, 64, 64)
+    for one in module.modules():
+        if isinstance(one, nn.BatchNorm2d):
+            nn.init.normal_(one.weight, 1, 0.2)  # some are 0 at first: whole branches would be
+    model, tool = exported(module, x), ChannelPruneTool(sparsity=0.4)
+    result = removed(model, x.numpy(), sparsity=0.4)
+    with torch.no_grad():
+        tool.prepare(module, x)
+    assert sorted(groups(result)) == sorted(groups(tool.result))
+    assert result.flops == pytest.approx(tool.result.flops)
+    assert result.flops == pytest.approx(macs(result.model, x.numpy()) / macs(model, x.numpy()))
