@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.prune.channels._labels import Families, Family, Labels, Part
 
 
@@ -15,10 +13,10 @@ from amanda.tools.prune.channels._labels import Families, Family, Labels, Part
 class Reduction:
     """An op that computes over the channels of its first input, and so over those that are kept.
 
-    op_id: of the op.  type: its word.  axis: of the input.  labels: of the channels along it.
+    key: tells the op from others.  type: its word.  axis: of the input.  labels: of the channels along it.
     """
 
-    op_id: int
+    key: Any
     type: str
     axis: int
     labels: Family
@@ -48,20 +46,21 @@ class Notes:
 
 @dataclass
 class Call:
-    """An execution of an op of PyTorch.
+    """An execution of an op, whose inputs have PyTorch's names and order.
 
-    names: of the inputs.  channels: returns a tensor's families.  name_of: returns a parameter's name.
-    compute: runs the op on other inputs.  place: "conv2d of layer1.0", for reasons.
+    names: of the inputs.  channels: returns a tensor's families.  name_of: returns a weight's name.
+    moved: moves a family of the first input as the op moves its elements, a result for each output.
+    key: tells the op from others.  place: "conv2d of layer1.0", for reasons.
     """
 
     type: str
     place: str
-    op_id: int
+    key: Any
     inputs: Sequence[Any]
     names: Sequence[str]
     outputs: Sequence[Any]
     channels: Callable[[Any], Families]
-    compute: Callable[[Sequence[Any]], Any]
+    moved: Callable[[Family], list[Family]]
     notes: Notes
     name_of: Callable[[Any], str | None]
 
@@ -87,12 +86,6 @@ class Call:
     def part(self, value: Any) -> Part:
         """Return families and extents of an input."""
         return self.of(value), tuple(value.shape)
-
-    @property
-    def moved(self) -> Callable[[Family], list[Family]]:
-        """Return a function that moves a family of the first input as the op moves its elements."""
-        value, *rest = self.inputs
-        return partial(_moved, self.compute, rest, tuple(value.shape), value.stride())
 
     def along(self, families: Families, axis: int) -> Family | None:
         """Return the labels along one axis alone, after keeping all other axes whole; None without any."""
@@ -148,7 +141,7 @@ class Call:
 
     def note_reduction(self, axis: int, labels: Family) -> None:
         """Note that the op computes over these channels of its first input."""
-        self.notes.reductions.append(Reduction(self.op_id, self.type, axis, labels))
+        self.notes.reductions.append(Reduction(self.key, self.type, axis, labels))
 
     def leave_all(self, reason: str) -> None:
         """Keep the channels of all inputs whole, those of weights as outputs that a layer makes."""
@@ -157,16 +150,3 @@ class Call:
                 self.labels.leave(self.of(one), reason)
                 for family in self.of(one) if self.name_of(one) is not None else ():
                     self.labels.produce(family)
-
-
-def _moved(
-    compute: Callable[[Sequence[Any]], Any], rest: Sequence[Any], shape: Any, strides: Any, family: Family
-) -> list[Family]:
-    """Return what an op makes of labels in the place of its first input: an array for each output."""
-    import torch
-
-    whole = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
-    if 0 not in strides:  # a view may want the strides that the tensor has
-        whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
-    made = compute([whole, *rest])
-    return [one.numpy() for one in (made if isinstance(made, (list, tuple)) else [made])]

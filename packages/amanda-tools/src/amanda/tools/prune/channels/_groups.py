@@ -54,14 +54,11 @@ class ChannelGroup:
 
     def values(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return for each weight of the group its slices (channels, elements), by `name:axis`."""
-        import torch
-
         found = {}
         for member in self.members:
             tensor = tensors[member.name]
             if tensor.ndim > 1:
-                rows = tensor.detach().movedim(member.axis, 0)[torch.from_numpy(member.indices)]
-                found[str(member)] = rows.reshape(len(self), -1)
+                found[str(member)] = tensor.swapaxes(0, member.axis)[member.indices].reshape(len(self), -1)
         return found
 
 

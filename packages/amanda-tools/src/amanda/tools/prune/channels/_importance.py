@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import tensors_of
 from amanda.tools.prune._masks import PruneError, lowest_units_dropped
 from amanda.tools.prune.channels._call import Work
 from amanda.tools.prune.channels._groups import ChannelGroup
@@ -26,14 +27,12 @@ def scores(
     "l1" and "l2" are norms over all weights of the group, over their mean, so that groups compare.  "taylor"
     is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).
     """
-    import torch
-
     if importance == "random":
         return np.random.Generator(np.random.Philox([seed, number])).random(len(group))
     values = group.values(tensors)
     if callable(importance):
         given = importance(values)
-        found = np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given, float)
+        found = _exact(given) if hasattr(given, "shape") else np.asarray(given, float)
         if found.shape != (len(group),) or not np.isfinite(found).all():
             raise PruneError(
                 f"importance gave values of shape {found.shape} for {group.name}; it gives a finite number "
@@ -48,12 +47,17 @@ def scores(
                     "before prepare(model, example)"
                 )
         gradients = group.values({one.name: tensors[one.name].grad for one in group.members})
-        rows = torch.cat([(values[name] * gradients[name]).double() for name in values], 1)
-        return rows.square().sum(1).cpu().numpy()
-    rows = torch.cat([one.double() for one in values.values()], 1)
-    norms = rows.abs().mean(1) if importance == "l1" else rows.square().mean(1).sqrt()
-    found = norms.cpu().numpy()
+        rows = np.concatenate([_exact(values[name] * gradients[name]) for name in values], 1)
+        return np.square(rows).sum(1)
+    rows = np.concatenate([_exact(one) for one in values.values()], 1)
+    found = np.abs(rows).mean(1) if importance == "l1" else np.sqrt(np.square(rows).mean(1))
     return found / max(found.mean(), np.finfo(float).tiny)
+
+
+def _exact(tensor: Any) -> Any:
+    """Return a tensor as an array of float64."""
+    tensors = tensors_of(tensor)
+    return np.asarray(tensors.to_numpy(tensors.detach(tensor)), float)
 
 
 class Budget:

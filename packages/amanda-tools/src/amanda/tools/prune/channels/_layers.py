@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
@@ -86,26 +87,25 @@ def _layer(
     call.match_vector(outputs, call.value("bias"))
     made, weight = call.outputs[0], call.inputs[1]
     transposed = call.type.startswith("conv_transpose")
-    each = call.inputs[0].numel() if transposed else made.numel()
-    each *= weight[0].numel()
+    each = prod((call.inputs[0] if transposed else made).shape) * prod(weight.shape[1:])
     call.notes.work.append(Work(each, outputs, inputs))
     return [rest + shaped(outputs, axis % made.ndim, made.ndim)]
 
 
 def product(call: Call) -> Sequence[Families]:
     """Multiply matrices."""
-    return [_product(call, call.part(call.inputs[0]), call.part(call.inputs[1]), call.inputs[1])]
+    return [matrix_product(call, call.part(call.inputs[0]), call.part(call.inputs[1]), call.inputs[1])]
 
 
 def matrices_added(call: Call) -> Sequence[Families]:
     """Multiply matrices, and add a third."""
     added, one, other = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
-    made = _product(call, call.part(one), call.part(other), other)
+    made = matrix_product(call, call.part(one), call.part(other), other)
     return [call.labels.merged([call.part(added), (made, shape)], call.lacking)]
 
 
-def _product(call: Call, one: Part, other: Part, weight: Any = None) -> Families:
+def matrix_product(call: Call, one: Part, other: Part, weight: Any = None) -> Families:
     """Match the channels that are summed over; return those of rows, columns and all before them."""
     (left, left_shape), (right, right_shape) = one, other
     if min(len(left_shape), len(right_shape)) < 2:
@@ -117,7 +117,7 @@ def _product(call: Call, one: Part, other: Part, weight: Any = None) -> Families
     if weight is not None and call.name_of(weight) is not None:
         outputs, _ = call.split(right, -1)
         call.labels.produce(outputs)
-        rows = int(np.prod(left_shape[:-1], dtype=np.int64))
+        rows = prod(left_shape[:-1])
         call.notes.work.append(Work(rows * right_shape[0] * right_shape[1], outputs, read))
     return call.labels.merged(
         [(left, (*left_shape[:-1], 1)), (right, (*right_shape[:-2], 1, right_shape[-1]))], call.lacking
@@ -185,13 +185,13 @@ def attention(call: Call) -> Sequence[Families]:
         key, value = (_repeated(one, query[1][-3] // one[1][-3]) for one in (key, value))
     shape = (*key[1][:-2], key[1][-1], key[1][-2])
     turned = tuple(np.swapaxes(one, -1, -2) for one in key[0])
-    scores = _product(call, query, (turned, shape))
+    scores = matrix_product(call, query, (turned, shape))
     scored = (*query[1][:-1], shape[-1])
     mask = call.value("attn_mask")
     if mask is not None:
         scores = call.labels.merged([(scores, scored), call.part(mask)], call.lacking)
     scores = call.labels.pinned(scores, [-1], reason)
-    return [_product(call, (scores, scored), value)]
+    return [matrix_product(call, (scores, scored), value)]
 
 
 def _repeated(part: Part, times: int) -> Part:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from time import perf_counter
@@ -12,10 +11,11 @@ from typing import Any
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
+from amanda.tools.prune.channels._difference import first_difference
 from amanda.tools.prune.channels._groups import ChannelGroup, groups_of, left_whole
 from amanda.tools.prune.channels._importance import Budget, alive_labels, scores, share_of_work
 from amanda.tools.prune.channels._labels import varying
-from amanda.tools.prune.channels._removal import Removal, first_difference, sizes_of
+from amanda.tools.prune.channels._subject import Subject
 from amanda.tools.prune.channels._tracing import Step, Tracing
 
 _HALVINGS, _CALLS = 6, 8
@@ -41,7 +41,7 @@ class Plan:
     latency: share of the time of a call, where that was measured.
     """
 
-    model: Any
+    subject: Subject
     tracing: Tracing
     groups: list[ChannelGroup] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
@@ -52,8 +52,7 @@ class Plan:
 
     def choose(self, choice: Choice) -> None:
         """Choose what is kept."""
-        tensors = dict(self.model.named_parameters(remove_duplicate=False))
-        tensors.update(self.model.named_buffers())
+        tensors = self.subject.tensors()
         notes = self.tracing.notes
         notes.labels.settle()
         self.groups = groups_of(self.tracing)
@@ -63,7 +62,7 @@ class Plan:
         self.kept = choice.budget.kept(self.groups, worth, notes.labels, notes.work)
         self.alive = alive_labels(notes.labels, self.groups, self.kept)
         self.work = share_of_work(notes.work, self.alive)
-        self.left = left_whole(self.tracing)
+        self.left = left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:
         """Yield the axes of parameters and buffers that become shorter, and which places on them are kept."""
@@ -74,12 +73,6 @@ class Plan:
                 if not kept.all():
                     yield name, axis, kept
 
-    def removal(self) -> Removal:
-        """Return what removes the channels that are not kept."""
-        whole = self.tracing.notes.whole_groups
-        sizes = sizes_of(self.model, self.tracing, self.alive)
-        return Removal({(name, axis): kept for name, axis, kept in self.axes()}, sizes, frozenset(whole))
-
 
 def select(plan: Plan, choice: Choice) -> None:
     """Leave whole what the options do not select; raise PruneError for an option that fits no weight."""
@@ -89,7 +82,7 @@ def select(plan: Plan, choice: Choice) -> None:
     for name, families in plan.tracing.channels.items():
         own = [one for one in families if made.issuperset(one.reshape(-1).tolist())]
         if own:
-            modules.setdefault(name.rpartition(".")[0], []).extend(own)
+            modules.setdefault(plan.tracing.layer(name), []).extend(own)
     for pattern in (*(choice.module or ()), *choice.exclude):
         if not any(fnmatchcase(path, pattern) for path in modules):
             raise PruneError(
@@ -112,16 +105,16 @@ def select(plan: Plan, choice: Choice) -> None:
 
 
 def made_plan(
-    model: Any, example: Sequence[Any], named: Mapping[str, Any], choice: Choice
+    subject: Subject, example: Sequence[Any], named: Mapping[str, Any], choice: Choice
 ) -> tuple[Plan, Any]:
     """Return a plan, and what the smaller model returns; ops that it does not suit are left whole.
 
     Raises PruneError where the smaller model cannot run whatever is left whole.
     """
-    model(*example, **named)  # some models keep tensors of their first call
-    tracing = Tracing(model)
-    tracing.follow(model, example, named)
-    plan = Plan(model, tracing)
+    subject(*example, **named)  # some models keep tensors of their first call
+    tracing = subject.tracing()
+    tracing.follow(example, named)
+    plan = Plan(subject, tracing)
     select(plan, choice)
     if choice.budget.of != "latency":
         return plan, _fitted(plan, choice, example, named)
@@ -141,21 +134,24 @@ def made_plan(
 
 def _fitted(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Choose channels, and leave whole what the model cannot do without; return what the smaller one does."""
-    model, tracing = plan.model, plan.tracing
+    tracing = plan.tracing
     while True:
         plan.choose(choice)
-        trial, error = Tracing(model), ""
-        removal = plan.removal()
+        steps: Sequence[Step] = ()
+        result, error = None, ""
+        removal = plan.subject.removal(plan)
         try:
-            removal.apply(model)
-            trial.follow(model, example, named)
+            removal.apply()
+            trial = plan.subject.tracing()
+            steps = trial.steps
+            result = trial.follow(example, named)
         except Exception as raised:  # of any kind: the model's code does not suit the sizes
             error = f"{type(raised).__name__}: {raised}"
         finally:
             removal.undo()
-        step = first_difference(tracing, plan.alive, trial.steps)
+        step = first_difference(tracing, plan.alive, steps)
         if step is None and not error:
-            return trial.result
+            return result
         if step is None or not _leave(tracing, step, error):
             where = "" if step is None else f" at {step.place}"
             raise PruneError(
@@ -165,27 +161,22 @@ def _fitted(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[s
 
 def _share_of_time(plan: Plan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of a call of the smaller model as a share of the whole one's, measured one by one."""
-    whole = _seconds(plan.model, example, named)
-    removal = plan.removal()
+    whole = _seconds(plan.subject, example, named)
+    removal = plan.subject.removal(plan)
     try:
-        removal.apply(plan.model)
-        return _seconds(plan.model, example, named) / whole
+        removal.apply()
+        return _seconds(plan.subject, example, named) / whole
     finally:
         removal.undo()
 
 
-def _seconds(model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _seconds(subject: Subject, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
-    import torch
-
-    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
     seconds = []
     for _ in range(_CALLS):
         begun = perf_counter()
         with amanda.disabled():
-            model(*example, **named)
-        for device in devices:
-            torch.cuda.synchronize(device)
+            subject.time(*example, **named)
         seconds.append(perf_counter() - begun)
     return min(seconds)
 
@@ -211,15 +202,3 @@ def _leave(tracing: Tracing, step: Step, error: str) -> bool:
             return False
         alike = [one for one in tracing.steps if f"{one.module}.".startswith(f"{path}." if path else "")]
         path = path.rpartition(".")[0]
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Context in which a model is in evaluation mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -1,14 +1,14 @@
-"""Removes channels of a model's parameters, in place, and can put them back."""
+"""Removes channels of the parameters of a PyTorch model, in place, and can put them back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._tracing import Step, Tracing
+from amanda.tools.prune.channels._tracing import Tracing
 
 _EXTENTS = {
     "out_channels": 0, "in_channels": 1, "out_features": 0, "in_features": 1, "num_features": 0,
@@ -22,28 +22,32 @@ _OF_HEADS = re.compile(r"head(?!.*(dim|size))")
 _OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
 
 
-class Removal:
+class ModuleRemoval:
     """Removes what is not kept, of parameters, buffers, gradients, attributes and an optimizer's state.
 
-    kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's path, attributes'
-    new values.  whole_groups: weights whose number of groups changes.
+    model: the module.  kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's
+    path, attributes' new values.  whole_groups: weights whose number of groups changes.
     """
 
     def __init__(
         self,
+        model: Any,
         kept: Mapping[tuple[str, int], Any],
         sizes: Mapping[str, Mapping[str, Any]],
         whole_groups: frozenset[str],
+        optimizer: Any = None,
     ) -> None:
+        self._model, self._optimizer = model, optimizer
         self._kept, self._sizes, self._whole_groups = kept, sizes, whole_groups
         self._before: list[tuple[Any, str, Any]] = []
 
-    def apply(self, model: Any, optimizer: Any = None) -> None:
-        """Remove channels from a model.
+    def apply(self) -> None:
+        """Remove channels from the model.
 
         Raises PruneError for an optimizer with state of other shapes than its parameters.
         """
-        _check_state(optimizer)
+        _check_state(self._optimizer)
+        model = self._model
         by_name: dict[str, dict[int, Any]] = {}
         for (name, axis), kept in self._kept.items():
             by_name.setdefault(name, {})[axis] = np.flatnonzero(kept)
@@ -51,7 +55,7 @@ class Removal:
         for name, axes in by_name.items():
             path, _, attribute = name.rpartition(".")
             tensor = getattr(model.get_submodule(path), attribute)
-            self._shorten(tensor, axes, optimizer)
+            self._shorten(tensor, axes)
             changed[id(tensor)] = tensor
         for path, module in model.named_modules():
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -76,7 +80,7 @@ class Removal:
                 setattr(owner, attribute, value)
         self._before.clear()
 
-    def _shorten(self, tensor: Any, axes: Mapping[int, Any], optimizer: Any) -> None:
+    def _shorten(self, tensor: Any, axes: Mapping[int, Any]) -> None:
         import torch
 
         def shortened(whole: Any) -> Any:
@@ -90,7 +94,7 @@ class Removal:
         _set_data(tensor, shortened(tensor.data))
         if gradient is not None:
             tensor.grad = shortened(gradient.detach())
-        state = {} if optimizer is None else optimizer.state.get(tensor, {})
+        state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shape:
                 self._before.append((state, name, value))
@@ -182,35 +186,3 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
             elif type(value) is tuple and any(type(one) is int and one in new for one in value):
                 found.setdefault(path, {})[name] = tuple(new.get(one, one) for one in value)
     return found
-
-
-def first_difference(expected: Tracing, alive: Any, steps: Sequence[Step]) -> Step | None:
-    """Return the first op whose results have other extents than the labels say, or that has not run."""
-    for i, step in enumerate(expected.steps):
-        if i >= len(steps):
-            return step
-        other = steps[i]
-        shapes = [expected.extents(part, alive) for part in step.made]
-        if (step.type, step.module) != (other.type, other.module) or shapes != [s for _, s in other.made]:
-            return step
-        if step.moved is not None and not _move_alike(step, other, expected, alive):
-            return step
-    return None
-
-
-def _move_alike(step: Step, other: Step, expected: Tracing, alive: Any) -> bool:
-    """Return True if an op moves the channels that are kept as it moved them among all, of the same step."""
-    roots = expected.notes.labels.roots
-    for family in step.read[0][0]:
-        if not alive[family].all() and step.moved is not None and other.moved is not None:
-            pairs = zip(step.moved(family), other.moved(_shortened(family, alive)), strict=True)
-            if not all(np.array_equal(roots(_shortened(one, alive)), roots(two)) for one, two in pairs):
-                return False
-    return True
-
-
-def _shortened(family: Any, alive: Any) -> Any:
-    """Return the labels that are kept, in an array without the places of the others."""
-    kept = alive[family]
-    others = [tuple(i for i in range(kept.ndim) if i != axis) for axis in range(kept.ndim)]
-    return family[np.ix_(*(np.any(kept, axis=one) for one in others))] if kept.ndim else family

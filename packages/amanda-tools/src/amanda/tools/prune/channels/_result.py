@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, ClassVar
 
 from amanda.tools.prune.channels._plan import Plan
@@ -41,15 +42,15 @@ class ChannelPruneResult(Result):
         for group, kept in zip(plan.groups, plan.kept, strict=True):
             count, left = len(group) * group.width, int(kept.sum()) * group.width
             weights = len({one.name for one in group.members if one.is_made})
-            path = group.name.rpartition(".")[0]
+            path = plan.tracing.layer(group.name)
             self._rows.append((path, weights, group.width, count, left, 1 - left / count))
         shares: dict[str, float] = {}
         for name, _, kept in plan.axes():
             shares[name] = shares.get(name, 1.0) * float(kept.mean())
-        self.unread = [name for name, _ in plan.model.named_parameters() if name not in plan.tracing.channels]
-        for name, parameter in plan.model.named_parameters():
-            self.parameters += parameter.numel()
-            self.kept_parameters += round(parameter.numel() * shares.get(name, 1.0))
+        self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.channels]
+        for name, parameter in plan.subject.parameters().items():
+            self.parameters += prod(parameter.shape)
+            self.kept_parameters += round(prod(parameter.shape) * shares.get(name, 1.0))
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each group: its first layer, and how many layers' outputs share the channels."""

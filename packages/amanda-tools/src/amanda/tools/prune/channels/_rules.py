@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
@@ -74,7 +75,7 @@ def reduced(call: Call) -> Sequence[Families]:
 
 def concatenated(call: Call) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
-    values = [one for one in call.inputs[0] if one.ndim > 1 or one.numel()]
+    values = [one for one in call.inputs[0] if one.ndim > 1 or prod(one.shape)]
     rank = values[0].ndim
     axis = call.value("dim", 0) % rank
     parts, runs = [], []
@@ -108,7 +109,7 @@ def gated(call: Call) -> Sequence[Families]:
 def with_slopes(call: Call) -> Sequence[Families]:
     """Match channels with slopes, where each has one."""
     value, weight = call.inputs[:2]
-    if weight.numel() == 1:
+    if prod(weight.shape) == 1:
         return kept(call)
     own = call.along(call.of(value), 1)
     call.match_vector(own, weight)

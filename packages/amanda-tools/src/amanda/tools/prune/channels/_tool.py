@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os import PathLike
 from typing import Any, get_args
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import TensorMap, check_one_of
+from amanda.tools.kit import check_one_of
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError, check_sparsity
 from amanda.tools.prune.channels._importance import Budget, Importance, Of, Scope
-from amanda.tools.prune.channels._plan import Choice, Plan, evaluating, made_plan
+from amanda.tools.prune.channels._plan import Choice, Plan, made_plan
 from amanda.tools.prune.channels._result import ChannelPruneResult
-from amanda.tools.prune.channels._simulation import masked, over_kept, selected
-from amanda.tools.prune.channels._tracing import tensors_in
+from amanda.tools.prune.channels._simulation import masked
+from amanda.tools.prune.channels._subject import Masks, Subject
 
 
 class ChannelPruneTool(amanda.Tool):
-    """Prunes channels of PyTorch models with all that depends on them, and removes them.
+    """Prunes channels of PyTorch and ONNX models with all that depends on them, and removes them.
 
     Channels that layers share, by residual additions, concatenation, normalisation or heads of attention, are
     one group: `prepare` finds the groups in a call of the model.  In a scope of the tool they are masked in
@@ -61,8 +62,8 @@ class ChannelPruneTool(amanda.Tool):
         )
         self._plan: Plan | None = None
         self._finalized: ChannelPruneResult | None = None
-        self._masks: TensorMap[Any] = TensorMap()
-        self._reductions: dict[int, tuple[str, int, Any]] = {}
+        self._masks: Masks = _no_mask
+        self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
 
@@ -74,50 +75,51 @@ class ChannelPruneTool(amanda.Tool):
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
         """Find the groups in a call of the model, choose channels, and try the removal out.
 
+        model: a module of PyTorch, or an ONNX model as a ModelProto or the path of a file.  example: what it
+        is called with; of an ONNX model arrays, in the order of its inputs or by their names.
         The model is in evaluation mode meanwhile, and as it was afterwards.  Ops that do not suit fewer
         channels are left whole, see `result.left`.  Returns what the masked model returns.
         Raises PruneError where the smaller model would not compute what the masked one does.
         """
-        import torch
-
-        if not isinstance(model, torch.nn.Module):
+        subject = _subject_of(model)
+        if self._choice.importance == "taylor" and not subject.has_gradients:
             raise PruneError(
-                f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the "
-                'channels of a torch.nn.Module alone: PruneTool(pattern="structured") masks filters elsewhere'
+                'importance="taylor" reads gradients, which an ONNX model has none of: choose "l1", "l2", '
+                '"random" or a function'
             )
         self._forget()
-        with evaluating(model), torch.no_grad():
-            plan, smaller = made_plan(model, example, kwargs, self._choice)
+        with subject.evaluating():
+            plan, smaller = made_plan(subject, example, kwargs, self._choice)
             self._take(plan)
             with amanda.apply(self):
-                result = model(*example, **kwargs)
-        _check_same(tensors_in(result), tensors_in(smaller))
+                result = subject(*example, **kwargs)
+        _check_same(subject.floats(result), subject.floats(smaller))
         return result
 
     def finalize(self, model: Any, remove: bool = False, optimizer: Any = None) -> ChannelPruneResult:
-        """Write masks into the parameters of a model, or remove the channels, in place.
+        """Write masks into the weights of a model, or remove the channels.
 
-        remove: parameters become smaller, and so do attributes such as `out_channels` and `num_heads`.
+        A module of PyTorch is changed in place; an ONNX model or its file stays, and `result.model` is a new
+        ModelProto, to be saved with `onnx.save`.
+        remove: weights become smaller, and so do attributes such as `out_channels` and `num_heads`.
         optimizer: one of PyTorch's whose state is to follow; the parameters stay the same objects.
-        Returns `result`, whose `model` is the model.  Raises PruneError before `prepare`, for another model,
-        and where masks do not compute what removal does.
+        Returns `result`, whose `model` is the pruned model.  Raises PruneError before `prepare`, for another
+        model, and where masks do not compute what removal does.
         """
-        import torch
-
         plan = self._plan
-        if plan is None or plan.model is not model:
+        if plan is None or not plan.subject.is_of(model):
             raise PruneError(
                 "ChannelPruneTool.finalize was given a model that it has not met: call "
                 "prepare(model, example)"
             )
+        if optimizer is not None and not plan.subject.has_gradients:
+            raise PruneError(
+                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__} with an ONNX "
+                "model, which is not trained: leave it"
+            )
         result = self.result
         if remove:
-            removal = plan.removal()
-            try:
-                removal.apply(model, optimizer)
-            except BaseException:
-                removal.undo()
-                raise
+            finished = plan.subject.smaller(plan, optimizer)
         elif self._reductions:
             places = ", ".join(sorted({one.type for one in plan.tracing.notes.reductions}))
             raise PruneError(
@@ -125,82 +127,89 @@ class ChannelPruneTool(amanda.Tool):
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
-            with torch.no_grad(), amanda.disabled():
-                for parameter in model.parameters():
-                    mask = self._masks.get(parameter)
-                    if mask is not None:
-                        parameter.mul_(mask)
+            finished = plan.subject.with_zeros(self._masks)
         self._forget()
-        result.model = model
+        result.model = finished
         self._finalized = result
         return result
 
     def _forget(self) -> None:
-        self._plan, self._masks, self._reductions = None, TensorMap(), {}
+        self._plan, self._masks, self._reductions = None, _no_mask, {}
         self._finalized = None
         self.analyse_again()
 
     def _take(self, plan: Plan) -> None:
         """Make the masks of a plan."""
-        import torch
-
         self._plan = plan
-        parameters = dict(plan.model.named_parameters(remove_duplicate=False))
-        for name, axis, kept in plan.axes():
-            parameter = parameters.get(name)
-            if parameter is not None:
-                extents = [-1 if i == axis else 1 for i in range(parameter.ndim)]
-                own = torch.from_numpy(kept).to(parameter.device).reshape(extents)
-                former = self._masks.get(parameter)
-                self._masks[parameter] = own if former is None else former & own
+        self._masks = plan.subject.masks(plan.axes())
         for one in plan.tracing.notes.reductions:
             kept = plan.alive[one.labels]
             if not kept.all():
-                self._reductions[one.op_id] = one.type, one.axis, torch.from_numpy(np.flatnonzero(kept))
+                self._reductions.setdefault(one.key, []).append((one.type, one.axis, np.flatnonzero(kept)))
         self.analyse_again()
 
     def _forward(self, context: amanda.OpContext) -> None:
         if self._plan is None or context["phase"] != "forward":
             return
-        for i, value in enumerate(context.get_inputs()):
+        subject = self._plan.subject
+        for i, value in enumerate(subject.reads(context)):
             masks = self._masks_of(value)
             if masks is not None:
                 context.insert_before_op(masked, inputs=[i], mask=masks)
-        if context.get_op_id() in self._reductions:
-            type, axis, indices = self._reductions[context.get_op_id()]
+        for type, axis, indices in self._reductions.get(subject.key(context), ()):
             if type in ("mean", "sum"):
-                context.insert_before_op(selected, inputs=[0], axis=axis, indices=indices)
+                context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
             else:
                 compute, names = context.get_computation(), context.get_input_names()
-                context.replace_op(over_kept, axis=axis, indices=indices, compute=compute, names=names)
+                context.replace_op(
+                    subject.over_kept, axis=axis, indices=indices, compute=compute, names=names
+                )
 
     def _masks_of(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             found = [self._masks_of(one) for one in value]
             return found if any(one is not None for one in found) else None
-        return self._masks.get(value) if hasattr(value, "requires_grad_") else None
+        return self._masks(value)
+
+
+def _subject_of(model: Any) -> Subject:
+    """Return a model as pruning sees it, without importing a framework that the model is not of."""
+    libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    if "torch" in libraries:
+        import torch
+
+        if isinstance(model, torch.nn.Module):
+            from amanda.tools.prune.channels._pytorch import Module
+
+            return Module(model)
+    if isinstance(model, (str, PathLike)) or type(model).__name__ == "ModelProto":
+        from amanda.tools.prune.channels._onnx import OnnxModel
+
+        return OnnxModel(model)
+    raise PruneError(
+        f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the channels "
+        "of a torch.nn.Module, or of an ONNX model as a ModelProto or the path of its file: "
+        'PruneTool(pattern="structured") masks filters elsewhere'
+    )
+
+
+def _no_mask(value: Any) -> None:
+    """Leave every weight as it is."""
 
 
 def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
     """Raise PruneError where two models do not compute the same, within rounding."""
-    for one, other in zip(masked, smaller, strict=True):
-        if one.is_floating_point() and one.numel():
-            one, other = one.detach(), other.detach()
-            bound = float(one.abs().max()) * float(np.sqrt(_epsilon(one)))
-            apart = float((one - other).abs().max())
+    for (one, epsilon), (other, _) in zip(masked, smaller, strict=True):
+        if one.size:
+            bound = float(np.abs(one).max()) * epsilon**0.5
+            apart = float(np.abs(one - other).max())
             if np.isnan(apart):
                 raise PruneError(
                     "a result of the model has NaN or Inf, so that removal cannot be checked: give an "
                     "example and weights of which the model computes numbers"
                 )
-            if not apart <= max(bound, _epsilon(one)):
+            if not apart <= max(bound, epsilon):
                 raise PruneError(
                     "the model without its channels computes something else than the masked one, by "
                     f"{apart:.3g} in a result: exclude layers whose outputs an op selects by number"
                 )
-
-
-def _epsilon(tensor: Any) -> float:
-    import torch
-
-    return float(torch.finfo(tensor.dtype).eps)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import TensorMap, leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune.channels._call import Call, Notes
 from amanda.tools.prune.channels._labels import Families, Family, Part
-from amanda.tools.prune.channels._rules import MOVES, RULES, fresh, unknown
+from amanda.tools.prune.channels._rules import MOVES, Rule
 
 
 @dataclass(frozen=True)
 class Step:
     """An executed op: its word, its module's path, and families and extents of its tensors.
 
-    moved: of an op that only moves elements, see `Call.moved`.
+    key: tells the op from others.  moved: of an op that only moves elements, see `Call.moved`.
     """
 
     type: str
     module: str
     source: str
+    key: Any
     read: Sequence[Part]
     made: Sequence[Part]
     moved: Callable[[Family], list[Family]] | None = None
@@ -39,110 +40,66 @@ class Tracing(amanda.Tool):
     """Follows channels from op to op.
 
     steps: the ops in their order.  channels: families of parameters and buffers, by their names.
+    result: of the call.  unfollowed: why layers are left whose weights have no channels, by layer.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.notes = Notes()
         self.steps: list[Step] = []
         self.channels: dict[str, Families] = {}
+        self.unfollowed: dict[str, str] = {}
         self.result: Any = None
-        self._names: TensorMap[str] = TensorMap()
-        self._known: TensorMap[Families] = TensorMap()
-        for name, tensor in reversed(
-            [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
-        ):
-            self._names[tensor] = name
-        self._given: list[tuple[Sequence[Any], list[Part]]] = []
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._analyse)
 
-    def follow(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call a model, and keep whole what it returns; return that."""
-        import torch
+    @abstractmethod
+    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Call the model, and keep whole what it returns; return that."""
 
-        with torch.enable_grad(), amanda.apply(self):  # without gradients, layers of attention are one op
-            self.result = model(*example, **named)
-        for value in tensors_in(self.result):
-            self.notes.labels.leave(self._families(value), "the model returns them")
-        self.notes.labels.settle()
-        return self.result
+    @abstractmethod
+    def layer(self, name: str) -> str:
+        """Return the path of the layer that a weight is of."""
 
+    @abstractmethod
     def _analyse(self, context: amanda.OpContext) -> None:
-        if context["phase"] == "forward":
-            facts = {
-                "type": context["type"], "op_id": context.get_op_id(), "names": context.get_input_names(),
-                "module": context.get_scope(), "source": context.get_source(),
-                "compute": context.get_computation(),
-            }  # fmt: skip
-            context.insert_before_op(self._before, within=facts["type"])
-            context.insert_after_op(self._after, **facts)
+        """Follow an op."""
 
-    @amanda.observer
-    def _before(self, *inputs: Any, within: str) -> None:
-        if within in ("batch_norm", "instance_norm"):
-            for average in inputs[3:5]:
-                self._families(average, is_followed=True)
-        read = [(self._families(one), tuple(one.shape)) for one in leaves(inputs) if _is_tensor(one)]
-        self._given.append((inputs, read))
+    def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
+        """Return new labels for the places along each axis of a weight."""
+        labels = self.notes.labels
+        found = tuple(
+            labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+            for axis, extent in enumerate(shape) if extent > 1
+        )  # fmt: skip
+        if name is not None:
+            self.channels[name] = found
+        return found
 
-    @amanda.observer
-    def _after(
-        self,
-        *outputs: Any,
-        type: str,
-        op_id: int,
-        names: Sequence[str],
-        module: str,
-        source: str,
-        compute: Callable[[Sequence[Any]], Any],
+    def step(
+        self, call: Call, rule: Rule, module: str, source: str, read: Sequence[Part], made: Sequence[Families]
     ) -> None:
-        inputs, read = self._given.pop()
-        made = [one for one in leaves(outputs) if _is_tensor(one)]
-        place = f"{type} of {module or 'the model'}"
-        call = Call(type, place, op_id, inputs, names, made, self._families, compute, self.notes, self.name)
-        if any(families for families, _ in read):
-            rule = RULES.get(type, unknown)
-        else:
-            rule = fresh
-        found = rule(call) if made else unknown(call)
-        for output, families in zip(made, found, strict=True):
-            if families or self._known.get(output):
-                self._known[output] = families
-        parts = [(self._known.get(one) or (), tuple(one.shape)) for one in made]
-        moved = call.moved if RULES.get(type) in MOVES else None
-        self.steps.append(Step(type, module, source, read, parts, moved))
-
-    def _families(self, tensor: Any, is_followed: bool = False) -> Families:
-        """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""
-        found = self._known.get(tensor)
-        if found is None and isinstance(tensor, _parameter()) | is_followed and _is_tensor(tensor):
-            labels = self.notes.labels
-            found = tuple(
-                labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])
-                for axis, extent in enumerate(tensor.shape) if extent > 1
-            )  # fmt: skip
-            self._known[tensor] = found
-            name = self._names.get(tensor)
-            if name is not None:
-                self.channels[name] = found
-        return found or ()
-
-    def name(self, tensor: Any) -> str | None:
-        """Return the path of a parameter or buffer."""
-        return self._names.get(tensor) if _is_tensor(tensor) else None
+        """Note an op that a rule has followed."""
+        parts = [(families, tuple(one.shape)) for one, families in zip(call.outputs, made, strict=True)]
+        moved = call.moved if rule in MOVES else None
+        self.steps.append(Step(call.type, module, source, call.key, read, parts, moved))
 
     def extents(self, part: Part, kept: Any) -> tuple[int, ...]:
         """Return the extents of a tensor when those labels are kept alone.  kept: a truth for each label."""
-        families, shape = part
-        found = list(shape)
-        for family in families:
-            alive = kept[family]
-            for axis, extent in enumerate(family.shape):
-                if extent > 1:
-                    others = tuple(i for i in range(family.ndim) if i != axis)
-                    found[axis] = int(np.any(alive, axis=others).sum())
+        found = list(part[1])
+        for axis in range(len(found)):
+            places = self.places(part[0], axis, kept)
+            if places is not None:
+                found[axis] = int(places.sum())
         return tuple(found)
+
+    def places(self, families: Families, axis: int, kept: Any) -> Any:
+        """Return which places along an axis are kept; None of an axis without channels."""
+        for family in families:
+            if family.shape[axis] > 1:
+                others = tuple(i for i in range(family.ndim) if i != axis)
+                return np.any(kept[family], axis=others)
+        return None
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -152,17 +109,5 @@ def tensors_in(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for one in value:
             yield from tensors_in(one)
-    elif _is_tensor(value):
+    elif hasattr(value, "shape"):
         yield value
-
-
-def _is_tensor(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)
-
-
-def _parameter() -> Any:
-    import torch
-
-    return torch.nn.Parameter

@@ -1,0 +1,101 @@
+"""What pruning of channels asks of a model of any framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import amanda
+
+if TYPE_CHECKING:
+    from amanda.tools.prune.channels._plan import Plan
+    from amanda.tools.prune.channels._tracing import Tracing
+
+Masks = Callable[[Any], Any]
+"""Returns the mask of a weight that an op reads, True where it is kept; None of one that stays whole."""
+
+Axes = Iterable[tuple[str, int, Any]]
+"""Names of weights, axes of them, and which places along each axis are kept."""
+
+
+class Removal(Protocol):
+    """A removal of channels of a subject, which can be undone."""
+
+    def apply(self) -> None:
+        """Remove the channels."""
+
+    def undo(self) -> None:
+        """Put everything back."""
+
+
+class Subject(ABC):
+    """A model whose channels are followed and removed.
+
+    model: as the user has given it.  has_gradients: whether weights may have gradients.
+    selected, over_kept: routines that simulate an op over the channels that are kept.
+    """
+
+    has_gradients: ClassVar[bool]
+    selected: ClassVar[Callable[..., Any]]
+    over_kept: ClassVar[Callable[..., Any]]
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @abstractmethod
+    def __call__(self, *example: Any, **named: Any) -> Any:
+        """Run the model as it is now."""
+
+    @abstractmethod
+    def tracing(self) -> Tracing:
+        """Return a tool that follows the channels in a call of the model as it is now."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Any]:
+        """Return weights, and averages of normalisations, by all their names."""
+
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Any]:
+        """Return the weights that count, each once, by name."""
+
+    @abstractmethod
+    def masks(self, axes: Axes) -> Masks:
+        """Return the masks of weights of which places along axes are kept."""
+
+    @abstractmethod
+    def removal(self, plan: Plan) -> Removal:
+        """Return what removes the channels that a plan does not keep."""
+
+    @abstractmethod
+    def smaller(self, plan: Plan, optimizer: Any) -> Any:
+        """Remove for good the channels that a plan does not keep; return the smaller model."""
+
+    @abstractmethod
+    def with_zeros(self, masks: Masks) -> Any:
+        """Write masks into weights; return the model that has them."""
+
+    @abstractmethod
+    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+        """Yield the floating-point tensors of a result as arrays, and the rounding of their types."""
+
+    def is_of(self, model: Any) -> bool:
+        """Return True for the model that the user has given."""
+        return model is self.model
+
+    def key(self, context: amanda.OpContext) -> Any:
+        """Return what tells an op from all others of the model, in any call of it."""
+        return context.get_op_id()
+
+    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+        """Return the inputs of an op in the form that masks are found by."""
+        return context.get_inputs()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which the model evaluates without gradients."""
+        return nullcontext()
+
+    def time(self, *example: Any, **named: Any) -> None:
+        """Run the model as its users do, until its results are there: the time of this is measured."""
+        self(*example, **named)
