@@ -9,6 +9,7 @@ with amanda.apply(quantize):
 print(quantize.result)
 """
 
+from amanda.tools.quantize._convert import convert
 from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
 from amanda.tools.quantize._grid import Bits, Float8, Grid, Groups, QuantizeError, Rounding, choose_qparams
 from amanda.tools.quantize._histogram import Histogram
@@ -29,7 +30,7 @@ from amanda.tools.quantize._tool import QuantizeTool
 __all__ = [
     "Bits", "Float8", "Grid", "Groups", "Histogram", "HistogramObserver", "MinMaxObserver",
     "MseObserver", "Observer", "PerChannelObserver", "PercentileObserver", "QuantizeError",
-    "QuantizeResult", "QuantizeTool", "Quantized", "Rounding", "choose_qparams", "extremes",
+    "QuantizeResult", "QuantizeTool", "Quantized", "Rounding", "choose_qparams", "convert", "extremes",
     "fake_quantize", "fake_quantize_gradient", "gradient_scale", "lsq_gradients", "lsq_plus_scale",
     "lsq_quantize", "lsq_scale", "make_observer", "sqnr",
 ]  # fmt: skip
