@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
+_NARROW = (
+    "ONNX Runtime's kernel for products with weights of 4 bits rounds their inputs to 8 bits; a session with the "
+    'entry session.qdq_matmulnbits_accuracy_level "1" leaves them as they are.'
+)
+
 _LARGE = 1 << 30
 """Bytes of a model above which its data are written beside it: protocol buffers end at 2 GB."""
 
@@ -115,7 +120,10 @@ def convert_file(
     onnx.helper.set_model_props(model, {**told, "amanda": notes})
     _save(model, target)
     left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
-    return ConvertResult(target, writer.rows, _size(source), _size(target), left)
+    result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
+    if writer.has_narrow_products:
+        result.remarks = [_NARROW]
+    return result
 
 
 def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
@@ -189,7 +197,8 @@ def element_type(grid: Grid) -> tuple[str, int]:
 class QdqWriter:
     """Puts nodes and integers into a model, in place.
 
-    rows: of the result, one for each input that is quantised.
+    rows: of the result, one for each input that is quantised.  has_narrow_products: True if a MatMul of floats
+    reads weights of 4 bits.
     """
 
     def __init__(
@@ -198,6 +207,7 @@ class QdqWriter:
         self._model, self._nodes, self._rounding = model, nodes, options.rounding
         self._taken = set(_names(model.graph))
         self.rows: list[tuple[Any, ...]] = []
+        self.has_narrow_products = False
 
     def write(self) -> None:
         """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
@@ -215,7 +225,8 @@ class QdqWriter:
             for body in _bodies(node):
                 met |= self._rewrite(body)
             key = key_of(node)
-            for position, one in self._nodes.get(key, {}).items():
+            found = self._nodes.get(key, {})
+            for position, one in found.items():
                 met.add(key)
                 if one.dtype != "float32":
                     raise QuantizeError(
@@ -227,6 +238,8 @@ class QdqWriter:
                 nodes += new
                 self.rows.append((node.name or node.op_type, *row))
                 node.input[position] = name
+            narrow = len(found) == 1 and all(element_type(one.scale.grid)[1] == 4 for one in found.values())
+            self.has_narrow_products |= node.op_type == "MatMul" and narrow
             copy = NodeProto()
             copy.CopyFrom(node)
             nodes.append(copy)
@@ -240,8 +253,12 @@ class QdqWriter:
         """Return nodes, the name of the value that they make, and the row."""
         from onnx import helper
 
-        scale, zero_point, grid, axes, _ = one.scale
-        assert not axes
+        scale, zero_point, grid, _, _ = one.scale
+        if isinstance(grid, FloatGrid):
+            raise QuantizeError(
+                f"{one.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of integers in "
+                "the place of such nodes, and then refuses the file; let activation_bits be integers or None"
+            )
         kind, bits = element_type(grid)
         row = f"{one.tensor}, {kind.lower()}", grid.bits, None, None, None
         key = name, scale.tobytes(), zero_point.tobytes(), grid
@@ -250,7 +267,7 @@ class QdqWriter:
         held = self._scales(graph, name, scale, zero_point, grid)
         nodes = []
         given = name
-        if not isinstance(grid, FloatGrid) and grid.high - grid.low + 1 < 1 << bits:
+        if grid.high - grid.low + 1 < 1 << bits:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
             clip = [self._held(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
             given = self._name(f"{name}_clipped")
