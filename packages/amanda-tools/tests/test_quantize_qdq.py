@@ -77,35 +77,39 @@ def stored(path: Path) -> dict[str, str]:
     return {name: kind for name, kind in kinds.items() if kind not in ("FLOAT", "INT64")}
 
 
-@pytest.mark.parametrize(
-    ("options", "kinds"),
-    [
-        ({}, {"INT8", "UINT8"}),
-        ({"per_channel": False, "symmetric_activations": True}, {"INT8"}),
-        ({"symmetric_weights": False}, {"UINT8"}),
-        ({"weight_bits": 4, "activation_bits": None}, {"INT4"}),
-        ({"weight_bits": 4, "activation_bits": None, "symmetric_weights": False}, {"UINT4"}),
-        ({"weight_bits": 3, "activation_bits": 6}, {"INT4", "UINT8"}),
-        ({"weight_bits": 16, "activation_bits": 16}, {"INT16", "UINT16"}),
-        ({"weight_bits": 12, "activation_bits": 4}, {"INT16", "UINT4"}),
-        ({"weight_bits": {"stem": 8, "*": 4}, "activation_bits": 8}, {"INT8", "INT4", "UINT8"}),
-        ({"weight_bits": {"head": "e5m2", "*": "e4m3"}, "activation_bits": None}, {"FLOAT8E4M3FN", "FLOAT8E5M2"}),
-        ({"rounding": "half_away"}, {"INT8", "UINT8"}),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("level", [PLAIN, FUSED])
+GRIDS: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, {"INT8", "UINT8"}),
+    ({"per_channel": False, "symmetric_activations": True}, {"INT8"}),
+    ({"symmetric_weights": False}, {"UINT8"}),
+    ({"weight_bits": 4, "activation_bits": None}, {"INT4"}),
+    ({"weight_bits": 4, "activation_bits": None, "symmetric_weights": False}, {"UINT4"}),
+    ({"weight_bits": 16, "activation_bits": 16}, {"INT16", "UINT16"}),
+    ({"weight_bits": {"stem": 8, "*": 4}, "activation_bits": 8}, {"INT8", "INT4", "UINT8"}),
+    ({"weight_bits": {"head": "e5m2", "*": "e4m3"}, "activation_bits": None}, {"FLOAT8E4M3FN", "FLOAT8E5M2"}),
+    ({"rounding": "half_away"}, {"INT8", "UINT8"}),
+]
+COARSE: list[tuple[dict[str, Any], set[str]]] = [
+    ({"weight_bits": 3, "activation_bits": 6}, {"INT4", "UINT8"}),
+    ({"weight_bits": 12, "activation_bits": 4}, {"INT16", "UINT4"}),
+]
+
+
+@pytest.mark.parametrize(("options", "kinds"), GRIDS + COARSE)
 def test_a_file_computes_what_the_simulation_does(
-    tmp_path: Path, options: dict[str, Any], kinds: set[str], level: Any
+    tmp_path: Path, options: dict[str, Any], kinds: set[str]
 ) -> None:
     path, feed = network(tmp_path / "model.onnx"), {"x": X}
     tool, wanted = simulated(path, feed, **options)
     result = convert(path, tool, tmp_path / "integers.onnx")
     assert set(stored(tmp_path / "integers.onnx").values()) == kinds
     assert result.model == tmp_path / "integers.onnx"
-    found = outputs(result.model, feed, level)
-    # Fused kernels round biases to int32; their accumulation in integers has another order than in floats.
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-    assert np.abs(outputs(path, feed, level) - wanted).max() > 1e-4
+    most = np.abs(wanted).max()
+    np.testing.assert_allclose(outputs(result.model, feed, PLAIN), wanted, rtol=0, atol=1e-6 * most)
+    assert np.abs(outputs(path, feed, FUSED) - wanted).max() > 1e-4
+    # Kernels of integers add in another order: a value half way between two steps may go to the other one,
+    # and in a coarse grid that is much.
+    if (options, kinds) in GRIDS:
+        np.testing.assert_allclose(outputs(result.model, feed, FUSED), wanted, rtol=0, atol=1e-5 * most)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -127,10 +131,10 @@ def test_files_of_onnxruntime_with_the_same_scales_compute_the_same(tmp_path: Pa
     path, feed = network(tmp_path / "model.onnx"), {"x": X}
     tool, _ = simulated(path, feed)
     ours = convert(path, tool, tmp_path / "ours.onnx").model
-    names = {"conv2d": ("x", "w"), "depthwise_conv2d": ("r", "d"), "matmul": ("f", "t"), "linear": ("h", "g")}
+    names = {"stem": ("x", "w"), "deep": ("r", "d"), "mid": ("f", "t"), "head": ("h", "g")}
     overrides = {}
     for one in tool.result:
-        name = names[one.type][one.tensor == "weight"]
+        name = names[one.module][one.tensor == "weight"]
         kind = quantization.QuantType.QInt8 if one.tensor == "weight" else quantization.QuantType.QUInt8
         scales = [
             {"scale": np.array(scale, np.float32), "zero_point": np.array(zero, "int8" if one.low else "uint8"),
@@ -191,8 +195,7 @@ def test_saved_scales_make_the_same_file(tmp_path: Path) -> None:
     assert made[0].read_bytes() == made[1].read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:.*TorchScript-based ONNX export:DeprecationWarning")
-def test_an_exported_network_has_the_simulations_accuracy(tmp_path: Path) -> None:
+def test_a_trained_network_has_the_simulations_accuracy(tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -200,29 +203,38 @@ def test_an_exported_network_has_the_simulations_accuracy(tmp_path: Path) -> Non
     y = torch.tensor(digits.target)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(512, 10),
+        nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(128, 10),
     )  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    for _ in range(60):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for start in range(0, 1200, 30):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[:1200]), y[:1200]).backward()
+        nn.functional.cross_entropy(model(x[start : start + 30]), y[start : start + 30]).backward()
         optimizer.step()
-    path = tmp_path / "digits.onnx"
-    torch.onnx.export(
-        model.eval(), (x[:2],), path, input_names=["x"], dynamic_axes={"x": {0: "n"}}, dynamo=False
-    )
-    feed = {"x": x[1200:].numpy()}
+    window = {"strides": [2, 2], "pads": [1, 1, 1, 1]}
+    nodes = [
+        helper.make_node("Conv", ["x", "0.weight", "0.bias"], ["0"], "/0/Conv", **window),
+        helper.make_node("Relu", ["0"], ["1"]),
+        helper.make_node("Conv", ["1", "2.weight", "2.bias"], ["2"], "/2/Conv", **window),
+        helper.make_node("Relu", ["2"], ["3"]),
+        helper.make_node("Flatten", ["3"], ["4"]),
+        helper.make_node("Gemm", ["4", "5.weight", "5.bias"], ["y"], "/5/Gemm", transB=1),
+    ]
+    held = [numpy_helper.from_array(one.detach().numpy(), name) for name, one in model.named_parameters()]
+    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1, 8, 8]),
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])]  # fmt: skip
+    graph, path = helper.make_graph(nodes, "g", ends[:1], ends[1:], held), tmp_path / "digits.onnx"
+    onnx.save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    feed, target = {"x": x[1200:].numpy()}, y[1200:].numpy()
     tool, wanted = simulated(path, feed)
     result = convert(path, tool, tmp_path / "integers.onnx")
     found = outputs(result.model, feed, FUSED)
-    np.testing.assert_array_equal(outputs(result.model, feed, PLAIN), wanted)
-    # A value on the border between two integers goes to the other one where the kernels' sums differ.
+    np.testing.assert_allclose(outputs(result.model, feed, PLAIN), wanted, rtol=0, atol=1e-5)
     assert np.abs(found - wanted).mean() < 0.05 * np.abs(outputs(path, feed, FUSED) - wanted).mean()
-    right = (found.argmax(1) == y[1200:].numpy()).mean()
-    assert right > 0.9
-    assert right == (wanted.argmax(1) == y[1200:].numpy()).mean()
-    assert result.after < 0.4 * result.before
+    right = (found.argmax(1) == target).mean()
+    assert right > 0.8
+    assert right == (wanted.argmax(1) == target).mean()
+    assert result.after < 0.5 * result.before
 
 
 def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
