@@ -121,7 +121,11 @@ def test_groups_are_blocks(tmp_path: Path, symmetric: bool) -> None:
     np.testing.assert_allclose(outputs(result.model, feed, PLAIN), wanted, rtol=0, atol=1e-6)
     nodes = [one for one in onnx.load(result.model).graph.node if one.op_type == "DequantizeLinear"]
     blocks = [{a.name: a.i for a in one.attribute} for one in nodes]
-    assert blocks == [{"axis": 1, "block_size": 4}, {"axis": 0, "block_size": 4}, {"axis": 1, "block_size": 4}]
+    assert blocks == [
+        {"axis": 1, "block_size": 4},
+        {"axis": 0, "block_size": 4},
+        {"axis": 1, "block_size": 4},
+    ]
     assert "rounds their inputs to 8 bits" in str(result.remarks)
     assert len(result.left) == 1
     assert "8x1x3x3" in result.left["conv2d of deep"]
@@ -137,8 +141,8 @@ def test_files_of_onnxruntime_with_the_same_scales_compute_the_same(tmp_path: Pa
         name = names[one.module][one.tensor == "weight"]
         kind = quantization.QuantType.QInt8 if one.tensor == "weight" else quantization.QuantType.QUInt8
         scales = [
-            {"scale": np.array(scale, np.float32), "zero_point": np.array(zero, "int8" if one.low else "uint8"),
-             "quant_type": kind}
+            {"scale": np.array(scale, np.float32), "quant_type": kind,
+             "zero_point": np.array(zero, "int8" if one.low else "uint8")}
             for scale, zero in zip(one.scale or (), one.zero_point or (), strict=True)
         ]  # fmt: skip
         overrides[name] = [{**scales[0], "axis": one.axes[0]}, *scales[1:]] if one.axes else scales
@@ -263,7 +267,7 @@ def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
     model = onnx.load(path)
     model.graph.node[7].name = "/tail/Gemm"
     onnx.save_model(model, path)
-    with pytest.raises(ToolError, match="has no tail/Gemm/input0.scale among the 16 values"):
+    with pytest.raises(ToolError, match=r"has no tail/Gemm/input0\.scale among the 16 values"):
         convert(path, other, out)
     tool, _ = simulated(path, {"x": X}, activation_bits="e4m3")
     refused("is in float8_e4m3fn", path, tool, out)

@@ -21,7 +21,7 @@ CacheAxis = Literal["token", "channel"]
 """Numbers that share a scale: channels of one token, or one channel of consecutive tokens."""
 
 _NONE_MET = (
-    "no op was met that makes a cache grow, which torch.cat does in transformers' DynamicCache: generate with "
+    "no op was met that makes a cache grow, as torch.cat does in transformers' DynamicCache: generate with "
     'use_cache=True and without cache_implementation="static" within the scope'
 )
 
@@ -107,13 +107,13 @@ class KVCacheTool(amanda.Tool):
         made: Tensor = original(tensors, dim)
         if len(tensors) != 2 or tensors[1].dim() != 4 or dim not in (-2, 2):
             return made
-        before, new = tensors
+        before, _ = tensors
         begins = before.dim() == 1 and not before.numel()
         if place not in self._caches:
             if not begins:
                 self._left[place] = (
-                    f"it continues {before.shape[-2]} tokens that the tool has not seen; begin a cache within "
-                    "the scope"
+                    f"it continues {before.shape[-2]} tokens that the tool has not seen; begin a cache "
+                    "in the scope"
                 )
                 return made
             number = sum(one.module == module for one in self._caches.values())
@@ -232,11 +232,13 @@ class KVCacheResult(Result):
 
     def __init__(self, tool: KVCacheTool) -> None:
         self._rows = [
-            (one.module, one.tensor, one.axis, tool.bits, tool.group_size, one.shape[-2], one.held, one.before,
-             one.after, one.sqnr)
+            (one.module, one.tensor, one.axis, tool.bits, tool.group_size, one.shape[-2], one.held,
+             one.before, one.after, one.sqnr)
             for one in tool.caches
         ]  # fmt: skip
-        self.before, self.after = (sum(getattr(one, name) for one in tool.caches) for name in ("before", "after"))
+        self.before, self.after = (
+            sum(getattr(one, name) for one in tool.caches) for name in ("before", "after")
+        )
         self.left = dict(tool.left)
         self.remarks = as_remarks(tool.unmatched())
 
@@ -250,5 +252,7 @@ class KVCacheResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return the bytes of all caches, and what was left."""
-        told = [f"The caches would have {self.after:,} bytes, and have {self.before:,}."] if self._rows else []
+        told = (
+            [f"The caches would have {self.after:,} bytes, and have {self.before:,}."] if self._rows else []
+        )
         return [*told, *(f"{place} is left as it is: {why}." for place, why in self.left.items())]

@@ -1,4 +1,4 @@
-"""ONNX files with QuantizeLinear and DequantizeLinear nodes: the scales of a tool, and integers as weights."""
+"""ONNX files with QuantizeLinear and DequantizeLinear nodes: scales of a tool, integers as weights."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 _NARROW = (
-    "ONNX Runtime's kernel for products with weights of 4 bits rounds their inputs to 8 bits; a session with the "
-    'entry session.qdq_matmulnbits_accuracy_level "1" leaves them as they are.'
+    "ONNX Runtime's kernel for products with weights of 4 bits rounds their inputs to 8 bits; a session with "
+    'the entry session.qdq_matmulnbits_accuracy_level "1" leaves them as they are.'
 )
 
 _LARGE = 1 << 30
@@ -197,8 +197,8 @@ def element_type(grid: Grid) -> tuple[str, int]:
 class QdqWriter:
     """Puts nodes and integers into a model, in place.
 
-    rows: of the result, one for each input that is quantised.  has_narrow_products: True if a MatMul of floats
-    reads weights of 4 bits.
+    rows: of the result, one for each input that is quantised.
+    has_narrow_products: True if a MatMul of floats reads weights of 4 bits.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class QdqWriter:
                 met.add(key)
                 if one.dtype != "float32":
                     raise QuantizeError(
-                        f"{one.tensor} of {node.op_type} {node.name} is {one.dtype}; convert writes nodes for "
-                        "float32"
+                        f"{one.tensor} of {node.op_type} {node.name} is {one.dtype}; convert writes "
+                        "nodes for float32"
                     )
                 write = self._activation if one.value is None else self._weight
                 new, name, row = write(graph, node.input[position], one, made)
@@ -256,8 +256,8 @@ class QdqWriter:
         scale, zero_point, grid, _, _ = one.scale
         if isinstance(grid, FloatGrid):
             raise QuantizeError(
-                f"{one.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of integers in "
-                "the place of such nodes, and then refuses the file; let activation_bits be integers or None"
+                f"{one.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of integers "
+                "in the place of such nodes, and refuses the file; let activation_bits be a number or None"
             )
         kind, bits = element_type(grid)
         row = f"{one.tensor}, {kind.lower()}", grid.bits, None, None, None
@@ -445,9 +445,7 @@ def _save(model: ModelProto, path: Path) -> None:
     import onnx
 
     large = model.ByteSize() >= _LARGE
-    onnx.save_model(
-        model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None
-    )
+    onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
 
 
 def _size(path: Path) -> int:

@@ -79,8 +79,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
     if not isinstance(tool, IntegerTool):
         raise QuantizeError(
-            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool or "
-            "AWQTool, or an ONNX file of the model with a QuantizeTool"
+            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
+            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
         )
     layers, left = linear_layers(model, tool)
     before, rows = model_bytes(model), []
