@@ -256,8 +256,8 @@ class QdqWriter:
         scale, zero_point, grid, _, _ = one.scale
         if isinstance(grid, FloatGrid):
             raise QuantizeError(
-                f"{one.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of integers "
-                "in the place of such nodes, and refuses the file; let activation_bits be a number or None"
+                f"{one.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of "
+                "integers in the place of such nodes, and refuses the file; let activation_bits be a number"
             )
         kind, bits = element_type(grid)
         row = f"{one.tensor}, {kind.lower()}", grid.bits, None, None, None
