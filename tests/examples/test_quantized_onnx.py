@@ -22,7 +22,8 @@ def test_a_row_for_each_method(
     random = np.random.default_rng(0)
     held = [numpy_helper.from_array(random.normal(size=(64, 64)).astype(np.float32), name) for name in "ab"]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 64]) for name in "xy"]
-    nodes = [helper.make_node("MatMul", ["x", "a"], ["h"], "/0/MatMul"), helper.make_node("Relu", ["h"], ["r"]),
+    nodes = [helper.make_node("MatMul", ["x", "a"], ["h"], "/0/MatMul"),
+             helper.make_node("Relu", ["h"], ["r"]),
              helper.make_node("MatMul", ["r", "b"], ["y"], "/1/MatMul")]  # fmt: skip
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
     path = tmp_path / "model.onnx"

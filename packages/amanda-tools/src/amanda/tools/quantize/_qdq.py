@@ -288,21 +288,20 @@ class QdqWriter:
         grid, shape = one.scale.grid, one.value.shape
         kind, bits = element_type(grid)
         size = one.scale.groups.size if one.scale.groups else prod(shape) // max(one.scale.scale.size, 1)
-        key = sha256(stored.codes.tobytes() + stored.scale.tobytes()).digest(), kind, shape
-        parts = (stored.scale.nbytes, -(-stored.zero_point.size * bits // 8))
-        before, after = one.value.nbytes, -(-stored.codes.size * bits // 8) + sum(parts)
+        held = stored.codes, stored.scale, stored.zero_point
+        key = sha256(b"".join(one.tobytes() for one in held)).digest(), kind, shape, stored.axis
+        told = f"{one.tensor}, {kind.lower()}", grid.bits, size
         if key in made:
-            before = after = None
-        row = f"{one.tensor}, {kind.lower()}", grid.bits, size, before, after
-        if key in made:
-            return [], made[key], row
+            return [], made[key], (*told, None, None)
+        after = sum(-(-array.size * bits // 8) for array in (stored.codes, stored.zero_point))
+        row = *told, one.value.nbytes, after + stored.scale.nbytes
         codes = self._held(graph, f"{name}_quantized", stored.codes, kind)
-        held = self._scales(graph, name, stored.scale, stored.zero_point, grid)
+        scales = self._scales(graph, name, stored.scale, stored.zero_point, grid)
         made[key] = given = self._name(f"{name}_dequantized")
         attributes = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block
-        nodes = [helper.make_node("DequantizeLinear", [codes, *held], [given], given, **attributes)]
+        nodes = [helper.make_node("DequantizeLinear", [codes, *scales], [given], given, **attributes)]
         if stored.codes.shape != shape:
             extents = np.array([shape[axis] for axis in stored.order], np.int64)
             target = self._held(graph, f"{name}_shape", extents, "INT64")
