@@ -205,12 +205,13 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
     """
     if axis == "channel":
         return quantized_states(states.transpose(-1, -2), bits, group_size, "token").transpose(-1, -2)
-    groups = states.float().unflatten(-1, (-1, group_size))
+    groups = states.float().reshape(*states.shape[:-1], -1, group_size)
     levels = 2**bits - 1
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, least = (one.to(states.dtype).float() for one in ((most - least) / levels, least))
     steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
-    return (steps * scale + least).flatten(-2).to(states.dtype)
+    made: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)
+    return made
 
 
 class KVCacheResult(Result):

@@ -298,7 +298,7 @@ class QdqWriter:
         codes = self._held(graph, f"{name}_quantized", stored.codes, kind)
         scales = self._scales(graph, name, stored.scale, stored.zero_point, grid)
         made[key] = given = self._name(f"{name}_dequantized")
-        attributes = {} if stored.axis is None else {"axis": stored.axis}
+        attributes: dict[str, Any] = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block
         nodes = [helper.make_node("DequantizeLinear", [codes, *scales], [given], given, **attributes)]
