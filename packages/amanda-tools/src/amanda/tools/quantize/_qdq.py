@@ -145,11 +145,9 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
 def _onnx() -> Any:
     try:
         import onnx
-
-        import amanda.drivers.onnxruntime  # noqa: F401
     except ImportError as error:
         raise QuantizeError(
-            "convert reads ONNX files by the driver for ONNX Runtime: pip install amanda-driver-onnxruntime"
+            "convert reads ONNX files with onnx and the driver: pip install amanda-driver-onnxruntime"
         ) from error
     return onnx
 
