@@ -9,9 +9,11 @@ with amanda.apply(quantize):
 print(quantize.result)
 """
 
+from amanda.tools.quantize._convert import convert
 from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
 from amanda.tools.quantize._grid import Bits, Float8, Grid, Groups, QuantizeError, Rounding, choose_qparams
 from amanda.tools.quantize._histogram import Histogram
+from amanda.tools.quantize._kv_cache import KVCacheResult, KVCacheTool, quantized_states
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import (
     HistogramObserver,
@@ -27,9 +29,10 @@ from amanda.tools.quantize._result import Quantized, QuantizeResult, sqnr
 from amanda.tools.quantize._tool import QuantizeTool
 
 __all__ = [
-    "Bits", "Float8", "Grid", "Groups", "Histogram", "HistogramObserver", "MinMaxObserver",
+    "Bits", "Float8", "Grid", "Groups", "Histogram", "HistogramObserver", "KVCacheResult",
+    "KVCacheTool", "MinMaxObserver",
     "MseObserver", "Observer", "PerChannelObserver", "PercentileObserver", "QuantizeError",
-    "QuantizeResult", "QuantizeTool", "Quantized", "Rounding", "choose_qparams", "extremes",
+    "QuantizeResult", "QuantizeTool", "Quantized", "Rounding", "choose_qparams", "convert", "extremes",
     "fake_quantize", "fake_quantize_gradient", "gradient_scale", "lsq_gradients", "lsq_plus_scale",
-    "lsq_quantize", "lsq_scale", "make_observer", "sqnr",
+    "lsq_quantize", "lsq_scale", "make_observer", "quantized_states", "sqnr",
 ]  # fmt: skip

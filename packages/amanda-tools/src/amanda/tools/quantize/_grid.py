@@ -109,20 +109,20 @@ class Groups:
 
     def fit(self, shape: Sequence[int]) -> bool:
         """Return True if the inputs of a weight of this shape are a multiple of the size."""
-        batch, outputs = self._axes(len(shape))
+        batch, outputs = self.axes(len(shape))
         return prod(shape[axis] for axis in batch[outputs:]) % self.size == 0
 
     def split(self, x: Any) -> Any:
         """Return a weight as (groups, size), output by output."""
-        return tensors_of(x).reshape(do("transpose", x, self._axes(len(x.shape))[0]), (-1, self.size))
+        return tensors_of(x).reshape(do("transpose", x, self.axes(len(x.shape))[0]), (-1, self.size))
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
         """Return what `split` made of a weight of this shape in the weight's own form."""
-        axes, _ = self._axes(len(shape))
+        axes, _ = self.axes(len(shape))
         whole = tensors_of(rows).reshape(rows, tuple(shape[axis] for axis in axes))
         return do("transpose", whole, tuple(axes.index(axis) for axis in range(len(axes))))
 
-    def _axes(self, rank: int) -> tuple[tuple[int, ...], int]:
+    def axes(self, rank: int) -> tuple[tuple[int, ...], int]:
         """Return the axes in the order of batch, outputs and inputs, and how many come before the inputs."""
         batch, outputs = rank - len(self.layout), "O" if "O" in self.layout else "IM"
         inputs = sorted((one for one in self.layout if one not in outputs), key=lambda one: one != "I")

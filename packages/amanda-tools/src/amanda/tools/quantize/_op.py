@@ -25,6 +25,7 @@ class QuantizedOp:
     """An op, with the quantizers of its inputs.
 
     made: the quantizers that were made at this op.  left: the reason why the weight is not quantised.
+    quantizers: by the position of the input, and the index in a list of tensors there.
     """
 
     def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: Options) -> None:
@@ -36,8 +37,8 @@ class QuantizedOp:
         self._output = Noise()
         self._recompute: Any = _recompute(context) if tool.measures else None
         self._part: Callable[[Any, Origin | None], Quantizer | None] | None = None
-        self._quantizers = dict(self._found(context))
-        self._positions = sorted({position for position, _ in self._quantizers})
+        self.quantizers = dict(self._found(context))
+        self._positions = sorted({position for position, _ in self.quantizers})
 
     def _found(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
@@ -161,7 +162,7 @@ class QuantizedOp:
                 f'method {method!r} is for models that run; write a file with "static" or "qat"'
             )
         scales: dict[int, dict[int | None, Scale]] = {}
-        for (position, item), quantizer in self._quantizers.items():
+        for (position, item), quantizer in self.quantizers.items():
             if quantizer.is_weight and not quantizer.settled:
                 quantizer.observe(quantizer.xp.detach(context.get_value(position)))
                 quantizer.settle()
@@ -179,7 +180,7 @@ class QuantizedOp:
     def _read(self, *values: Any, part_of: Origin | None = None) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
         tool, results = self._tool, list(values)
-        quantizers, wanted = self._quantizers.items(), self._options.calibration
+        quantizers, wanted = self.quantizers.items(), self._options.calibration
         is_due = self._calibrated < wanted and not all(one.settled for _, one in quantizers if one.state)
         calibrates = tool.is_calibrating or is_due
         for (position, item), quantizer in quantizers:
@@ -215,7 +216,7 @@ class QuantizedOp:
 
     def _read_and_keep(self, *values: Any, run: dict[str, Any]) -> Any:
         made = self._read(*values)
-        quantizers = {position: one for (position, item), one in self._quantizers.items() if item is None}
+        quantizers = {position: one for (position, item), one in self.quantizers.items() if item is None}
         run[_KEPT] = [] if made is None else [
             partial(quantizers[position].stopped, value, *quantizers[position].used)
             if position in quantizers else None

@@ -182,6 +182,10 @@ class QuantizeTool(amanda.Tool):
             quantizer.collected = {}
         return found
 
+    def quantized_op(self, context: amanda.OpContext) -> QuantizedOp | None:
+        """Return the quantizers of an op that was analysed; None of an op that is not quantised."""
+        return self._places.get(self.place(context))
+
     def _quantizers(self) -> Iterator[Quantizer]:
         for place in self._places.values():
             yield from place.made
@@ -203,6 +207,6 @@ class QuantizeTool(amanda.Tool):
         self._places[name].insert(context)
 
     def _analyse_backward(self, context: amanda.OpContext) -> None:
-        place = self._places.get(self.place(context)) if context["is_called_back"] else None
+        place = self.quantized_op(context) if context["is_called_back"] else None
         if place is not None:
             place.insert_backward(context)

@@ -9,9 +9,10 @@ convert(model, gptq)         # or integers, in torchao's tensors
 save_compressed("folder", model, gptq)
 """
 
+from amanda.tools.quantize._convert import convert
 from amanda.tools.quantize.weights._awq import AWQTool, awq_scales
 from amanda.tools.quantize.weights._compressed import save_compressed
-from amanda.tools.quantize.weights._convert import ConvertResult, convert, model_bytes
+from amanda.tools.quantize.weights._convert import ConvertResult, model_bytes
 from amanda.tools.quantize.weights._gptq import GPTQTool, gptq
 from amanda.tools.quantize.weights._grouping import Codes, dequantized, quantized
 from amanda.tools.quantize.weights._integers import QuantizedWeights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.tools.kit._requirements import check
@@ -19,9 +20,10 @@ _TINYGEMM_GROUPS = (32, 64, 128)
 
 
 class ConvertResult(Result):
-    """The layers that were converted: torchao's tensor of each, and bytes of its weight before and after.
+    """The layers that were converted: the type of each tensor, and bytes of its weight before and after.
 
-    model: the model.  before, after: bytes of all parameters and buffers of the model.
+    model: the module, or the path of the file.  before, after: bytes of the parameters and buffers of the
+    module, or of the file.
     left: weights that stay in floating point, and why.
     """
 
@@ -34,13 +36,14 @@ class ConvertResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self, model: nn.Module, rows: Sequence[Sequence[Any]], before: int, left: Mapping[str, str]
-    ) -> None:
+        self, model: nn.Module | Path, rows: Sequence[Sequence[Any]], before: int, after: int,
+        left: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self.model, self._rows, self.left = model, rows, dict(left)
-        self.before, self.after = before, model_bytes(model)
+        self.before, self.after = before, after
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each layer."""
+        """Return a row for each tensor."""
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
@@ -49,14 +52,14 @@ class ConvertResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return the bytes of the model, and what was left."""
-        count = len(self._rows)
+        count = len({row[0] for row in self._rows})
         told = (
             f"{count} layer{'s' * (count != 1)}: the model has {self.after:,} bytes, and had {self.before:,}."
         )
         return [told, *(f"{place} stays in floating point: {why}." for place, why in self.left.items())]
 
 
-def convert(model: nn.Module, tool: IntegerTool) -> ConvertResult:
+def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     """Put integers in the place of the weights of linear layers that a tool has quantised, in place.
 
     The layers keep their class; their weights are tensors of torchao, whose kernels multiply by them.
@@ -75,6 +78,11 @@ def convert(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         from torchao.quantization import Int8Tensor
     except ImportError as error:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
+    if not isinstance(tool, IntegerTool):
+        raise QuantizeError(
+            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
+            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
+        )
     layers, left = linear_layers(model, tool)
     before, rows = model_bytes(model), []
     made: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
@@ -98,7 +106,7 @@ def convert(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     for name, one in model.named_modules():
         if isinstance(one, torch.nn.Linear) and not tool.weights.has_met(tool.identity_of(one.weight, one)):
             left.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
-    return ConvertResult(model, rows, before, left)
+    return ConvertResult(model, rows, before, model_bytes(model), left)
 
 
 def _tensor(parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any) -> Tensor | str:
