@@ -9,15 +9,14 @@ from typing import Any
 
 import jax
 from amanda import interceptor
-from amanda.backend import BackwardStep, EagerDriver, State, Trace
+from amanda.backend import BackwardStep, EagerDriver, Operation, State, Trace
 from amanda.plan import spread
 from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.util import weakref_cache_key_types
 
 from ._contexts import BACKWARD, Programs, key_of, under
-from ._operation import backward_operation
-from ._taps import tap
+from ._primitives import tap
 from ._traces import is_staged, is_tensor, primal
 
 
@@ -115,7 +114,7 @@ class Made:
                 trace = copy(trace)
                 trace.run = self._with_symbols(handed) if handed else _without_symbols(trace.run)
             assert trace.facts is not None
-            op = backward_operation(trace.facts.op.__name__)
+            op = Operation(f"{trace.facts.op.__name__}_transpose")
             step = BackwardStep(self._driver, trace, op, 0, state)
             if not step.wanted:
                 return cotangents, []

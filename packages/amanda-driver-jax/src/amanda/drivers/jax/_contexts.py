@@ -4,14 +4,13 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
 
-from ._variants import Variants, traced
+from ._variants import Function
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.
@@ -22,13 +21,6 @@ _UNSET: Any = config.config_ext.unset
 _CAPACITY = 8192
 BACKWARD = "backward"
 """Purpose of the key under which backward passes are traced, whose ops are not analysed."""
-
-
-class Function(NamedTuple):
-    """A function of the user under another name.  variants: of its programs."""
-
-    call: Callable[..., Any]
-    variants: Variants
 
 
 class Programs:
@@ -75,7 +67,7 @@ class Programs:
     def function(self, function: Callable[..., Any]) -> Function:
         """Return the function by which JAX knows a user's function for these tools."""
         if function not in self._functions:
-            self._functions[function] = Function(_renewed(function), Variants())
+            self._functions[function] = Function(function)
             self._users.add(function)
         return self._functions[function]
 
@@ -83,13 +75,6 @@ class Programs:
         """Keep a value while there is its token; return a weak reference to the value."""
         self._kept[token] = value
         return weakref.ref(value)
-
-
-def _renewed(function: Callable[..., Any]) -> Callable[..., Any]:
-    reference = weakref.ref(function)
-    renewed = wraps(function)(traced(lambda *args, **kwargs: reference()(*args, **kwargs)))  # type: ignore[misc]
-    del renewed.__wrapped__
-    return renewed
 
 
 def _forget(functions: weakref.WeakSet[Any]) -> None:
@@ -131,6 +116,13 @@ def under(key: Any = None) -> Iterator[None]:
         yield
     finally:
         _CONFIG.set_local(before)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Context in which tools see no ops, and nothing is traced for them."""
+    with interceptor.Suspension(), under():
+        yield
 
 
 def leave() -> None:

@@ -1,6 +1,6 @@
-"""Primitives that compute nothing.
+"""Primitives of Amanda's.
 
-`straight` leads derivatives past a routine, `tap` shows cotangents, `tie` waits for a callback.
+`straight` leads derivatives past a routine, `tap` shows cotangents, `call` calls Python.
 """
 
 import weakref
@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 import jax
-from jax._src import core
+from amanda.backend import TensorMap
+from jax._src import callback, core, dtypes
 from jax._src.interpreters import ad, batching, mlir
 
-from ._programs import tapped
-from ._traces import argument_of, primal
+from ._traces import TAP, argument_of, note, primal
 
 
 class Mark(Protocol):
@@ -41,19 +43,18 @@ class Originals:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+        self._known: TensorMap[Callable[[], Any]] = TensorMap()
         self._last: deque[Any] = deque(maxlen=16)
 
     def note(self, made: Any, value: Any) -> Any:
         """Record that a value was made in the place of another; return it."""
         own, other = primal(made), self.of(value)
-        if own is not other and all(isinstance(one, (core.Tracer, jax.Array)) for one in (own, other)):
-            reference = weakref.ref(own, partial(self._forget, id(own)))
+        if own is not other and isinstance(own, jax.Array) and isinstance(other, jax.Array):
             if isinstance(other, core.Tracer):
-                self._known[id(own)] = reference, lambda: other
+                self._known[own] = lambda: other
             else:
                 self._last.append(other)
-                self._known[id(own)] = reference, weakref.ref(other)
+                self._known[own] = weakref.ref(other)
         return made
 
     def note_all(self, made: Any, values: Sequence[Any]) -> None:
@@ -66,23 +67,20 @@ class Originals:
     def of(self, value: Any) -> Any:
         """Return what a value stands for in the outermost function: itself where it stands for no other."""
         value = argument_of(value)
-        known = self._known.get(id(value))
-        found = known[1]() if known is not None and known[0]() is value else None
+        known = self._known.get(value)
+        found = None if known is None else known()
         return value if found is None else found
 
     def clear(self) -> None:
         """Drop every array."""
         self._last.clear()
 
-    def _forget(self, key: int, _: Any) -> None:
-        self._known.pop(key, None)
-
 
 ORIGINALS = Originals()
 straight_p = core.Primitive("amanda_straight")
-tie_p = core.Primitive("amanda_tie")
 tap_p = core.Primitive("amanda_tap")
-tap_p.multiple_results = True
+call_p = core.Primitive("amanda_call")
+tap_p.multiple_results = call_p.multiple_results = True
 
 
 def straight(original: Any, value: Any) -> Any:
@@ -92,9 +90,11 @@ def straight(original: Any, value: Any) -> Any:
     return ORIGINALS.note(straight_p.bind(original, value), original)
 
 
-def tie(value: Any, token: Any) -> Any:
+def tied(value: Any, token: Any) -> Any:
     """Return `value`, for which the callback that gives the token has to be called."""
-    return ORIGINALS.note(tie_p.bind(value, token), value) if isinstance(token, core.Tracer) else value
+    if not isinstance(token, core.Tracer):
+        return value
+    return ORIGINALS.note(straight_p.bind(value, value, token), value)
 
 
 def tap(values: Sequence[Any], mark: Mark, side: str, carried: Sequence[Any] = ()) -> list[Any]:
@@ -102,55 +102,52 @@ def tap(values: Sequence[Any], mark: Mark, side: str, carried: Sequence[Any] = (
 
     carried: symbols that the backward pass is given, in whichever program it is traced.
     """
-    places = [i for i, value in enumerate(values) if _has_tangent(value)]
-    if not places:
-        return list(values)
-    tapped()
-    results = tap_p.bind(
-        *carried, *(values[i] for i in places), mark=mark, side=side, positions=tuple(places), mapped=0
-    )
+    places = tuple(i for i, value in enumerate(values) if _has_tangent(value))
     result = list(values)
-    for place, value in zip(places, results, strict=True):
-        result[place] = ORIGINALS.note(value, values[place])
+    if places:
+        note(TAP)
+        shown = [values[i] for i in places]
+        results = tap_p.bind(*carried, *shown, mark=mark, side=side, positions=places, mapped=0)
+        for place, value in zip(places, results, strict=True):
+            result[place] = ORIGINALS.note(value, values[place])
     return result
+
+
+def call(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> list[Any]:
+    """Return what a function gives, of these shapes and dtypes, at each execution of the program.
+
+    It is called with arrays of NumPy, of which JAX's runtime knows nothing: `jax.io_callback` puts what it
+    gives on a device first, for which no thread may be left while a program runs.
+    """
+    avals = tuple(core.ShapedArray(one.shape, dtypes.canonicalize_dtype(one.dtype)) for one in results)
+    return list(call_p.bind(*arrays, function=function, avals=avals))
 
 
 def _has_tangent(value: Any) -> bool:
     return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
-def _straight(original: Any, value: Any) -> Any:
-    return value
+def _front(args: Any, dims: Any) -> list[Any]:
+    """Return arguments of which the first axis of each is mapped over."""
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
+    return [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
 
 
-def _straight_aval(original: Any, value: Any) -> Any:
-    return original.update(weak_type=False) if original.dtype == value.dtype else value
-
-
-def _straight_jvp(primals: Any, tangents: Any) -> Any:
-    return straight_p.bind(*primals), tangents[0]
+def _straight_aval(original: Any, value: Any, *tokens: Any) -> Any:
+    if original.dtype != value.dtype:
+        return value
+    return original.update(weak_type=original.weak_type and value.weak_type)
 
 
 def _straight_batched(args: Any, dims: Any) -> Any:
-    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
-    first, second = (batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True))
-    return straight_p.bind(first, second), 0
+    return straight_p.bind(*_front(args, dims)), 0
 
 
-ad.primitive_jvps[straight_p] = _straight_jvp
+straight_p.def_impl(lambda original, value, *tokens: value)
+straight_p.def_abstract_eval(_straight_aval)
+ad.primitive_jvps[straight_p] = lambda primals, tangents: (straight_p.bind(*primals), tangents[0])
 batching.primitive_batchers[straight_p] = _straight_batched
-mlir.register_lowering(straight_p, lambda ctx, original, value: [value])
-
-
-def _tie_batched(args: Any, dims: Any) -> Any:
-    return tie_p.bind(*args), dims[0]
-
-
-tie_p.def_impl(lambda value, token: value)
-tie_p.def_abstract_eval(lambda value, token: value)
-ad.primitive_jvps[tie_p] = lambda primals, tangents: (tie_p.bind(*primals), tangents[0])
-batching.primitive_batchers[tie_p] = _tie_batched
-mlir.register_lowering(tie_p, lambda ctx, value, token: [value])
+mlir.register_lowering(straight_p, lambda ctx, original, value, *tokens: [value])
 
 
 def _split(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
@@ -190,22 +187,38 @@ def _tap_transposed(
     return list(results)
 
 
-def _tap_batched(args: Any, dims: Any, *, positions: Any, mapped: int, **params: Any) -> Any:
-    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
-    front = [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
-    shown = tap_p.bind(*front, positions=positions, mapped=mapped + 1, **params)
+def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
+    shown = tap_p.bind(*_front(args, dims), mapped=mapped + 1, **params)
     return shown, (0,) * len(shown)
 
 
-def _tap_lowered(ctx: Any, *args: Any, positions: Any, **params: Any) -> list[Any]:
-    return _split(args, positions)[1]
-
-
+tap_p.def_impl(_tap)
+tap_p.def_abstract_eval(_tap)
 ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_transposes[tap_p] = partial(ad.linear_transpose2, _tap_transposed)
 batching.primitive_batchers[tap_p] = _tap_batched
-mlir.register_lowering(tap_p, _tap_lowered)
-straight_p.def_impl(_straight)
-straight_p.def_abstract_eval(_straight_aval)
-tap_p.def_impl(_tap)
-tap_p.def_abstract_eval(_tap)
+mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split(args, positions)[1])
+
+
+def _call_batched(args: Any, dims: Any, **params: Any) -> Any:
+    results = jax.lax.map(lambda row: call_p.bind(*row, **params), _front(args, dims))
+    return results, (0,) * len(results)
+
+
+def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any) -> Any:
+    results, _, _ = callback.emit_python_callback(
+        ctx, lambda *arrays: tuple(function(*map(np.asarray, arrays))), None, list(args), ctx.avals_in,
+        ctx.avals_out, has_side_effect=True, returns_token=False,
+        sharding=callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
+    )  # fmt: skip
+    return results
+
+
+@call_p.def_impl
+def _call(*arrays: Any, function: Callable[..., Any], avals: Any) -> list[Any]:
+    return [jax.numpy.asarray(one) for one in function(*map(np.asarray, arrays))]
+
+
+call_p.def_effectful_abstract_eval(lambda *args, function, avals: (list(avals), {callback._IOEffect}))
+batching.primitive_batchers[call_p] = _call_batched
+mlir.register_lowering(call_p, _call_lowered)

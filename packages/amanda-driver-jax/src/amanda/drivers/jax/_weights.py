@@ -1,14 +1,14 @@
 """Weights: slots of a model, or arguments of a jitted function; arrays come and go in them."""
 
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
+from amanda.backend import TensorMap
 
 from ._modules import Place, dotted, held_arrays, number_of
-from ._taps import ORIGINALS
+from ._primitives import ORIGINALS
 from ._traces import argument_name
 
 CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
@@ -38,29 +38,15 @@ def slot(root: str, path: str) -> Slot:
     return Slot(root, path)
 
 
-class Converted:
-    """Weights in another element type, as long as these arrays or symbols live."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, tuple[weakref.ref[Any], Slot]] = {}
-
-    def follow(self, value: Any, made: Any, subjects: Sequence[Place]) -> None:
-        """Record that an array was made of another, which may be a weight."""
-        found = variable_of(value, subjects)
-        if found is not None:
-            made = ORIGINALS.of(made)
-            self._slots[id(made)] = weakref.ref(made, partial(self._forget, id(made))), found
-
-    def of(self, value: Any) -> Slot | None:
-        """Return the slot that an array was converted from the weight of."""
-        known = self._slots.get(id(value))
-        return known[1] if known is not None and known[0]() is value else None
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._slots.pop(key, None)
+_CONVERTED: TensorMap[Slot] = TensorMap()
+"""Weights in another element type, by the arrays or symbols that have it."""
 
 
-CONVERTED = Converted()
+def follow_conversion(value: Any, made: Any, subjects: Sequence[Place]) -> None:
+    """Record that an array was made of another, which may be a weight."""
+    found = variable_of(value, subjects)
+    if found is not None:
+        _CONVERTED[ORIGINALS.of(made)] = found
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
@@ -69,7 +55,7 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
     Outside of models it is the slot of a leaf of an argument.
     """
     value = ORIGINALS.of(value)
-    found = CONVERTED.of(value)
+    found = _CONVERTED.get(value)
     if found is not None:
         return found
     path, argument = _path(value, subjects), dotted(argument_name(value) or "")
@@ -78,11 +64,6 @@ def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
     return slot("", argument)
-
-
-def path_of(subjects: Sequence[Place]) -> Callable[[Any], str | None]:
-    """Return what gives the path of a weight."""
-    return lambda variable: variable.path
 
 
 def _root(place: Place) -> str:
