@@ -2,8 +2,10 @@
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from amanda import interceptor
@@ -29,12 +31,12 @@ class Programs:
     JAX's caches hold programs for as long as the functions under other names live, so a program holds
     nothing of the tools: of routines and executions it has tokens.
 
-    found: what tracing has found of each program.
+    found: what tracing has found of each program.  keys: of JAX's caches, by what is traced otherwise.
     """
 
     def __init__(self) -> None:
         self.found: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._keys: dict[Hashable, Any] = {}
+        self.keys: dict[Hashable, Any] = defaultdict(partial(pjit.make_jit_cpp_cache, _CAPACITY))
         self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -57,12 +59,6 @@ class Programs:
     def is_open(self) -> bool:
         """True while a scope of these tools is open: programs call their routines."""
         return any(scope is not None and not scope.closed for scope in (one() for one in self._scopes))
-
-    def key(self, switches: Hashable) -> Any:
-        """Return the key for some switches."""
-        if switches not in self._keys:
-            self._keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
-        return self._keys[switches]
 
     def function(self, function: Callable[..., Any]) -> Function:
         """Return the function by which JAX knows a user's function for these tools."""
@@ -96,7 +92,7 @@ def key_of(state: State, purpose: Hashable = 0) -> Any:
         Programs.of(state.layer).entered(state.scopes[-1])
     if not state.cache:
         return pjit.make_jit_cpp_cache(_CAPACITY)
-    return Programs.of(state.layer).key((state.autodiff, purpose))
+    return Programs.of(state.layer).keys[state.autodiff, purpose]
 
 
 def follow() -> None:

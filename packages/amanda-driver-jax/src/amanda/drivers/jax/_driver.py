@@ -16,18 +16,17 @@ from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
-from ._autodiff import Made, execution, follow_backward
+from ._autodiff import Made, carried, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
 from ._contexts import follow, key_of, leave, under, unseen
 from ._host import raise_failures, run_later
 from ._jit import IN_ONE, follow_jit
-from ._modules import Places, enclose_modules, path
+from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, variable_of
 from ._primitives import ORIGINALS
 from ._requirements import check
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, is_staged, is_tangent, is_within_jit, note
 from ._variants import followed, guard, reads_of, report
-from ._weights import CONVERSIONS, follow_conversion, variable_of
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
@@ -96,8 +95,8 @@ class JaxDriver(Arrays, EagerDriver):
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            with under(), execution() as carrying:
-                made = carrying(detour(*args, **params))
+            with under():
+                made = carried(detour, args, params)
             if name in CONVERSIONS:
                 follow_conversion(args[0], made, interceptor.subjects())
             return made

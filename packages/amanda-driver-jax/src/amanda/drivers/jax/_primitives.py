@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,22 +18,8 @@ from jax._src.interpreters import ad, batching, mlir
 
 from ._traces import TAP, argument_of, note, primal
 
-
-class Mark(Protocol):
-    """The op whose cotangents a tap shows.
-
-    handed: symbols of the program around it, which the next tap of the op gets that a backward pass comes to.
-    """
-
-    handed: list[Any]
-
-    def transposed(
-        self, side: str, positions: Sequence[int], cotangents: list[Any], handed: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the cotangents that go on instead of these, and what the next tap is handed.
-
-        side: "outputs" where they enter the backward op, "inputs" where they leave it.
-        """
+if TYPE_CHECKING:
+    from ._autodiff import Made
 
 
 class Originals:
@@ -97,7 +83,7 @@ def tied(value: Any, token: Any) -> Any:
     return ORIGINALS.note(straight_p.bind(value, value, token), value)
 
 
-def tap(values: Sequence[Any], mark: Mark, side: str, carried: Sequence[Any] = ()) -> list[Any]:
+def tap(values: Sequence[Any], mark: "Made", side: str, carried: Sequence[Any] = ()) -> list[Any]:
     """Return the values, whose cotangents are brought to `mark` when a backward pass comes through.
 
     carried: symbols that the backward pass is given, in whichever program it is traced.
@@ -172,7 +158,7 @@ def _tap_jvp(primals: Any, tangents: Any, *, positions: Any, **params: Any) -> A
 
 
 def _tap_transposed(
-    cotangents: Any, *args: Any, mark: Mark, side: str, positions: Any, mapped: int
+    cotangents: Any, *args: Any, mark: "Made", side: str, positions: Any, mapped: int
 ) -> list[Any]:
     carried, _ = _split(args, positions)
     if all(type(one) is ad.Zero for one in cotangents):

@@ -96,6 +96,8 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "jax._src.core:set_current_trace",
         "jax._src.core:trace_ctx.trace",
         "jax._src.interpreters.batching:BatchTrace",
+        "jax._src.lax.control_flow.conditionals:_cond_jvp",
+        "jax._src.lax.control_flow.conditionals:_cond_linearize",
     ),
     ("sentinel", "torch"): (
         "torch:Tensor._base",
