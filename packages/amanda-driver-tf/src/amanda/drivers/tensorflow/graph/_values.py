@@ -4,13 +4,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import UnwrittenTensors
+from amanda.backend import TensorOps
 from amanda.errors import RoutineError
 
 from .._tensors import TensorFlowTensors, fitting
 
 
-class GraphTensors(TensorFlowTensors, UnwrittenTensors):
+class GraphTensors(TensorFlowTensors, TensorOps):
     """Tensor primitives for graphs, where routines run outside of every tape."""
 
     def is_tensor(self, value: Any) -> bool:
@@ -28,6 +28,14 @@ class GraphTensors(TensorFlowTensors, UnwrittenTensors):
             raise RoutineError(
                 f"a routine returned {value.dtype.name} where {kind.name} was given; return that type"
             )
+        return value
+
+    def write(self, target: Any, value: Any, isolated: bool) -> None:
+        """Raises RoutineError: nothing of TensorFlow writes into tensors."""
+        raise RoutineError("a TensorFlow tensor cannot be written")
+
+    def copied(self, value: Any) -> Any:
+        """The value, which nothing writes into."""
         return value
 
 
