@@ -200,11 +200,11 @@ def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any
     return results
 
 
-@call_p.def_impl
 def _call(*arrays: Any, function: Callable[..., Any], avals: Any) -> list[Any]:
     return [jax.numpy.asarray(one) for one in function(*map(np.asarray, arrays))]
 
 
+call_p.def_impl(_call)
 call_p.def_effectful_abstract_eval(lambda *args, function, avals: (list(avals), {callback._IOEffect}))
 batching.primitive_batchers[call_p] = _call_batched
 mlir.register_lowering(call_p, _call_lowered)

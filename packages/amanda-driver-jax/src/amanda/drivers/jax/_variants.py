@@ -166,7 +166,7 @@ class Function:
                 variant.trace = core.trace_ctx.trace
             return reference()(*args, **kwargs)  # type: ignore[misc]
 
-        del call.__wrapped__  # type: ignore[attr-defined]
+        del call.__wrapped__
         self.call = call
         self._history = History(JaxReads)
         self._all: list[Variant] = []
