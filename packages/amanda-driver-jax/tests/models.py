@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -155,3 +156,10 @@ def trained_mixer(steps: int = 2) -> tuple[list[Any], Any]:
         found, model, state = step(model, state, IMAGES.transpose(0, 3, 1, 2))
         made.append(jax.tree_util.tree_leaves(found))
     return made, model
+
+
+TRAINED: dict[str, Callable[..., tuple[list[Any], Any]]] = {
+    **{name: partial(trained, *given) for name, given in MODELS.items()},
+    "mixer": trained_mixer,
+}
+"""Trains a model for some steps."""

@@ -1,7 +1,9 @@
-"""Bit-identity: a training step of Flax NNX and optax's Adam under tools that change nothing."""
+"""Bit-identity: training steps of Flax NNX, Equinox and optax under tools that change nothing."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,9 @@ import pytest
 from flax import nnx
 
 import amanda
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import TRAINED
 
 pytestmark = pytest.mark.usefixtures("attached_driver")
 
@@ -34,8 +39,8 @@ class Network(nnx.Module):
         return self.linear(x.reshape(len(x), -1))
 
 
-def trained(*tools: amanda.Tool, steps: int = STEPS) -> list[bytes]:
-    """Return the bits of losses, gradients and parameters of a fresh network, trained under tools."""
+def trained(*tools: amanda.Tool, steps: int = STEPS) -> Any:
+    """Return losses, gradients and parameters of a fresh network, trained under tools."""
     model = Network()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     kept: list[Any] = []
@@ -51,13 +56,18 @@ def trained(*tools: amanda.Tool, steps: int = STEPS) -> list[bytes]:
 
     with amanda.apply(*tools):
         kept += [step(model, optimizer, jnp.asarray(X)) for _ in range(steps)]
-    kept.append(nnx.state((model, optimizer)))
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves(kept)]
+    return [*kept, nnx.state((model, optimizer))]
+
+
+def bits(found: Any) -> list[bytes]:
+    """Return the bits of each array."""
+    leaves = jax.tree_util.tree_leaves(found)
+    return [np.asarray(leaf).tobytes() for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
 @pytest.fixture(scope="module")
 def plain() -> list[bytes]:
-    return trained()
+    return bits(trained())
 
 
 class Looking(amanda.Tool):
@@ -110,20 +120,69 @@ def scaled(*values: Any) -> Any:
 
 
 def test_an_empty_tool_leaves_every_bit(plain: list[bytes]) -> None:
-    assert trained(amanda.Tool()) == plain
+    assert bits(trained(amanda.Tool())) == plain
 
 
 def test_a_tool_that_looks_leaves_every_bit(plain: list[bytes]) -> None:
     tool = Looking()
-    assert trained(tool) == plain
+    assert bits(trained(tool)) == plain
     assert {"conv_general_dilated", "dot_general", "dot_general_transpose", "integer_pow"} <= tool.seen
 
 
 def test_routines_in_the_program_that_hand_values_back_leave_every_bit(plain: list[bytes]) -> None:
     tool = Native()
-    assert trained(tool) == plain
+    assert bits(trained(tool)) == plain
     assert tool.inserted > 100
 
 
 def test_a_routine_that_changes_values_is_seen_in_the_bits(plain: list[bytes]) -> None:
-    assert trained(Native(factor=1)) != plain
+    assert bits(trained(Native(factor=1))) != plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_model_is_trained_to_the_bit(name: str) -> None:
+    bare = bits(TRAINED[name](STEPS))
+    for tool in (amanda.Tool(), Looking()):
+        with amanda.apply(tool) as scope:
+            assert bits(TRAINED[name](STEPS)) == bare, type(tool).__name__
+        assert not list(scope.report)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="notyet: with taps around every op XLA rounds last digits otherwise")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_model_is_trained_to_the_bit_with_routines_in_its_program(name: str) -> None:
+    bare = TRAINED[name](2)
+    with amanda.apply(Native()):
+        found = TRAINED[name](2)
+    assert bits(found) == bits(bare)
+
+
+class Python(amanda.Tool):
+    """Hands values back from routines in Python, before every op of a type."""
+
+    def __init__(self, *types: str) -> None:
+        super().__init__()
+        self.add_inst_for_op(self.insert)
+        self.types = types
+
+    def insert(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() in self.types:
+            context.insert_before_op(lambda *values: list(values))
+
+
+def distance(one: Any, other: Any) -> float:
+    """Return the largest difference of two results, by the largest element of each array."""
+    pairs = zip(
+        map(np.asarray, jax.tree_util.tree_leaves(one)), jax.tree_util.tree_leaves(other), strict=True
+    )
+    floating = [(a, np.asarray(b)) for a, b in pairs if a.dtype == np.float32]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in floating if b.any())
+
+
+def test_routines_in_python_change_no_more_than_what_is_not_fused_does() -> None:
+    bare = trained(steps=1)
+    with jax.disable_jit():  # each op alone, without Amanda
+        control = distance(trained(steps=1), bare)
+    assert 0 < distance(trained(Python("mul", "add", "sub"), steps=1), bare) < 4 * control

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,12 @@ from jax.extend.core import jaxprs_in_params
 import amanda
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import CLASSES, IMAGES, MODELS, Mixer, classified, trained, trained_mixer
+from models import CLASSES, IMAGES, MODELS, TRAINED, Mixer, classified
 
 pytestmark = pytest.mark.usefixtures("attached_driver")
 
 STEPS = 2
 COUNTED = ("dot_general", "conv_general_dilated", "gather", "tanh", "rsqrt", "reduce_window_max")
-TRAINED: dict[str, Callable[[], Any]] = {
-    **{name: partial(trained, *given) for name, given in MODELS.items()}, "mixer": trained_mixer
-}  # fmt: skip
-
 ATTENTION = ("query", "key", "value", "out")
 LAYERS = {
     f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down", *(f"attention.{a}" for a in ATTENTION))

@@ -261,3 +261,38 @@ def test_parameters_are_loaded_into_those_that_an_optimizer_holds() -> None:
     assert all(one is two for one, two in zip(held, other.alphas(), strict=True))
     for one, two in zip(tool.parameters(), other.parameters(), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def branched(w: Any, x: Any) -> Any:
+    return jax.lax.cond(x.sum() > 0, lambda: jax.nn.sigmoid(x @ w).sum(), lambda: jnp.tanh(x @ w).sum())
+
+
+IN_BRANCHES: dict[str, Callable[..., Any]] = {
+    "eager": jax.grad(branched),
+    "jit of the gradient": jax.jit(jax.grad(branched)),
+    "gradient of the jit": jax.grad(jax.jit(branched)),
+    "in a scan": jax.grad(
+        lambda w, x: jax.lax.scan(lambda a, b: (a + branched(w, b), None), 0.0, x[None])[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("form", IN_BRANCHES)
+def test_a_branch_that_is_differentiated_has_no_parameters_of_candidates(form: str) -> None:
+    w, x, gradient = jnp.full((3, 3), 0.5), jnp.ones((2, 3)), IN_BRANCHES[form]
+    tool = SearchTool(["sigmoid=keep|relu"], mixture=True)
+    tool.prepare(branched, w, x)
+    assert len(tool.space) == 1
+    with amanda.apply(tool):
+        branched(w, x)  # without a derivative the mixture computes
+    with (
+        amanda.apply(tool),
+        pytest.raises(SearchError, match=r"logistic is in a branch .* jax\.numpy\.where"),
+    ):
+        gradient(w, x)
+    tool = SearchTool(["sigmoid=keep|relu"])
+    tool.prepare(branched, w, x)
+    tool.architecture = dict.fromkeys(tool.space, "relu")
+    with amanda.apply(tool):
+        found = gradient(w, x)
+    np.testing.assert_allclose(found, jax.grad(lambda w: jax.nn.relu(x @ w).sum())(w))

@@ -23,14 +23,15 @@ from amanda.graph.rewriter import NotTraceable, Rewriter, Value
 from amanda.graph.rewriting import Rewriting
 from amanda.graph.side import Side
 from amanda.interceptor.attributes import Attributes
-from amanda.interceptor.imports import when_imported
+from amanda.interceptor.imports import lacking, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import OpFacts
 from amanda.plan.gathered import Executions, Observed
+from amanda.plan.operation import Operation
 from amanda.plan.results import matched
 from amanda.plan.routine import failed, picked_by
-from amanda.plan.tensors import TensorOps
+from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
 from amanda.scope.driver import DRIVER_API, Driver
 from amanda.scope.state import State, replayed
 
@@ -53,17 +54,21 @@ __all__ = [
     "NotTraceable",
     "Observed",
     "OpFacts",
+    "Operation",
     "Reads",
     "Rewriter",
     "Rewriting",
     "Side",
     "State",
+    "TensorMap",
     "TensorOps",
     "Trace",
     "Uninstrumented",
+    "UnwrittenTensors",
     "Value",
     "digest",
     "failed",
+    "lacking",
     "matched",
     "picked_by",
     "replayed",

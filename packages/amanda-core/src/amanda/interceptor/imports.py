@@ -6,9 +6,10 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from types import ModuleType
 
 logger = logging.getLogger("amanda")
@@ -21,6 +22,14 @@ def is_imported(name: str) -> bool:
     return name in sys.modules and (not _under_way(name) or name in _watch.finished_here)
 
 
+def lacking(names: Iterable[str]) -> list[str]:
+    """Import modules; return those of some names that are not there.
+
+    names: module and path of attributes: "package.module:Class.method".
+    """
+    return [name for name in names if not _is_there(name)]
+
+
 def when_imported(name: str, callback: Callback) -> Callable[[], object]:
     """Call `callback` once, when the module has been imported; at once if it is already.
 
@@ -29,6 +38,15 @@ def when_imported(name: str, callback: Callback) -> Callable[[], object]:
     watch off then. While nothing is watched, sys.meta_path is as before.
     """
     return _watch.add(name, callback)
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _under_way(name: str) -> bool:

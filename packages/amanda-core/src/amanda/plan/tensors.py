@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from amanda.errors import RoutineError
 
 if TYPE_CHECKING:
     from amanda.plan.action import Action, Routine
     from amanda.plan.facts import OpFacts
+
+T = TypeVar("T")
 
 
 class TensorOps(ABC):
@@ -88,6 +94,56 @@ class TensorOps(ABC):
     @abstractmethod
     def copied(self, value: Any) -> Any:
         """A differentiable copy of a tensor."""
+
+
+class UnwrittenTensors(TensorOps):
+    """Primitives of tensors that nothing writes into, and that hang in no graph of autodiff."""
+
+    def isolated(self) -> AbstractContextManager[Any]:
+        """Context that does nothing."""
+        return nullcontext()
+
+    def version(self, value: Any) -> Any:
+        """Return None."""
+        return None
+
+    def write(self, target: Any, value: Any, isolated: bool) -> None:
+        """Raise RoutineError."""
+        raise RoutineError(f"a {type(target).__name__} cannot be written into; return another value instead")
+
+    def kept(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def copied(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+
+class TensorMap(Generic[T]):
+    """A weak map from tensors of any framework to something: it keeps no tensor alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
+
+    @staticmethod
+    def key(tensor: Any) -> Hashable:
+        """Return a key that no other living tensor has."""
+        return getattr(tensor, "_id", None) or id(tensor)  # eager tensors of TensorFlow have numbers
+
+    def __setitem__(self, tensor: Any, value: T) -> None:
+        key = self.key(tensor)
+        self._known[key] = weakref.ref(tensor, partial(self._forget, key)), value
+
+    def get(self, tensor: Any) -> T | None:
+        """Return the value of a tensor; None for a tensor without one."""
+        found = self._known.get(self.key(tensor))
+        return found[1] if found is not None and found[0]() is not None else None
+
+    def _forget(self, key: Hashable, gone: weakref.ref[Any]) -> None:
+        known = self._known.get(key)
+        if known is not None and known[0] is gone:
+            del self._known[key]
 
 
 def spread(values: Iterable[Any]) -> list[Any]:

@@ -1,23 +1,21 @@
 """The backward pass: an op's backward op is what lies between taps on its outputs and on its inputs."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import wraps
 from typing import Any
 
 import jax
 from amanda import interceptor
-from amanda.backend import BackwardStep, EagerDriver, State, Trace
+from amanda.backend import BackwardStep, EagerDriver, Operation, State, Trace
 from amanda.plan import spread
 from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.util import weakref_cache_key_types
 
 from ._contexts import BACKWARD, Programs, key_of, under
-from ._operation import backward_operation
-from ._taps import tap
+from ._primitives import tap
 from ._traces import is_staged, is_tensor, primal
 
 
@@ -102,7 +100,11 @@ class Made:
     def transposed(
         self, side: str, positions: Sequence[int], cotangents: list[Any], handed: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return the cotangents that go on, after the routines of the open scopes' tools, and symbols."""
+        """Return the cotangents that go on, after the routines of the open scopes' tools, and symbols.
+
+        side: "outputs" where they enter the backward op, "inputs" where they leave it.  handed: symbols of
+        the program around it, from the tap before; those that are returned are for the next one.
+        """
         state, trace = _thread.state, self._trace()
         if state is None or trace is None:
             return cotangents, []
@@ -115,7 +117,7 @@ class Made:
                 trace = copy(trace)
                 trace.run = self._with_symbols(handed) if handed else _without_symbols(trace.run)
             assert trace.facts is not None
-            op = backward_operation(trace.facts.op.__name__)
+            op = Operation(f"{trace.facts.op.__name__}_transpose")
             step = BackwardStep(self._driver, trace, op, 0, state)
             if not step.wanted:
                 return cotangents, []
@@ -153,12 +155,12 @@ def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
 weakref_cache_key_types.add(Made)  # a tap in a cache of JAX keeps no execution
 
 
-@contextmanager
-def execution() -> Iterator[Callable[[Any], Any]]:
-    """Context of an op, which gives what makes its outputs carry to the backward pass what routines left."""
+def carried(run: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Run an op; return its outputs, which carry to the backward pass what routines left in `run`."""
     before, _thread.attached = _thread.attached, None
     try:
-        yield lambda outputs: outputs if _thread.attached is None else _thread.attached.carrying(outputs)
+        outputs = run(*args, **params)
+        return outputs if _thread.attached is None else _thread.attached.carrying(outputs)
     finally:
         _thread.attached = before
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from amanda.backend import Call
+from amanda.backend import Call, Operation
 from amanda.interceptor import Site
 from jax._src import core
 
 from ._autodiff import Made
-from ._operation import Operation
-from ._programs import inserted
+from ._traces import INSERTION, note
 
 LISTS = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
@@ -76,7 +75,7 @@ class PrimitiveCall(Call):
 
     def formed(self, result: Any) -> Any:
         """Return a replacement's result in the op's form, with taps on it."""
-        inserted()
+        note(INSERTION)
         if self._primitive.name in CUSTOM and not self._ran:
             self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):

@@ -2,16 +2,17 @@
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
 
-from ._variants import Variants, traced
+from ._variants import Function
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.
@@ -24,25 +25,18 @@ BACKWARD = "backward"
 """Purpose of the key under which backward passes are traced, whose ops are not analysed."""
 
 
-class Function(NamedTuple):
-    """A function of the user under another name.  variants: of its programs."""
-
-    call: Callable[..., Any]
-    variants: Variants
-
-
 class Programs:
     """The programs that were traced for a layer of tools, and what belongs to them; the layer alone holds it.
 
     JAX's caches hold programs for as long as the functions under other names live, so a program holds
     nothing of the tools: of routines and executions it has tokens.
 
-    found: what tracing has found of each program.
+    found: what tracing has found of each program.  keys: of JAX's caches, by what is traced otherwise.
     """
 
     def __init__(self) -> None:
         self.found: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._keys: dict[Hashable, Any] = {}
+        self.keys: dict[Hashable, Any] = defaultdict(partial(pjit.make_jit_cpp_cache, _CAPACITY))
         self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -66,16 +60,10 @@ class Programs:
         """True while a scope of these tools is open: programs call their routines."""
         return any(scope is not None and not scope.closed for scope in (one() for one in self._scopes))
 
-    def key(self, switches: Hashable) -> Any:
-        """Return the key for some switches."""
-        if switches not in self._keys:
-            self._keys[switches] = pjit.make_jit_cpp_cache(_CAPACITY)
-        return self._keys[switches]
-
     def function(self, function: Callable[..., Any]) -> Function:
         """Return the function by which JAX knows a user's function for these tools."""
         if function not in self._functions:
-            self._functions[function] = Function(_renewed(function), Variants())
+            self._functions[function] = Function(function)
             self._users.add(function)
         return self._functions[function]
 
@@ -83,13 +71,6 @@ class Programs:
         """Keep a value while there is its token; return a weak reference to the value."""
         self._kept[token] = value
         return weakref.ref(value)
-
-
-def _renewed(function: Callable[..., Any]) -> Callable[..., Any]:
-    reference = weakref.ref(function)
-    renewed = wraps(function)(traced(lambda *args, **kwargs: reference()(*args, **kwargs)))  # type: ignore[misc]
-    del renewed.__wrapped__
-    return renewed
 
 
 def _forget(functions: weakref.WeakSet[Any]) -> None:
@@ -111,7 +92,7 @@ def key_of(state: State, purpose: Hashable = 0) -> Any:
         Programs.of(state.layer).entered(state.scopes[-1])
     if not state.cache:
         return pjit.make_jit_cpp_cache(_CAPACITY)
-    return Programs.of(state.layer).key((state.autodiff, purpose))
+    return Programs.of(state.layer).keys[state.autodiff, purpose]
 
 
 def follow() -> None:
@@ -131,6 +112,13 @@ def under(key: Any = None) -> Iterator[None]:
         yield
     finally:
         _CONFIG.set_local(before)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Context in which tools see no ops, and nothing is traced for them."""
+    with interceptor.Suspension(), under():
+        yield
 
 
 def leave() -> None:

@@ -3,39 +3,36 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import jax
 from amanda import interceptor
-from amanda.backend import Action, Call, EagerDriver, OpFacts, State, Trace
+from amanda.backend import Action, Call, EagerDriver, Operation, OpFacts, State, Trace
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
-from ._autodiff import Made, execution, follow_backward
+from ._autodiff import Made, carried, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
-from ._contexts import follow, key_of, leave, under
+from ._contexts import follow, key_of, leave, under, unseen
 from ._host import raise_failures, run_later
 from ._jit import IN_ONE, follow_jit
-from ._modules import Places, enclose_modules, path
-from ._operation import operation
-from ._programs import inserted, ruled, tapped
-from ._reads import is_pure
+from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, variable_of
+from ._primitives import ORIGINALS
 from ._requirements import check
-from ._taps import ORIGINALS
 from ._tensors import Arrays
-from ._traces import is_staged, is_tangent, is_within_jit
-from ._variants import followed, guard, note_unseen
-from ._weights import CONVERSIONS, CONVERTED, path_of, variable_of
+from ._traces import INSERTION, TAP, is_staged, is_tangent, is_within_jit, note
+from ._variants import followed, guard, reads_of, report
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
      "checkpoint", "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
      "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
-     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_tie", "amanda_call", "name", "optimization_barrier"}
+     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
 _RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
@@ -57,7 +54,7 @@ class JaxDriver(Arrays, EagerDriver):
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._places = Places()
-        self._rules = self.site(_call_rule, operation("custom_vjp_call"), "forward rules", TRANSPARENT)
+        self._rules = self.site(_call_rule, Operation("custom_vjp_call"), "forward rules", TRANSPARENT)
 
     def introduce(self) -> None:
         """Mark the code of JAX, and leave out of places what calls functions for it."""
@@ -90,7 +87,7 @@ class JaxDriver(Arrays, EagerDriver):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
                 activation.state.report("inside of shard_map", MAPPED)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
-                with interceptor.Suspension(), under():
+                with unseen():
                     return original(primitive, *args, **params)
             if is_by_rule(primitive.name, args, params):
                 return self._call_custom(original, primitive, *args, **params)
@@ -98,10 +95,10 @@ class JaxDriver(Arrays, EagerDriver):
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            with under(), execution() as carrying:
-                made = carrying(detour(*args, **params))
+            with under():
+                made = carried(detour, args, params)
             if name in CONVERSIONS:
-                CONVERTED.follow(args[0], made, interceptor.subjects())
+                follow_conversion(args[0], made, interceptor.subjects())
             return made
 
         return bind
@@ -111,7 +108,7 @@ class JaxDriver(Arrays, EagerDriver):
         flags = IMPLEMENTATION
         if name in CUSTOM:  # it runs functions of the user, which are traced for the tools
             target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
-        site = self.site(target, operation(name), name, flags)
+        site = self.site(target, Operation(name), name, flags)
         self._primitives[site] = primitive
         return Detour(site)
 
@@ -120,11 +117,11 @@ class JaxDriver(Arrays, EagerDriver):
     ) -> Any:
         if primitive.name == "custom_vjp_call":
             run = self._call_forward_rule
-            tapped()
+            note(TAP)
         else:
-            unseen = f"ops of the rule of {custom_name(params)}"
-            run = partial(_call_tangent_rule, unseen)
-            ruled(unseen)
+            ops = f"ops of the rule of {custom_name(params)}"
+            run = partial(_call_tangent_rule, ops)
+            note(ops)
         with under(key_of(State.current())):
             return original(primitive, *args, **with_rule(primitive.name, params, run))
 
@@ -148,14 +145,15 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
-        inserted()
+        note(INSERTION)
         if not is_staged():
             return None
         if action.differentiable or autodiff:
             guard(action, facts)
             return None
         if action.traceable and not action.takes_run:
-            pure = is_pure(action)
+            reads = reads_of(action)
+            pure = not reads.guards and not reads.written
             if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
                 return None
             variant = followed(action)
@@ -168,12 +166,13 @@ class JaxDriver(Arrays, EagerDriver):
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:
         """Trace the program anew when what a replacement in it reads changes."""
-        inserted()
+        note(INSERTION)
         guard(action, facts)
 
     def shown(self, values: list[Any]) -> list[Any]:
         """Values without what derivatives are computed by: arrays, or the program's own symbols."""
-        return [list(map(_shown, one)) if isinstance(one, list) else _shown(one) for one in values]
+        own = ORIGINALS.of
+        return [list(map(own, one)) if isinstance(one, list) else own(one) for one in values]
 
     def tracing(self) -> Made:
         """Context whose op is tapped."""
@@ -194,7 +193,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
         """Paths of weights in the outermost module, or in the arguments of a function."""
-        return path_of(subjects)
+        return attrgetter("path")
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
@@ -205,14 +204,10 @@ def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
     return rule(*args)
 
 
-def _call_tangent_rule(unseen: str, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _call_tangent_rule(ops: str, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
     if interceptor.active() is None:  # the function was traced before its derivative is taken
-        note_unseen(unseen, IN_ONE)
+        report(ops, IN_ONE)
     return rule(*args)
-
-
-def _shown(value: Any) -> Any:
-    return ORIGINALS.of(value)
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:

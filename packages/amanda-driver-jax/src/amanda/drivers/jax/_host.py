@@ -18,9 +18,8 @@ from jax._src import callback, core, dispatch, effects
 from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
-from ._called import call
 from ._contexts import Programs
-from ._taps import straight, tie
+from ._primitives import call, straight, tied
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
 
@@ -40,8 +39,6 @@ class HostArrays(Arrays):
 
 
 _HOST = HostArrays()
-
-
 _FAILURES: list[BaseException] = []
 """Exceptions of routines that programs have called, until the first is raised in the user's call."""
 _LAST = count(1)
@@ -74,9 +71,10 @@ class Token:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return what takes the place of what it was given, or a token of an observer."""
         job, programs = self._job(), self._programs()
-        is_called = job is not None and programs is not None and programs.is_open
-        results = job(*arrays) if is_called else tuple(np.asarray(one) for one in arrays)
-        return (*results[: self._numbers], np.zeros((0,), np.bool_)) if self._observes else results
+        number, given = arrays[: self._numbers], arrays[self._numbers :]
+        if job is not None and programs is not None and programs.is_open and not _FAILURES:
+            given = job(*number, given=given)
+        return (*number, np.zeros((0,), np.bool_)) if self._observes else (*number, *given)
 
 
 weakref_cache_key_types.add(Token)  # JAX's caches keep no routine
@@ -85,38 +83,27 @@ weakref_cache_key_types.add(Token)  # JAX's caches keep no routine
 class Job:
     """One routine of one op, called at each execution with arrays of NumPy.
 
-    static: what the routine is given beside arrays.  tree: the form of it all.
+    leaves, tree: what the routine is given, in which each tensor is to be an array.
     """
 
     def __init__(
         self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable
     ) -> None:
-        self._action = copy(action)
+        self._action, self._facts = copy(action), copy(facts)
         self._action.select = None
-        self._facts = OpFacts(
-            facts.op, facts.op_id, facts.namespace, facts.names, scope=facts.scope, source=facts.source,
-            op_type=facts.op_type, backward_op=facts.backward_op, backward_op_id=facts.backward_op_id,
-        )  # fmt: skip
+        self._facts.drop_values()
         self._static = [None if is_tensor(leaf) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
-        self._tree = tree
-        self._shapes = shapes
+        self._tree, self._shapes = tree, shapes
 
-    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+    def __call__(self, number: Any = None, *, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run the routine; return the arrays that take the place of those that it was given."""
-        numbers, own = (arrays[:1], arrays[1:]) if self._action.takes_run else ((), arrays)
-        return *(np.asarray(one) for one in numbers), *self._given(numbers, own)
-
-    def _given(self, numbers: tuple[Any, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
-        given = tuple(np.asarray(one) for one in own[: len(self._places)])
-        if _FAILURES:
-            return given
         leaves: list[Any] = list(self._static)
-        for place, array in zip(self._places, given, strict=True):
+        for place, array in zip(self._places, given, strict=False):  # or one that an op depends on is given
             leaves[place] = array.view()
             leaves[place].flags.writeable = False
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
-        run = _ALL.setdefault(int(numbers[0]), {}) if numbers else {}
+        run = {} if number is None else _ALL.setdefault(int(number), {})
         try:
             with interceptor.Suspension():
                 results = run_routine(
@@ -136,22 +123,18 @@ def run_later(
     positions = range(len(values)) if action.select is None else action.select
     picked = [values[i] for i in positions]
     leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
-    state = State.current()
     arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
     number = [_number(run, values)] if action.takes_run else []
-    told = [_NUMBER] if action.takes_run else []
-    avals = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
     observes = action.observer or not arrays
-    token = Token(len(told), observes, state, Job(action, facts, leaves, tree, shapes))
-    if observes:
-        with core.set_current_trace(base()):
-            *number, done = call(token, (*told, _TOKEN), *number, *(arrays or _dependence(values)))
-        run.update(zip((_EXECUTION,), number, strict=False))
-        return _tied(values, done)
+    token = Token(len(number), observes, State.current(), Job(action, facts, leaves, tree, shapes))
+    gives = [*number, _TOKEN] if observes else [*number, *arrays]
     with core.set_current_trace(base()):
-        results = call(token, (*told, *avals), *number, *arrays)
-    run.update(zip((_EXECUTION,), results[: len(told)], strict=False))
-    given = iter(results[len(told) :])
+        results = call(token, gives, *number, *(arrays or _dependence(values)))
+    if number:
+        run[_EXECUTION], *results = results
+    if observes:
+        return _tied(values, results[0])
+    given = iter(results)
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
@@ -163,7 +146,7 @@ def _tied(values: list[Any], token: Any) -> list[Any]:
     """Return the values, the first array of which waits for a callback: JAX drops what nothing waits for."""
     for i, value in enumerate(values):
         if is_tensor(value):
-            return [*values[:i], tie(value, token), *values[i + 1 :]]
+            return [*values[:i], tied(value, token), *values[i + 1 :]]
         if isinstance(value, list) and any(map(is_tensor, value)):
             return [*values[:i], _tied(value, token), *values[i + 1 :]]
     return values
@@ -182,7 +165,7 @@ def _number(run: dict[str, Any], values: list[Any]) -> Any:
     """Return the symbol of the number of an execution, which goes from one of its routines to the next."""
     if _EXECUTION not in run:
         with core.set_current_trace(base()):
-            (run[_EXECUTION],) = call(begin, (_NUMBER,), *_dependence(values))
+            (run[_EXECUTION],) = call(begin, [_NUMBER], *_dependence(values))
     return run[_EXECUTION]
 
 

@@ -1,19 +1,23 @@
-"""Calls of modules of Flax, Equinox and Keras: regions of the program, with paths in their models."""
+"""Models of Flax, Equinox and Keras: calls of modules are regions of the program, with paths in their models.
+
+A weight is a slot of a model, or an argument of a jitted function: arrays come and go in it.
+"""
 
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import count
 from typing import Any
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, State, digest
+from amanda.backend import Attributes, State, TensorMap, digest
 from amanda.interceptor import Enclosure
 from jax._src import core
 
+from ._primitives import ORIGINALS
 from ._traces import argument_name, argument_of, is_within_jit
 
 BASES = (
@@ -124,7 +128,11 @@ def held_arrays(model: Any) -> Iterator[tuple[str, Any]]:
     if getattr(model, "scope", None) is not None:  # Linen keeps arrays outside of modules
         model = model.variables
     for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
-        yield dotted(jax.tree_util.keystr(path)).strip(".").removesuffix(".value"), leaf
+        yield _spelt(path).removesuffix(".value"), leaf
+
+
+def _spelt(path: Any) -> str:
+    return dotted(jax.tree_util.keystr(path)).strip(".")
 
 
 def dotted(name: str) -> str:
@@ -214,25 +222,69 @@ def _name_within(outer: Any, inner: Any) -> str:
         getattr(inner, "scope", None) is not None or hasattr(inner, "trainable_variables")
     ):  # Linen's and Keras' modules know their names
         return name
-    return next((found for found, one in _held(outer, "", 0) if one is inner), "")
+    leaves, _ = jax.tree_util.tree_flatten_with_path(outer, is_leaf=lambda one: one is inner)
+    return next((_spelt(path) for path, one in leaves if one is inner), "")
 
 
-def _held(holder: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, dict):
-        pairs: Any = holder.items()
-    elif isinstance(holder, (list, tuple)):
-        pairs = enumerate(holder)
-    else:
-        pairs = getattr(holder, "__dict__", {}).items()
-    for name, one in pairs:
-        found = f"{path}.{name}" if path else str(name)
-        yield found, one
-        if depth < 8 and (isinstance(one, (dict, list, tuple)) or _is_module(one)):
-            yield from _held(one, found, depth + 1)
+CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
+"""Primitives whose result is the same weight, in another element type."""
 
 
-def _is_module(value: Any) -> bool:
-    kinds = tuple(
-        getattr(sys.modules[module], name) for module, name in BASES if hasattr(sys.modules.get(module), name)
-    )
-    return isinstance(value, kinds)
+class Slot:
+    """The place of a weight in a model, or in the arguments of a function: it stays from call to call.
+
+    root: class of the model, with its number if it is not the first of it; "" for arguments.
+    path: "layers.0.kernel", "params.dense.kernel".
+    framework: for tools, which ask it of tensors.
+    """
+
+    __slots__ = ("__weakref__", "path", "root")
+    framework = "jax"
+
+    def __init__(self, root: str, path: str) -> None:
+        self.root, self.path = root, path
+
+    def __repr__(self) -> str:
+        return f"<weight {self.path}{' of ' * bool(self.root)}{self.root}>"
+
+
+@cache
+def slot(root: str, path: str) -> Slot:
+    """Return the slot of a path; there is one object for each."""
+    return Slot(root, path)
+
+
+_CONVERTED: TensorMap[Slot] = TensorMap()
+"""Weights in another element type, by the arrays or symbols that have it."""
+
+
+def follow_conversion(value: Any, made: Any, subjects: Sequence[Place]) -> None:
+    """Record that an array was made of another, which may be a weight."""
+    found = variable_of(value, subjects)
+    if found is not None:
+        _CONVERTED[ORIGINALS.of(made)] = found
+
+
+def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
+    """Return the slot of an array that the model holds which is called; None for others.
+
+    Outside of models it is the slot of a leaf of an argument.
+    """
+    value = ORIGINALS.of(value)
+    found = _CONVERTED.get(value)
+    if found is not None:
+        return found
+    path, argument = _path(value, subjects), dotted(argument_name(value) or "")
+    if path is not None:
+        root, number = subjects[0].root, number_of(subjects[0])
+        return slot(f"{root} {number}" if number else root, path)
+    if subjects or "." not in argument:  # an argument that is one array may be anything
+        return None
+    return slot("", argument)
+
+
+def _path(array: Any, subjects: Sequence[Place]) -> str | None:
+    model = subjects[0].module if subjects else None
+    if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
+        return None
+    return next((path for path, leaf in held_arrays(model) if ORIGINALS.of(leaf) is array), None)

@@ -3,12 +3,11 @@
 import logging
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import jax
-from amanda.backend import Attributes
+from amanda.backend import Attributes, lacking
 from amanda.errors import DriverError
 
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -35,45 +34,34 @@ ESSENTIAL = {
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
 
 OPTIONAL = {
-    ("export._export", "Exported.call"): "exported programs are not reported",
-    ("pallas.pallas_call", "_trace_kernel_to_jaxpr"): "ops inside of Pallas kernels are seen",
-    ("stages", "Compiled.__call__"): "executables that were compiled ahead of time are not reported",
+    "export._export:Exported.call": "exported programs are not reported",
+    "pallas.pallas_call:_trace_kernel_to_jaxpr": "ops inside of Pallas kernels are seen",
+    "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
 }
 """Without one of these, what it says; the log tells it."""
 
 
 def check() -> None:
     """Raise DriverError that names what the running JAX lacks."""
-    essential = [(module, name) for module, names in ESSENTIAL.items() for name in names.split()]
-    lacking = [f"jax._src.{module}.{name}" for module, name in essential if not _has(module, name)]
-    if lacking:
+    essential = ((module, name) for module, names in ESSENTIAL.items() for name in names.split())
+    absent = lacking(f"jax._src.{module}:{name}" for module, name in essential)
+    if absent:
         raise DriverError(
-            f"JAX {jax.__version__} lacks {', '.join(lacking)}, on which amanda-driver-jax leans; it is "
-            "written for JAX 0.10.2: install that, or a newer amanda-driver-jax"
+            f"JAX {jax.__version__} lacks {', '.join(absent).replace(':', '.')}, on which amanda-driver-jax "
+            "leans; it is written for JAX 0.10.2: install that, or a newer amanda-driver-jax"
         )
 
 
-def wrap(attributes: Attributes, module: str, path: str, wrapped: Wrapped) -> None:
+def wrap(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
     """Put what `wrapped` makes of an optional name in its place, once JAX has imported the module."""
+    module, _, path = f"jax._src.{name}".partition(":")
 
     def place() -> None:
-        if not _has(module, path):
-            told = jax.__version__, module, path, OPTIONAL[module, path]
-            logger.warning("JAX %s lacks jax._src.%s.%s: %s", *told)
+        if lacking([f"{module}:{path}"]):
+            logger.warning("JAX %s lacks %s.%s: %s", jax.__version__, module, path, OPTIONAL[name])
             return
-        owner, _, name = path.rpartition(".")
-        found = sys.modules[f"jax._src.{module}"]
-        holder = attrgetter(owner)(found) if owner else found
-        attributes.set(holder, name, wrapped(getattr(holder, name)))
+        owner, _, attribute = path.rpartition(".")
+        holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
+        attributes.set(holder, attribute, wrapped(getattr(holder, attribute)))
 
-    attributes.when_imported(f"jax._src.{module}", place)
-
-
-def _has(module: str, name: str) -> bool:
-    """Return True if a module below `jax._src` has a name, which may be a path of attributes."""
-    try:
-        found: Any = import_module(f"jax._src.{module}")
-        attrgetter(name)(found)
-    except (ImportError, AttributeError):
-        return False
-    return True
+    attributes.when_imported(module, place)

@@ -1,22 +1,21 @@
 """Primitives of JAX's arrays, and of the symbols that stand for arrays while code is traced."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 import jax
-from amanda.backend import TensorOps
+from amanda.backend import UnwrittenTensors
 from amanda.errors import RoutineError
 from jax._src import core
 
-from ._taps import straight
+from ._primitives import straight
 from ._traces import base, is_staged, is_tensor, needs_gradient, primal
 
 
-class Arrays(TensorOps):
-    """JAX's arrays, which nobody writes into."""
+class Arrays(UnwrittenTensors):
+    """JAX's arrays."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is an array or stands for one."""
@@ -37,14 +36,6 @@ class Arrays(TensorOps):
         """Shape of each array."""
         return tuple(_each(value, lambda one: tuple(one.shape)) for value in inputs)
 
-    def isolated(self) -> AbstractContextManager[Any]:
-        """Context that does nothing: routines are given values that no derivative is computed of."""
-        return nullcontext()
-
-    def version(self, value: Any) -> Any:
-        """Return None: nobody writes into an array."""
-        return None
-
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -61,20 +52,12 @@ class Arrays(TensorOps):
         """`value`, with the tangent of `original` as its own."""
         return straight(original, fitting(original, value))
 
-    def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Raise: there is nothing to write into."""
-        raise RoutineError("an array of JAX cannot be written into")
-
     def kept(self, value: Any) -> Any:
         """The value itself; of a symbol, whose trace ends, shape and dtype."""
         value = primal(value)
         if isinstance(value, jax.core.Tracer):
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
         return [self.kept(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-    def copied(self, value: Any) -> Any:
-        """The value itself, which nobody writes into."""
-        return value
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Return which inputs are differentiated; None where none is."""

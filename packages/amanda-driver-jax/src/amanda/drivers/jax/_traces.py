@@ -1,6 +1,9 @@
-"""The traces that a value is of: JAX nests them, and each has a value of the one around it."""
+"""The traces that code runs in: JAX nests them, and each has values of the one around it."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,67 @@ from jax._src import core
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
-from ._programs import passed
-
 ARRAYS = (jax.Array, np.ndarray, np.generic)
+INSERTION, TAP = "a routine is in the program", "the program shows cotangents"
+
+
+class _Thread(threading.local):
+    """notes: of the program that is traced.
+    calls: the jitted functions that are traced as parts: trace, arguments, and those of the call around it.
+    made: what the part gave that was traced last, until the program around it has symbols for that.
+    """
+
+    def __init__(self) -> None:
+        self.notes: dict[str, None] = {}
+        self.calls: list[tuple[Any, list[Any], list[Any]]] = []
+        self.made: list[Any] = []
+
+
+_thread = _Thread()
+
+
+def note(what: str) -> None:
+    """Note what is in the program that is traced: INSERTION, TAP, or ops that tools may not see in it."""
+    _thread.notes[what] = None
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, None]]:
+    """Context that gives the notes of the program that is traced in it."""
+    before, _thread.notes = _thread.notes, {}
+    try:
+        yield _thread.notes
+    finally:
+        before.update(_thread.notes)
+        _thread.notes = before
+
+
+def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
+    """Return a function to be traced as a part of the program around it, which calls it with these arguments.
+
+    It is a new function each time, so JAX traces it anew: each call has ops of its own.
+    """
+    outer = jax.tree_util.tree_leaves((args, kwargs))
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        inner = jax.tree_util.tree_leaves((args, kwargs))
+        _thread.calls.append((core.trace_ctx.trace, inner, outer))
+        try:
+            results = function(*args, **kwargs)
+        finally:
+            _thread.calls.pop()
+        _thread.made = jax.tree_util.tree_leaves(results)
+        return results
+
+    wraps(function)(traced)
+    del traced.__wrapped__  # type: ignore[attr-defined]
+    return traced
+
+
+def made() -> list[Any]:
+    """Return what the part gave that was traced last, once."""
+    found, _thread.made = _thread.made, []
+    return found
 
 
 def is_tensor(value: Any) -> bool:
@@ -51,20 +112,18 @@ def is_within_jit() -> bool:
 def is_tangent(values: Sequence[Any]) -> bool:
     """Return True for an op on tangents, of a rule of a derivative or of the program made of rules."""
     trace: Any = core.trace_ctx.trace
-    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(
-        trace, "tag"
-    ):  # JAX sets it on such programs alone
+    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(trace, "tag"):  # set on such programs alone
         return True
     return any(isinstance(primal(value), pe.JaxprTracer) for value in values)
 
 
 def needs_gradient(value: Any) -> bool:
     """Return True if a value is differentiated, or is of a program that may be."""
-    if is_differentiated(value):
-        return True
     if isinstance(value, batching.BatchTracer):
         return needs_gradient(value.val)
-    return isinstance(value, pe.DynamicJaxprTracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+    if isinstance(value, pe.DynamicJaxprTracer):
+        return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.inexact))
+    return is_differentiated(value)
 
 
 def is_differentiated(value: Any) -> bool:
@@ -77,19 +136,20 @@ def is_differentiated(value: Any) -> bool:
 def argument_of(value: Any) -> Any:
     """Return the symbol in the outermost function that a symbol was passed from; itself where it was not."""
     value = primal(value)
-    outer = passed(value) if isinstance(value, pe.DynamicJaxprTracer) else None
-    return value if outer is None else argument_of(outer)
+    if isinstance(value, pe.DynamicJaxprTracer):
+        for trace, inner, outer in reversed(_thread.calls):
+            if trace is value._trace:
+                passed = (two for one, two in zip(inner, outer, strict=False) if one is value)
+                return next(map(argument_of, passed), value)
+    return value
 
 
 def argument_name(value: Any) -> str | None:
     """Return JAX's name for the argument of a jitted function that a symbol is: "params['w']"."""
-    value = primal(value)
+    value = argument_of(value)
     if not isinstance(value, pe.DynamicJaxprTracer):
         return None
     frame = value._trace.frame
-    outer = passed(value)
-    if outer is not None:
-        return argument_name(outer)
-    names = frame.debug_info.arg_names if frame.debug_info is not None else None
-    index = next((i for i, one in enumerate(frame.invars) if one is value.val), None)
-    return names[index] if names is not None and index is not None and index < len(names) else None
+    names = () if frame.debug_info is None else frame.debug_info.arg_names or ()
+    pairs = zip(frame.invars, names, strict=False)
+    return next((name for one, name in pairs if one is value.val), None)

@@ -4,12 +4,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from amanda.backend import Call
+from amanda.backend import Call, Operation
 from amanda.interceptor import Site
 from mindspore import Tensor
 
 from . import _signatures
-from ._operation import Operation
 from ._signatures import Signature
 from ._targets import writes, writing_primitive
 

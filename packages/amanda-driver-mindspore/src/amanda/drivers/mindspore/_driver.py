@@ -6,7 +6,7 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Call, State
+from amanda.backend import Call, Operation, State
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
@@ -17,7 +17,6 @@ from ._calls import ApplyCall, KernelCall, MethodCall, MindSporeCall, OverloadCa
 from ._generic import Generic
 from ._jit import report_compiled
 from ._modules import cell_path, enclose_cells
-from ._operation import operation
 from ._recompute import follow_recomputation
 from ._targets import Target, targets
 
@@ -76,12 +75,12 @@ class MindSporeDriver(Autograd):
     def _site(self, target: Target) -> Site:
         name = target.operator
         # What native code does by a function in Python is how it does it, and no op beside.
-        return self.site(target.callable, operation(name), name, IMPLEMENTATION)
+        return self.site(target.callable, Operation(name), name, IMPLEMENTATION)
 
     @cached_property
     def _apply(self) -> Site:
         function = vars(_Function)["apply"].__func__
-        return self.site(function, operation(APPLY), APPLY, TRANSPARENT | IMPLEMENTATION)
+        return self.site(function, Operation(APPLY), APPLY, TRANSPARENT | IMPLEMENTATION)
 
     def handle(
         self,

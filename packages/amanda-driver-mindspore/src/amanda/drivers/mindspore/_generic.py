@@ -5,11 +5,10 @@ from functools import partial
 from typing import Any
 
 import mindspore._c_expression as native
-from amanda.backend import Attributes, EagerDriver
+from amanda.backend import Attributes, EagerDriver, Operation
 from amanda.interceptor import IMPLEMENTATION, Detour
 from mindspore.graph import api
 
-from ._operation import operation
 from ._targets import NO_OPERATORS, operator_of
 
 METHODS = ("run_op_async", "real_run_op")
@@ -43,4 +42,4 @@ class Generic:
     def _detour(self, original: Any, name: str) -> Detour:
         key = operator_of(name)
         # A native callable is placed, not detoured: this one stands for all primitives.
-        return Detour(self._driver.site(partial(original), operation(key), key, IMPLEMENTATION))
+        return Detour(self._driver.site(partial(original), Operation(key), key, IMPLEMENTATION))

@@ -7,11 +7,13 @@ from typing import Any
 
 import onnx
 
+from amanda import backend
+
 OWN_DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose types are called by their names alone."""
 
 
-class Operation:
+class Operation(backend.Operation):
     """One node: equal to another that stands for the same one.
 
     type: ONNX' name of what it computes ("Conv"); one of another domain is "domain::type".
@@ -19,7 +21,7 @@ class Operation:
     node: the NodeProto, without the values of large constants.
     """
 
-    __slots__ = ("__name__", "__weakref__", "_key", "domain", "name", "node", "type")
+    __slots__ = ("domain", "name", "node", "type")
 
     def __init__(self, node: onnx.NodeProto, name: str, key: Hashable = None) -> None:
         self.domain = node.domain
@@ -27,8 +29,7 @@ class Operation:
         self.type = node.op_type if own else f"{node.domain}::{node.op_type}"
         self.name = name
         self.node = node
-        self.__name__ = self.type
-        self._key = (self.type, name, key)
+        super().__init__(self.type, name, key)
 
     def get_attr(self, name: str) -> Any:
         """An attribute that the node has.
@@ -39,15 +40,6 @@ class Operation:
             if attribute.name == name:
                 return onnx.helper.get_attribute_value(attribute)
         raise ValueError(f"{self!r} has no attribute {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Operation) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __str__(self) -> str:
-        return self.type
 
     def __repr__(self) -> str:
         return f"<{self.type} {self.name!r}>"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from amanda.backend import TensorOps
+from amanda.backend import UnwrittenTensors
 from amanda.errors import MutationError, RoutineError
 
 from ._symbols import Symbol
@@ -17,7 +16,7 @@ from ._tracing import TracedArray
 _TENSORS = (np.ndarray, np.generic, TracedArray, Symbol)
 
 
-class GraphTensors(TensorOps):
+class GraphTensors(UnwrittenTensors):
     """ONNX Runtime has no backward pass, so nothing of autodiff has to be kept."""
 
     def is_tensor(self, value: Any) -> bool:
@@ -31,10 +30,6 @@ class GraphTensors(TensorOps):
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor, as far as it is known, also in lists."""
         return tuple([_told(value, rank_alone=False) for value in inputs])
-
-    def isolated(self) -> AbstractContextManager[Any]:
-        """Nothing records gradients."""
-        return nullcontext()
 
     def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine; one that writes into what it was given has made a mistake.
@@ -50,10 +45,6 @@ class GraphTensors(TensorOps):
                 "a routine wrote into a value that it was given; return a new value instead, as NumPy's "
                 "operators give"
             ) from error
-
-    def version(self, value: Any) -> Any:
-        """Routines are given arrays that cannot be written."""
-        return None
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value` in the type of `original`, whose shape it must have.
@@ -81,18 +72,6 @@ class GraphTensors(TensorOps):
                 f"{'a floating type' if is_floating(wanted) else 'that type'}"
             )
         return value.astype(wanted)
-
-    def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """No op of ONNX writes into a tensor."""
-        raise RoutineError("a tensor of ONNX Runtime cannot be written")
-
-    def kept(self, value: Any) -> Any:
-        """The value, which hangs in no graph."""
-        return value
-
-    def copied(self, value: Any) -> Any:
-        """The value, which nothing writes into."""
-        return value
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:

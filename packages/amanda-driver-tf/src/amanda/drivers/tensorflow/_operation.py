@@ -4,15 +4,17 @@ import weakref
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from amanda import backend
 
-class Operation:
+
+class Operation(backend.Operation):
     """One operation: equal to another that stands for the same one, whatever its mode.
 
     type: TensorFlow's name of what it computes ("Conv2D").  name: the node's name, or the type where
     there is no node.  __name__: the type.
     """
 
-    __slots__ = ("__name__", "__weakref__", "_attributes", "_graph_op", "_key", "name", "type")
+    __slots__ = ("_attributes", "_graph_op", "name", "type")
 
     def __init__(
         self,
@@ -22,11 +24,10 @@ class Operation:
         key: Hashable = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(type, name or type, key)
         self.type = type
         self.name = name or type
-        self.__name__ = type
         self._graph_op = None if graph_op is None else weakref.ref(graph_op)
-        self._key = (type, self.name, key)
         self._attributes = attributes
 
     @property
@@ -45,15 +46,6 @@ class Operation:
         if graph_op is None:
             raise ValueError(f"{self!r} has no attribute {name!r} here; a forward op's are in get_attrs()")
         return graph_op.get_attr(name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Operation) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __str__(self) -> str:
-        return self.type
 
     def __repr__(self) -> str:
         return f"<{self.type} {self.name!r}>" if self.name != self.type else f"<{self.type}>"

@@ -1,16 +1,14 @@
 """Undocumented names of TensorFlow that each mode needs; looked up once per process."""
 
 from functools import cache
-from importlib import import_module
 from importlib.metadata import version
-from operator import attrgetter
 
 import tensorflow as tf
+from amanda.backend import lacking
 from amanda.errors import DriverError
 
 TESTED_VERSIONS = ("2.16", "2.18", "2.20", "2.21")
 
-_ROOT = "tensorflow.python"
 _ENGINE = (
     "eager.context:Context.add_function_def",
     "eager.context:Context.get_function_def",
@@ -114,25 +112,17 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 @cache
 def missing(mode: str) -> tuple[str, ...]:
     """The names of a mode's table that this TensorFlow lacks."""
-    return tuple(name for name in REQUIRED[mode] if not _is_there(name))
+    root = "tensorflow.python."
+    return tuple(name.removeprefix(root) for name in lacking(f"{root}{name}" for name in REQUIRED[mode]))
 
 
 def check(mode: str) -> None:
     """Raises DriverError, which names what is missing, where the mode cannot be served."""
-    lacking = missing(mode)
-    if lacking:
+    absent = missing(mode)
+    if absent:
         raise DriverError(
-            f"tensorflow {tf.__version__} lacks {', '.join(lacking)}, without which {mode} mode cannot be "
+            f"tensorflow {tf.__version__} lacks {', '.join(absent)}, without which {mode} mode cannot be "
             f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow "
             f"{', '.join(TESTED_VERSIONS)}: "
             f'pip install "tensorflow=={TESTED_VERSIONS[-1]}.*", or a newer driver'
         )
-
-
-def _is_there(name: str) -> bool:
-    module, _, path = name.partition(":")
-    try:
-        attrgetter(path)(import_module(f"{_ROOT}.{module}"))
-    except (ImportError, AttributeError):
-        return False
-    return True

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import amanda
-
-T = TypeVar("T")
+from amanda.backend import TensorMap
 
 _KNOWN, _FAR, _AROUND = 100_000, 200, 1000
-
-
-class TensorMap(Generic[T]):
-    """A weak map from tensors of any framework to something: it keeps no tensor alive."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
-
-    @staticmethod
-    def key(tensor: Any) -> Hashable:
-        """Return a key that no other living tensor has."""
-        return getattr(tensor, "_id", None) or id(tensor)  # eager tensors of TensorFlow have numbers
-
-    def __setitem__(self, tensor: Any, value: T) -> None:
-        key = self.key(tensor)
-        self._known[key] = weakref.ref(tensor, partial(self._forget, key)), value
-
-    def get(self, tensor: Any) -> T | None:
-        """Return the value of a tensor; None for a tensor without one."""
-        found = self._known.get(self.key(tensor))
-        return found[1] if found is not None and found[0]() is not None else None
-
-    def _forget(self, key: Hashable, gone: weakref.ref[Any]) -> None:
-        known = self._known.get(key)
-        if known is not None and known[0] is gone:
-            del self._known[key]
 
 
 @dataclass(eq=False)

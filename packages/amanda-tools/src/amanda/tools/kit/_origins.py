@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
+from amanda.backend import TensorMap
 from amanda.tools.kit._parts import Form, form_of, holder_of
 from amanda.tools.kit._requirements import check
 
@@ -59,7 +60,7 @@ class Origins:
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}
         self._most = _MOST
-        self._symbols: dict[int, Any] = {}
+        self._symbols: TensorMap[bool] = TensorMap()
         self._held = f"origins {next(_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> Origin | None:
@@ -92,16 +93,12 @@ class Origins:
         if selects or self.is_selected(context.get_inputs()[0]):
             for one in context.get_outputs() or ():
                 if getattr(one, "_base", one) is None:  # else it is a view of the parameter, which is known
-                    self._symbols[id(one)] = weakref.ref(one, partial(self._forget, id(one)))
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._symbols.pop(key, None)
+                    self._symbols[one] = True
 
     def is_selected(self, symbol: Any) -> bool:
         """Return True if a symbol of a graph was selected out of a parameter, or is a view of such."""
         base = getattr(symbol, "_base", None)
-        known = self._symbols.get(id(symbol if base is None else base))
-        return known is not None and known() is (symbol if base is None else base)
+        return self._symbols.get(symbol if base is None else base) is not None
 
     @amanda.differentiable  # to be given what is a view of a parameter as that
     def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:

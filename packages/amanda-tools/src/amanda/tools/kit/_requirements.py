@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from importlib import import_module
-from operator import attrgetter
 
+from amanda.backend import lacking
 from amanda.errors import ToolError
 
 _MEMORY = ("torch:UntypedStorage._cdata",)
@@ -97,6 +96,8 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "jax._src.core:set_current_trace",
         "jax._src.core:trace_ctx.trace",
         "jax._src.interpreters.batching:BatchTrace",
+        "jax._src.lax.control_flow.conditionals:_cond_jvp",
+        "jax._src.lax.control_flow.conditionals:_cond_linearize",
     ),
     ("sentinel", "torch"): (
         "torch:Tensor._base",
@@ -132,19 +133,10 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
 @cache
 def check(tool: str, framework: str) -> None:
     """Raise ToolError, which names what is missing, where a framework lacks what a tool leans on."""
-    lacking = [name.replace(":", ".") for name in REQUIRED[tool, framework] if not _is_there(name)]
-    if lacking:
+    absent = [name.replace(":", ".") for name in lacking(REQUIRED[tool, framework])]
+    if absent:
         version = getattr(sys.modules.get(framework), "__version__", "of an unknown version")
         raise ToolError(
-            f"{framework} {version} lacks {', '.join(lacking)}, which amanda.tools.{tool} leans on; "
+            f"{framework} {version} lacks {', '.join(absent)}, which amanda.tools.{tool} leans on; "
             f"install another version of {framework}, or a newer amanda-tools"
         )
-
-
-def _is_there(name: str) -> bool:
-    module, _, path = name.partition(":")
-    try:
-        attrgetter(path)(import_module(module))
-    except (ImportError, AttributeError):
-        return False
-    return True

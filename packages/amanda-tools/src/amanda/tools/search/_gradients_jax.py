@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any, cast
 
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._tensors_jax import new_reference
+from amanda.tools.search._checks import SearchError
 
 
 class JaxGradientSum:
-    """Sum of the gradients of one parameter, and their number, in references of JAX."""
+    """Sum of the gradients of one parameter, and their number, in references of JAX.
 
-    def __init__(self, parameter: Any) -> None:
-        self._lock = Lock()
+    op: name of the op that the parameter is of.
+    """
+
+    def __init__(self, parameter: Any, op: str) -> None:
+        self._lock, self._op = Lock(), op
         self._total = new_reference(np.zeros(parameter.shape, parameter.dtype))
         self._count = new_reference(np.int32(0))
 
@@ -25,7 +30,7 @@ class JaxGradientSum:
 
         The program knows of no parameter here, and JAX takes derivatives by what the program names.
         """
-        return _follows()(value, like, self._total, self._count)
+        return _follows()(value, like, self._total, self._count, self._op)
 
     def take(self) -> Any:
         """Return the sum, None if nothing was added; begin anew."""
@@ -43,19 +48,35 @@ def _follows() -> Callable[..., Any]:
     """Return a function that gives a value, and adds the value's gradients to two references."""
     import jax
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def followed(value: Any, like: Any, total: Any, count: Any) -> Any:
+    @partial(jax.custom_vjp, nondiff_argnums=(4,))  # type: ignore[untyped-decorator]
+    def followed(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
         return value
 
-    def forward(value: Any, like: Any, total: Any, count: Any) -> Any:
+    def forward(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
+        _refuse_branches(op)
         return value, (total, count)
 
-    def backward(references: tuple[Any, Any], gradient: Any) -> Any:
+    def backward(op: str, references: tuple[Any, Any], gradient: Any) -> Any:
         _add(*references, gradient)
         return gradient, None, None, None
 
     followed.defvjp(forward, backward)
     return cast("Callable[..., Any]", followed)
+
+
+def _refuse_branches(op: str) -> None:
+    """Raise SearchError while a branch of `cond` or `switch` is differentiated."""
+    from jax._src.lax.control_flow.conditionals import _cond_jvp, _cond_linearize
+
+    codes, frame = (_cond_jvp.__code__, _cond_linearize.__code__), sys._getframe()
+    while frame.f_back is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    if frame.f_back is not None:
+        raise SearchError(
+            f"SearchTool: {op} is in a branch of jax.lax.cond or switch that is differentiated, and its "
+            "candidates have parameters, whose gradients JAX lets out of no branch; compute all branches and "
+            "select by jax.numpy.where, or give the op candidates without parameters and mixture=False"
+        )
 
 
 def _add(total: Any, count: Any, gradient: Any) -> None:

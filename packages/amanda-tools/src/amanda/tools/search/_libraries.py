@@ -65,7 +65,7 @@ class Library:
         """Return why the op's weight cannot be read when the op is met, or ""."""
         return ""
 
-    def gradient_sum(self, parameter: Any) -> Gradients:
+    def gradient_sum(self, parameter: Any, op: str) -> Gradients:
         """Return the sum of the gradients of a parameter."""
         return GradientSum()
 
@@ -133,12 +133,12 @@ class JaxLibrary(Library):
 
         return jax.nn.softmax(x)
 
-    def gradient_sum(self, parameter: Any) -> Gradients:
+    def gradient_sum(self, parameter: Any, op: str) -> Gradients:
         """Return a sum that programs add to."""
         check("search", "jax")
         from amanda.tools.search._gradients_jax import JaxGradientSum
 
-        return JaxGradientSum(parameter)
+        return JaxGradientSum(parameter, op)
 
     def collected(self, value: Any, gradients: Any, like: Any) -> Any:
         """Return the value, with a gradient where `like` has one."""

@@ -82,7 +82,7 @@ class Site:
 
         self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
         if trained:
-            self._gradients[name] = self.library.gradient_sum(self._states[name])
+            self._gradients[name] = self.library.gradient_sum(self._states[name], self.name)
 
     def close(self) -> None:
         """Drop the tensor and the function that candidates were made with, which hold the op."""

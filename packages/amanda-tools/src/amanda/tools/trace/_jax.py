@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
 from typing import Any
 
 import amanda
-from amanda.tools.kit import leaves
+from amanda.tools.kit import TensorMap, leaves
 from amanda.tools.trace._values import Ask, Facts, Values
 
 
@@ -16,7 +14,7 @@ class FrameworkValues(Values):
 
     def __init__(self, shape: Ask, dtype: Ask) -> None:
         super().__init__(shape, dtype)
-        self._weights: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._weights: TensorMap[str] = TensorMap()
 
     def is_symbolic(self, context: amanda.OpContext) -> bool:
         """Return True for an op that is traced into a program: its inputs and outputs are symbols."""
@@ -31,16 +29,10 @@ class FrameworkValues(Values):
             for index, value in enumerate(context.get_inputs()):
                 variable = None if isinstance(value, (list, tuple)) else context.get_variable(index)
                 if variable is not None and self._dtype(value) is not None:
-                    reference = weakref.ref(value, partial(self._forget, id(value)))
-                    self._weights[id(value)] = reference, str(context.get_variable_path(variable))
+                    self._weights[value] = str(context.get_variable_path(variable))
         return super().facts(context)
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._weights.pop(key, None)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and path of a weight."""
-        known = self._weights.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            return "input", None
-        return "parameter", known[1]
+        path = self._weights.get(tensor)
+        return ("input", None) if path is None else ("parameter", path)

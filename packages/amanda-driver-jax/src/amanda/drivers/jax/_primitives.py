@@ -1,0 +1,210 @@
+"""Primitives of Amanda's.
+
+`straight` leads derivatives past a routine, `tap` shows cotangents, `call` calls Python.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import jax
+from amanda.backend import TensorMap
+from jax._src import callback, core, dtypes
+from jax._src.interpreters import ad, batching, mlir
+
+from ._traces import TAP, argument_of, note, primal
+
+if TYPE_CHECKING:
+    from ._autodiff import Made
+
+
+class Originals:
+    """Which symbol, or array, each one stands for that was made in its place, or that a part has given.
+
+    Of arrays the last few are kept, which ops are about to read: each of them takes memory.
+    """
+
+    def __init__(self) -> None:
+        self._known: TensorMap[Callable[[], Any]] = TensorMap()
+        self._last: deque[Any] = deque(maxlen=16)
+
+    def note(self, made: Any, value: Any) -> Any:
+        """Record that a value was made in the place of another; return it."""
+        own, other = primal(made), self.of(value)
+        if own is not other and isinstance(own, jax.Array) and isinstance(other, jax.Array):
+            if isinstance(other, core.Tracer):
+                self._known[own] = lambda: other
+            else:
+                self._last.append(other)
+                self._known[own] = weakref.ref(other)
+        return made
+
+    def note_all(self, made: Any, values: Sequence[Any]) -> None:
+        """Record that the leaves of a result were made in the place of others."""
+        leaves = jax.tree_util.tree_leaves(made)
+        if len(leaves) == len(values):
+            for one, value in zip(leaves, values, strict=True):
+                self.note(one, value)
+
+    def of(self, value: Any) -> Any:
+        """Return what a value stands for in the outermost function: itself where it stands for no other."""
+        value = argument_of(value)
+        known = self._known.get(value)
+        found = None if known is None else known()
+        return value if found is None else found
+
+    def clear(self) -> None:
+        """Drop every array."""
+        self._last.clear()
+
+
+ORIGINALS = Originals()
+straight_p = core.Primitive("amanda_straight")
+tap_p = core.Primitive("amanda_tap")
+call_p = core.Primitive("amanda_call")
+tap_p.multiple_results = call_p.multiple_results = True
+
+
+def straight(original: Any, value: Any) -> Any:
+    """Return `value`, whose derivatives are those of `original`."""
+    if not isinstance(original, core.Tracer):
+        return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
+    return ORIGINALS.note(straight_p.bind(original, value), original)
+
+
+def tied(value: Any, token: Any) -> Any:
+    """Return `value`, for which the callback that gives the token has to be called."""
+    if not isinstance(token, core.Tracer):
+        return value
+    return ORIGINALS.note(straight_p.bind(value, value, token), value)
+
+
+def tap(values: Sequence[Any], mark: "Made", side: str, carried: Sequence[Any] = ()) -> list[Any]:
+    """Return the values, whose cotangents are brought to `mark` when a backward pass comes through.
+
+    carried: symbols that the backward pass is given, in whichever program it is traced.
+    """
+    places = tuple(i for i, value in enumerate(values) if _has_tangent(value))
+    result = list(values)
+    if places:
+        note(TAP)
+        shown = [values[i] for i in places]
+        results = tap_p.bind(*carried, *shown, mark=mark, side=side, positions=places, mapped=0)
+        for place, value in zip(places, results, strict=True):
+            result[place] = ORIGINALS.note(value, values[place])
+    return result
+
+
+def call(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> list[Any]:
+    """Return what a function gives, of these shapes and dtypes, at each execution of the program.
+
+    It is called with arrays of NumPy, of which JAX's runtime knows nothing: `jax.io_callback` puts what it
+    gives on a device first, for which no thread may be left while a program runs.
+    """
+    avals = tuple(core.ShapedArray(one.shape, dtypes.canonicalize_dtype(one.dtype)) for one in results)
+    return list(call_p.bind(*arrays, function=function, avals=avals))
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+
+
+def _front(args: Any, dims: Any) -> list[Any]:
+    """Return arguments of which the first axis of each is mapped over."""
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
+    return [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
+
+
+def _straight_aval(original: Any, value: Any, *tokens: Any) -> Any:
+    if original.dtype != value.dtype:
+        return value
+    return original.update(weak_type=original.weak_type and value.weak_type)
+
+
+def _straight_batched(args: Any, dims: Any) -> Any:
+    return straight_p.bind(*_front(args, dims)), 0
+
+
+straight_p.def_impl(lambda original, value, *tokens: value)
+straight_p.def_abstract_eval(_straight_aval)
+ad.primitive_jvps[straight_p] = lambda primals, tangents: (straight_p.bind(*primals), tangents[0])
+batching.primitive_batchers[straight_p] = _straight_batched
+mlir.register_lowering(straight_p, lambda ctx, original, value, *tokens: [value])
+
+
+def _split(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Return what a tap carries, and the values that it shows."""
+    count = len(args) - len(positions)
+    return list(args[:count]), list(args[count:])
+
+
+def _tap(*args: Any, positions: Any, **params: Any) -> list[Any]:
+    return _split(args, positions)[1]
+
+
+def _tap_jvp(primals: Any, tangents: Any, *, positions: Any, **params: Any) -> Any:
+    (carried, values), (_, results) = _split(primals, positions), _split(tangents, positions)
+    wanted = [i for i, one in enumerate(results) if type(one) is not ad.Zero]
+    if wanted:
+        places = tuple(positions[i] for i in wanted)
+        shown = tap_p.bind(*carried, *(results[i] for i in wanted), positions=places, **params)
+        for i, one in zip(wanted, shown, strict=True):
+            results[i] = one
+    return values, results
+
+
+def _tap_transposed(
+    cotangents: Any, *args: Any, mark: "Made", side: str, positions: Any, mapped: int
+) -> list[Any]:
+    carried, _ = _split(args, positions)
+    if all(type(one) is ad.Zero for one in cotangents):
+        return [*(None for _ in carried), *cotangents]
+    if carried:
+        mark.handed = carried
+        return [*(None for _ in carried), *cotangents]
+    run: Callable[..., tuple[list[Any], list[Any]]] = partial(mark.transposed, side, positions)
+    for _ in range(mapped):
+        run = jax.vmap(run)
+    results, mark.handed = run([ad.instantiate_zeros(one) for one in cotangents], mark.handed)
+    return list(results)
+
+
+def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
+    shown = tap_p.bind(*_front(args, dims), mapped=mapped + 1, **params)
+    return shown, (0,) * len(shown)
+
+
+tap_p.def_impl(_tap)
+tap_p.def_abstract_eval(_tap)
+ad.primitive_jvps[tap_p] = _tap_jvp
+ad.primitive_transposes[tap_p] = partial(ad.linear_transpose2, _tap_transposed)
+batching.primitive_batchers[tap_p] = _tap_batched
+mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split(args, positions)[1])
+
+
+def _call_batched(args: Any, dims: Any, **params: Any) -> Any:
+    results = jax.lax.map(lambda row: call_p.bind(*row, **params), _front(args, dims))
+    return results, (0,) * len(results)
+
+
+def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any) -> Any:
+    results, _, _ = callback.emit_python_callback(
+        ctx, lambda *arrays: tuple(function(*map(np.asarray, arrays))), None, list(args), ctx.avals_in,
+        ctx.avals_out, has_side_effect=True, returns_token=False,
+        sharding=callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
+    )  # fmt: skip
+    return results
+
+
+def _call(*arrays: Any, function: Callable[..., Any], avals: Any) -> list[Any]:
+    return [jax.numpy.asarray(one) for one in function(*map(np.asarray, arrays))]
+
+
+call_p.def_impl(_call)
+call_p.def_effectful_abstract_eval(lambda *args, function, avals: (list(avals), {callback._IOEffect}))
+batching.primitive_batchers[call_p] = _call_batched
+mlir.register_lowering(call_p, _call_lowered)
