@@ -137,7 +137,9 @@ class BackwardStep:
         names = ", ".join(type(tool).__name__ for tool in tools)
         if not self._state.cache:
             what = f"the analysis of a backward op of {self._facts.op_type} without the cache"
-            reason = "its forward op ran with the cache, so what it read is gone: it does what was analysed before"
+            reason = (
+                "its forward op ran with the cache, so what it read is gone: it does what was analysed before"
+            )
         else:
             what = f"the first pass of {names} through a backward op of {self._facts.op_type}"
             reason = "it came after a pass that did not retain the graph, so what the op read is gone"

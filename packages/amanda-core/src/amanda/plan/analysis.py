@@ -54,7 +54,7 @@ class AnalysisPart(NamedTuple):
 
 
 class BackwardDraft(Draft[Actions]):
-    """The actions at a backward op that some tools analyse, with those of tools that have analysed it before."""
+    """Actions at a backward op that some tools analyse, and those of tools that have analysed it before."""
 
     __slots__ = ("_recorded", "_source")
     _keeping = interceptor.Lock()

@@ -89,7 +89,7 @@ class BackwardRecord:
     """Knowledge of the backward ops of a plan's op.
 
     actions: those of the plan's own layer, by the id of the backward op.
-    partial: what each analysis routine has recorded, of backward ops that some of its tools have not analysed.
+    partial: what each analysis routine has recorded, of backward ops that not all its tools have analysed.
     complete: needs of gradients for which every backward op has been analysed.
     quiet: needs of gradients for which no layer wants anything of them.
     steps: of all layers, in a driver's native form, by the driver's name for the place of a backward op.
