@@ -31,21 +31,21 @@ class PartialTests:
 
     @needs("backward")
     @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
-    @pytest.mark.parametrize(("forward", "backward"), SCOPES)
     def test_the_routines_of_the_tools_that_are_open_run_in_each_backward_pass(
-        self, sample: Sample, forward: str, backward: str, cache: bool
+        self, sample: Sample, cache: bool
     ) -> None:
-        log: list[str] = []
-        tools = {name: _passing(name, sample.relu_backward, log) for name in "tu"}
-        relu = sample.module(lambda x: sample.relu(x))
-        for opened in (backward, forward, backward):
-            with _scope(tools, forward, cache):
-                y = relu(sample.tensor([1.0], requires_grad=True))
-            with _scope(tools, opened, cache):
-                sample.backward(y)
-            run = [name for name in forward if name in tools and name in opened]
-            assert log == [*run, *(f"{name} after" for name in run)]
-            log.clear()
+        for forward, backward in SCOPES:
+            log: list[str] = []
+            tools = {name: _passing(name, sample.relu_backward, log) for name in "tu"}
+            relu = sample.module(lambda x: sample.relu(x))
+            for opened in (backward, forward, backward):
+                with _scope(tools, forward, cache):
+                    y = relu(sample.tensor([1.0], requires_grad=True))
+                with _scope(tools, opened, cache):
+                    sample.backward(y)
+                run = [name for name in forward if name in tools and name in opened]
+                assert log == [*run, *(f"{name} after" for name in run)], (forward, opened)
+                log.clear()
 
 
 def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:

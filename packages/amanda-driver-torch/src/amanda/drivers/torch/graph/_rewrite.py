@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +70,7 @@ class Rewriting:
         self._occurrences: Counter[int] = Counter()
         self._steps: dict[Node, list[Step]] = {}
         self._leaves: dict[int, BackwardSite] = {}
+        self._leaf_actions: dict[int, Sequence[Action]] = {}
         self._seen: set[int] = set()
         self._others = 0
         self._trials = Trials(self._routines, symbols, history)
@@ -87,6 +88,7 @@ class Rewriting:
                     self._reached = _reached(ran)
                     for one in reversed(ran.values()):
                         self._analyse_backward(one)
+                    self.program.leaves = list(self._watched_leaves(ran))
                 check_views(ran, self._steps)
                 changed = {one: steps for one, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
@@ -165,6 +167,20 @@ class Rewriting:
                     if plan:
                         self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
+    def _watched_leaves(
+        self, ran: Mapping[Node, Ran]
+    ) -> Iterator[tuple[int | torch.Tensor, str, Sequence[Any]]]:
+        """Yield the leaves that routines see the gradient of, as the program has them."""
+        for i, (node, one) in enumerate(ran.items()):  # the first are what the graph is given
+            actions = self._leaf_actions.get(id(one.value))
+            if actions is None:
+                continue
+            variable = self.symbols.variable(one.value)
+            name = (None if variable is None else self._path_of(variable)) or node.name
+            given = i if node.op == "placeholder" else variable
+            if given is not None:
+                yield given, name, [action.tool for action in actions]
+
     def _leaf_place(self, leaf: torch.Tensor) -> int:
         variable = self.symbols.variable(leaf)
         if variable is not None:
@@ -181,6 +197,8 @@ class Rewriting:
         facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
         facts.grad_outputs = entering
         plan = self._analysis.backward(facts, leaving)
+        if plan and kind is AccumulateGrad:
+            self._leaf_actions[id(node)] = plan.all
         if self._whole is not None:
             plan = self._whole.take(plan, facts, self._reached is None or id(node) in self._reached)
         return plan, facts
