@@ -16,7 +16,7 @@ from .._modules import Paths, part_of
 from ._gathering import can_wait
 from ._instrumented import BackwardSite, Inlet, Instrumented, Last, Leaf, Step
 from ._making import Making
-from ._memory import check_views, is_outside, seen_and_written
+from ._memory import check_views, is_outside, seen_and_written, unlike_eager
 from ._ops import TENSORS, Program
 from ._places import scope_of, source_of
 from ._record import NativeCall, Ran, run, uninstrumented
@@ -71,6 +71,7 @@ class Rewriting:
         self._steps: dict[Node, list[Step]] = {}
         self._leaves: dict[int, BackwardSite] = {}
         self._leaf_actions: dict[int, Sequence[Action]] = {}
+        self._sites: dict[int, tuple[OpFacts, bool]] = {}
         self._seen: set[int] = set()
         self._others = 0
         self._trials = Trials(self._routines, symbols, history)
@@ -89,6 +90,8 @@ class Rewriting:
                     for one in reversed(ran.values()):
                         self._analyse_backward(one)
                     self.program.leaves = list(self._watched_leaves(ran))
+                    for facts, reason in unlike_eager(ran, self._sites, self._whole is not None):
+                        self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
                 check_views(ran, self._steps)
                 changed = {one: steps for one, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
@@ -197,10 +200,13 @@ class Rewriting:
         facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
         facts.grad_outputs = entering
         plan = self._analysis.backward(facts, leaving)
-        if plan and kind is AccumulateGrad:
+        acts = bool(plan)
+        if acts and kind is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all
         if self._whole is not None:
             plan = self._whole.take(plan, facts, self._reached is None or id(node) in self._reached)
+        if acts:
+            self._sites[id(node)] = facts, bool(plan)
         return plan, facts
 
     def _made(self, ran: dict[Node, Ran], changed: dict[Node, list[Step]]) -> GraphModule:
