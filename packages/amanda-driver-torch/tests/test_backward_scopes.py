@@ -1,10 +1,12 @@
 """Backward passes in scopes with some of the tools of the forward pass."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from leaves import leaf
 from torch import Tensor
 
@@ -259,3 +261,66 @@ def test_disabled_tools_are_not_called_and_are_analysed_later(
         assert log == []
         y.backward()
     assert log == ["analysis t", "t", "t after"]
+
+
+class Executed(amanda.Tool):
+    """Counts executions of ops and of backward ops."""
+
+    def __init__(self) -> None:
+        self.runs: Counter[str] = Counter()
+        self.add_inst_for_op(
+            lambda context: context.insert_before_op(self._count(context.get_op()), inputs=[])
+        )
+        self.add_inst_for_op(
+            lambda context: context.insert_before_backward_op(
+                self._count(context.get_backward_op()), grad_outputs=[]
+            ),
+            backward=True,
+        )
+
+    def _count(self, op: Any) -> Callable[[], None]:
+        return lambda: self.runs.update([op.__name__])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_recomputed_in_the_scope_of_the_backward_pass_if_its_own_has_closed(
+    reentrant: bool,
+) -> None:
+    x, module = leaf(1, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+
+    def forward() -> Tensor:
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum()
+
+    together, apart, other = Executed(), Executed(), Executed()
+    for _ in range(2):
+        with amanda.apply(together):
+            forward().backward()
+        with amanda.apply(other, apart):
+            y = forward()
+        with amanda.apply(apart):
+            y.backward()
+        with amanda.apply(other), amanda.apply(together):
+            y = forward()
+        with amanda.apply(other), amanda.apply(together):
+            y.backward()
+    assert apart.runs == Counter({name: count // 2 for name, count in together.runs.items()})
+    assert apart.runs["TanhBackward0"] == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_recomputed_with_the_values_of_its_tools_in_another_scope(reentrant: bool) -> None:
+    double = amanda.Tool()
+    double.add_inst_for_op(
+        lambda context: (
+            context.insert_before_op(amanda.differentiable(lambda value: value * 2))
+            if context.get_op_type() == "tanh"
+            else None
+        )
+    )
+    x, module = leaf(2), torch.nn.Tanh()
+    with amanda.apply(double):
+        y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum()
+    with amanda.apply(double):
+        y.backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, 2 * (1 - (2 * x.detach()).tanh() ** 2), atol=1e-6)

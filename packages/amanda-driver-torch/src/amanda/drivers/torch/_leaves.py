@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
 def note(values: Iterable[Any], start: int, leaves: Sequence[Leaf]) -> None:
     """Note the leaves of a compiled graph at the nodes of autograd, numbered from `start`, that it made."""
     for value in values:
-        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
         if node is not None and node._sequence_nr() >= start:
             node.metadata.setdefault(_NOTES, []).append(leaves)
 
@@ -39,7 +39,7 @@ def tell(state: State, outputs: Sequence[Any], accumulates: bool) -> None:
         return
     leaves: dict[int, Leaf] = {}
     edges: Counter[Any] = Counter()
-    waiting = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
+    waiting: list[Any] = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
     met = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -367,7 +367,8 @@ def _compiled(program: Program, compiled: Callable[..., Any], whole: Whole | Non
                 outputs = compiled(*args)
         if program.leaves and torch.is_grad_enabled():
             leaves = [
-                Leaf(args[one] if isinstance(one, int) else one, *rest) for one, *rest in program.leaves
+                Leaf(args[one] if isinstance(one, int) else one, name, tools)
+                for one, name, tools in program.leaves
             ]
             note(tree_flatten((outputs, args))[0], start, leaves)
         return outputs
