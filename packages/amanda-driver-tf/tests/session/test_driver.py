@@ -312,6 +312,7 @@ class TestGraphDriver(DriverTests):
         "test_models_are_copied_and_pickled_in_a_scope": never("the session holds a model's variables"),
         "test_backward_routines_run_only_in_a_scope_with_their_tool": WHOLE,
         "test_of_several_tools_those_run_whose_scope_is_open_at_the_backward_pass": WHOLE,
+        "test_the_routines_of_the_tools_that_are_open_run_in_each_backward_pass": WHOLE,
         "test_a_tool_that_decides_by_shape_is_asked_for_each": SYMBOLS,
         "test_a_plan_dies_with_its_model": GRAPH,
         "test_a_plan_dies_with_its_parameter": GRAPH,

@@ -9,8 +9,8 @@ from amanda import interceptor
 from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
 from amanda.plan.action import Action, InstrumentationPoint, in_turn
-from amanda.plan.analysis import Draft
-from amanda.plan.context import OpContext
+from amanda.plan.analysis import BackwardDraft, Draft
+from amanda.plan.order import depends
 from amanda.plan.plan import Actions, Plan, only_replacement
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.scope.state import State
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from amanda.eager.trace import Trace
     from amanda.plan.facts import OpFacts
     from amanda.plan.layer import Layer
+    from amanda.plan.tools import AnyTool
 
 
 def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
@@ -107,35 +108,42 @@ class BackwardStep:
         self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
-        self._fresh: list[tuple[Plan, Draft[Actions]]] = []
+        self._fresh: list[tuple[Plan, BackwardDraft]] = []
         self._known: list[Actions] = []
-        self._missing: list[Plan] = []
-        self._complete = True  # no layer has routines for it whose scope is closed
+        self._missing: list[tuple[int, Plan, Sequence[AnyTool]]] = []  # each with its place among the known
         for plan in trace.plan.watching:
             known = plan.backward.actions.get(self.id)
-            if known is not None and not self._is_analysed_anew(plan.layer):
-                self._known.append(known)
-            elif trace.gradients in plan.backward.complete:
+            opened = self._opened(plan.layer)
+            missing = plan.unanalysed(self.id, opened) if state.cache else opened
+            if known is None and missing and trace.gradients in plan.backward.complete:
                 self._reopen(plan)
-            elif not trace.facts.dropped:
-                trace.pending.add(self.id)
-                if plan.layer is state.layer or all(map(state.is_open, plan.layer.tools)):
-                    self._missing.append(plan)
-                else:
-                    self._complete = False
+            elif trace.facts.dropped:
+                if known is not None and missing:
+                    self._report_dropped(missing)
+            else:
+                if not plan.is_known(self.id):
+                    trace.pending.add(self.id)
+                if missing:
+                    self._missing.append((len(self._known), plan, missing))
+            self._known.append(known or Actions())
 
-    def _is_analysed_anew(self, layer: Layer) -> bool:
-        """Return True without the cache, unless the forward pass ran with it: its values are gone."""
-        if self._state.cache or not all(map(self._state.is_open, layer.tools)):
-            return False
-        if not self._trace.facts.dropped:  # type: ignore[union-attr]
-            return True
-        self._state.report(
-            f"the analysis of a backward op of {self._facts.op_type} without the cache",
-            "its forward op ran with the cache, so what it read is gone: it does what was analysed before",
-            self._facts.source,
-        )
-        return False
+    def _opened(self, layer: Layer) -> Sequence[AnyTool]:
+        """Return the tools with backward routines that are open, and those that they depend on."""
+        tools, state = layer.backward_tools, self._state
+        opened = [tool for tool in tools if layer is state.layer or state.is_open(tool)]
+        return tools if len(opened) == len(tools) else _with_dependencies(opened, tools)
+
+    def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
+        names = ", ".join(type(tool).__name__ for tool in tools)
+        if not self._state.cache:
+            what = f"the analysis of a backward op of {self._facts.op_type} without the cache"
+            reason = (
+                "its forward op ran with the cache, so what it read is gone: it does what was analysed before"
+            )
+        else:
+            what = f"the first pass of {names} through a backward op of {self._facts.op_type}"
+            reason = "it came after a pass that did not retain the graph, so what the op read is gone"
+        self._state.report(what, reason, self._facts.source)
 
     def _reopen(self, plan: Plan) -> None:
         """Note that the op made another backward op than those that were analysed, as for other shapes."""
@@ -163,16 +171,15 @@ class BackwardStep:
     @property
     def wanted(self) -> bool:
         """Return True if there is anything to do: hooks go nowhere else."""
-        return bool(self._missing or any(self._open(actions) for actions in self._known))
-
-    def _open(self, actions: Actions) -> list[Action]:
-        return [action for action in actions.all if self._state.is_open(action.tool)]
+        known = (action for actions in self._known for action in actions.all)
+        return bool(self._missing or any(self._state.is_open(action.tool) for action in known))
 
     def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Return the gradients that shall enter the op instead of these."""
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
-        self._known += [self._analysed(plan) for plan in self._missing]  # no map, which ends on StopIteration
+        for i, plan, tools in self._missing:
+            self._known[i] = self._analysed(plan, tools)
         self._missing = []  # another pass through the op, within this one, analyses nothing anew
         for action in in_turn((one for actions in self._known for one in actions.before), False):
             grads = self._run(action, grads)
@@ -180,21 +187,25 @@ class BackwardStep:
         self._facts.grad_outputs = None
         return grads
 
-    def _analysed(self, plan: Plan) -> Actions:
+    def _analysed(self, plan: Plan, missing: Sequence[AnyTool]) -> Actions:
         """Return what a layer's plan has for this op by now, or all that is recorded before the op runs."""
+        tools = _with_dependencies(missing, plan.layer.backward_tools)
 
-        known = plan.backward.actions
+        def known() -> Actions | None:
+            return None if plan.unanalysed(self.id, missing) else plan.backward.actions[self.id]
 
-        def begin() -> Draft[Actions]:
-            return Draft(Actions(), OpContext(self._facts, plan.layer.analyse, plan.context))
+        def begin() -> BackwardDraft:
+            return BackwardDraft(self._facts, plan, tools, not self._state.cache)
 
         draft: Draft[Actions] | Actions
         if self._state.cache:
-            draft = plan.layer.drafts.share((plan, self.id), lambda: known.get(self.id), begin)
+            numbers = [tool._amanda.number for tool in tools]
+            draft = plan.layer.drafts.share((plan, self.id, *numbers), known, begin)
         else:
             draft = begin()
         if isinstance(draft, Actions):
             return draft
+        assert isinstance(draft, BackwardDraft)
         draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)
         self._fresh.append((plan, draft))
         return draft.plan
@@ -208,14 +219,14 @@ class BackwardStep:
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
         for plan, draft in self._fresh:
             draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
-            plan.backward.actions[self.id] = draft.plan
+            draft.keep()
             if self._state.cache and self._trace.op_id not in plan.layer.plans:  # its model died meanwhile
                 plan.layer.bury(self._trace.op_id)
         self._fresh = []
         for action in in_turn((one for actions in self._known for one in actions.after), True):
             grads = self._run(action, grads)
         self._facts.drop_values()
-        if self._complete:
+        if all(plan.is_known(self.id) for plan in self._trace.plan.watching):
             self._trace.pending.discard(self.id)
         return grads
 
@@ -249,3 +260,8 @@ class BackwardStep:
             f"which {len(wanted)} are wanted (positions {wanted})"
         )
         raise self._facts.explain(error, action)
+
+
+def _with_dependencies(chosen: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
+    """Return those of `tools` that are chosen, or that a chosen one depends on."""
+    return [tool for tool in tools if any(tool is one or depends(one, tool) for one in chosen)]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 from amanda import interceptor
-from amanda.plan.action import InstrumentationPoint
+from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
-from amanda.plan.plan import Actions, Plan
+from amanda.plan.plan import Actions, Plan, Recorded
 
 if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
     from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tools import AnyTool
 
 P = TypeVar("P", bound="Actions | Plan")
 
@@ -35,11 +37,60 @@ class Draft(Generic[P]):
         with self._lock:
             if point not in self._done:
                 self.context._facts = facts
-                recorded = self.context.trigger_callback(point)
-                if recorded:
-                    own = self.plan.own if isinstance(self.plan, Plan) else self.plan
-                    own.add(recorded)
+                self._add(self.context.trigger_callback(point))
                 self._done.add(point)
+
+    def _add(self, recorded: Sequence[Action]) -> None:
+        if recorded:
+            own = self.plan.own if isinstance(self.plan, Plan) else self.plan
+            own.add(recorded)
+
+
+class AnalysisPart(NamedTuple):
+    """Some tools of a layer, and what their analysis routines have recorded."""
+
+    tools: Sequence[AnyTool]
+    recorded: Recorded
+
+
+class BackwardDraft(Draft[Actions]):
+    """Actions at a backward op that some tools analyse, and those of tools that have analysed it before."""
+
+    __slots__ = ("_recorded", "_source")
+    _keeping = interceptor.Lock()
+
+    def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], anew: bool) -> None:
+        """source: the plan of the layer.  anew: whether no earlier analysis counts."""
+        layer, earlier = source.layer, source.backward.partial.get(facts.backward_op_id or 0, {})
+        self._source = source
+        self._recorded: Recorded = {
+            (point, i): actions
+            for (point, i), actions in ({} if anew else earlier.copy()).items()
+            if not any(layer.routines[point][i].tool is one for one in tools)
+        }
+        analyse = partial(layer.analyse, part=AnalysisPart(tools, self._recorded))
+        super().__init__(Actions(), OpContext(facts, analyse, source.context))
+        self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
+
+    def _add(self, recorded: Sequence[Action]) -> None:
+        whole = Actions.of(self._recorded)
+        self.plan.before, self.plan.replace, self.plan.after = whole.before, whole.replace, whole.after
+
+    def keep(self) -> None:
+        """Keep the actions for later passes, with those that other threads have kept meanwhile."""
+        id, record, layer = self.context.get_backward_op_id(), self._source.backward, self._source.layer
+        assert id is not None
+        count = sum(len(layer.routines[point]) for point in layer.routines if point.is_backward)
+        with self._keeping:
+            kept = self._recorded
+            if len(kept) < count:
+                if id in record.actions and id not in record.partial:
+                    return  # another thread, or pass, had all tools
+                kept = record.partial.setdefault(id, {})
+                kept.update(self._recorded)
+            record.actions[id] = Actions.of(kept)
+            if len(kept) == count:
+                record.partial.pop(id, None)
 
 
 class Drafts:

@@ -288,7 +288,11 @@ class OpContext(dict[str, Any]):
         """Run the analysis routines of a point; the actions that they recorded."""
         first = len(self._actions)
         self._point = i_point
-        self._analyse(self, i_point)
+        try:
+            self._analyse(self, i_point)
+        except BaseException:
+            del self._actions[first:]  # another thread may make the analysis again
+            raise
         self._point = self._tool = None
         return tuple(self._actions[first:])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.plan.action import InstrumentationPoint
-from amanda.plan.analysis import Drafts
+from amanda.plan.analysis import AnalysisPart, Drafts
 from amanda.plan.hooks import hooks
 from amanda.plan.lifetime import mortality
 from amanda.plan.notes import add_note, describe
@@ -32,6 +32,7 @@ class Layer:
     sized: ids of the ops where they have.
     writers: ids of the ops that write into tensors that they are given.
     intercepts: whether any tool asks for that.
+    backward_tools: those that have routines for backward ops.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     drafts: the plans that threads make at this moment.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
@@ -51,7 +52,9 @@ class Layer:
         self.sized: set[int] = set()
         self.by_callables = any(callable(one.guard) for one in self.guards)
         self.intercepts = any(tool.intercepts for tool in applied)
-        self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
+        backward = [one.tool for point in self.routines if point.is_backward for one in self.routines[point]]
+        self.backward_tools = tuple(tool for tool in self.tools if any(tool is one for one in backward))
+        self.wants_backward = bool(self.backward_tools)
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.drafts = Drafts()
@@ -60,10 +63,18 @@ class Layer:
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         mortality.layers.add(self)
 
-    def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
-        """Run this layer's analysis routines of a point on a context."""
-        for routine in self.routines[point]:
-            tool = context._tool = routine.tool
+    def analyse(
+        self, context: OpContext, point: InstrumentationPoint, part: AnalysisPart | None = None
+    ) -> None:
+        """Run this layer's analysis routines of a point on a context.
+
+        part: the tools whose routines run, and what keeps their actions apart; None for all tools.
+        """
+        for i, routine in enumerate(self.routines[point]):
+            tool = routine.tool
+            if part is not None and not any(tool is one for one in part.tools):
+                continue
+            context._tool, first = tool, len(context._actions)
             registry = tool._amanda
             try:
                 with registry.lock:
@@ -75,6 +86,8 @@ class Layer:
             except BaseException as error:
                 add_note(error, describe(context._facts, tool, point.value))
                 raise
+            if part is not None:
+                part.recorded[point, i] = tuple(context._actions[first:])
         hooks.tell("amanda_op_analysed", context=context)
 
     def is_sized(self, op_id: int | None) -> bool:

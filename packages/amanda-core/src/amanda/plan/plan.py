@@ -6,12 +6,17 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ReplaceConflictError
-from amanda.plan.action import Action, in_turn
+from amanda.plan.action import Action, InstrumentationPoint, in_turn
 from amanda.plan.runs import Runs
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
     from amanda.plan.layer import Layer
+    from amanda.plan.tools import AnyTool
+
+
+Recorded = dict[tuple[InstrumentationPoint, int], tuple[Action, ...]]
+"""Actions by the analysis routine that recorded them: its point, and its place in the layer's order there."""
 
 
 class Actions:
@@ -33,6 +38,14 @@ class Actions:
                 self.after = (*self.after, action)
             else:
                 self.before = (*self.before, action)
+
+    @classmethod
+    def of(cls, recorded: Recorded) -> Actions:
+        """Return the actions that analysis routines recorded, in the order of the routines."""
+        whole = cls()
+        for key in sorted(recorded, key=lambda key: (key[0].is_after, key[1])):
+            whole.add(recorded[key])
+        return whole
 
     @classmethod
     def merged(cls, several: Sequence[Actions]) -> Actions:
@@ -76,15 +89,17 @@ class BackwardRecord:
     """Knowledge of the backward ops of a plan's op.
 
     actions: those of the plan's own layer, by the id of the backward op.
+    partial: what each analysis routine has recorded, of backward ops that not all its tools have analysed.
     complete: needs of gradients for which every backward op has been analysed.
     quiet: needs of gradients for which no layer wants anything of them.
     steps: of all layers, in a driver's native form, by the driver's name for the place of a backward op.
     """
 
-    __slots__ = ("actions", "complete", "quiet", "steps")
+    __slots__ = ("actions", "complete", "partial", "quiet", "steps")
 
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
+        self.partial: dict[int, Recorded] = {}
         self.reopen()
 
     def reopen(self) -> None:
@@ -164,6 +179,18 @@ class Plan(Actions):
         """Return True if a routine at a backward op that is known takes shapes."""
         known = [one for plan in self.watching for one in plan.backward.actions.values()]
         return any(action.takes_shapes for actions in known for action in actions.all)
+
+    def unanalysed(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
+        """Return those of some tools of the plan's layer that have not analysed a backward op."""
+        recorded = self.backward.partial.get(backward_id)
+        if recorded is None:
+            return () if backward_id in self.backward.actions else tools
+        done = [self.layer.routines[point][i].tool for point, i in list(recorded)]
+        return [tool for tool in tools if not any(tool is one for one in done)]
+
+    def is_known(self, backward_id: int) -> bool:
+        """Return True if all tools of the plan's layer have analysed a backward op."""
+        return backward_id in self.backward.actions and backward_id not in self.backward.partial
 
     def is_complete(self, gradients: Hashable) -> bool:
         """Return True if every backward op of executions with this need of gradients has been analysed."""

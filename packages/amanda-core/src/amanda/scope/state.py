@@ -105,15 +105,17 @@ def replayed(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function whose ops have the ids, and the tools, of the place where `replayed` is called.
 
     For what a framework runs again elsewhere, such as a checkpoint in the backward pass, on any thread.
+    If a scope of that place has closed meanwhile, the tools are those of the place where the function runs.
     Where no scope is in force it is the function itself.
     """
     activation = interceptor.active()
     if activation is None:
         return function
-    snapshot = interceptor.snapshot()
+    snapshot, scopes = interceptor.snapshot(), activation.state.scopes
 
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        with in_force(activation):
+        here = interceptor.active() if any(scope.closed for scope in scopes) else None
+        with in_force(here or activation):
             result: T = snapshot.replay(function, *args, **kwargs)
             return result
 

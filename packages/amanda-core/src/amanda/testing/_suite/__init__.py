@@ -21,6 +21,7 @@ from amanda.testing._suite._identity import IdentityTests
 from amanda.testing._suite._inputs import InputTests
 from amanda.testing._suite._isolation import IsolationTests
 from amanda.testing._suite._order import OrderTests
+from amanda.testing._suite._partial import PartialTests
 from amanda.testing._suite._routines import RoutineTests
 from amanda.testing._suite._scopes import ScopeTests
 from amanda.testing._suite._threads import ThreadTests
@@ -36,6 +37,7 @@ class DriverTests(
     RoutineTests,
     OrderTests,
     ScopeTests,
+    PartialTests,
     ThreadTests,
     TransparencyTests,
     FailureTests,

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from ._graphs import relieve
 from ._hooks import Hooks, place_hooks_quickly, remove_all
+from ._leaves import tell
 from ._overrides import Unseen
 from ._saved import end_traceback_in_torch
 
@@ -94,6 +95,8 @@ class Autograd(EagerDriver):
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
+            if activation is not None:
+                tell(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
             if activation is not None and create_graph:
                 _expect_second_order(activation.state)
             if activation is None or not Mark.alive():

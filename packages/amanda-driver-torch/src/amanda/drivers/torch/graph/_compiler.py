@@ -21,8 +21,10 @@ from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalStateSource
+from torch.utils._pytree import tree_flatten
 
 from .._asked import asks_for_graphs
+from .._leaves import Leaf, note
 from .._modules import Paths, module_path, plain_module_calls
 from .._surroundings import Surroundings
 from ._frames import ONCE, left_to_python
@@ -31,7 +33,7 @@ from ._instrumented import Inlet
 from ._memory import SharedMemory
 from ._ops import Program
 from ._reads import TorchReads
-from ._record import uninstrumented
+from ._record import sequence, uninstrumented
 from ._rewrite import Rewriting
 from ._symbols import Symbols
 from ._whole import Whole
@@ -357,9 +359,18 @@ def _compiled(program: Program, compiled: Callable[..., Any], whole: Whole | Non
             return compiled(*args)
         for entry in program.reports:
             state.report(*entry)
+        start = sequence()
         if whole:
-            return whole.run(compiled, args)
-        with interceptor.Suspension():
-            return compiled(*args)
+            outputs = whole.run(compiled, args)
+        else:
+            with interceptor.Suspension():
+                outputs = compiled(*args)
+        if program.leaves and torch.is_grad_enabled():
+            leaves = [
+                Leaf(args[one] if isinstance(one, int) else one, name, tools)
+                for one, name, tools in program.leaves
+            ]
+            note(tree_flatten((outputs, args))[0], start, leaves)
+        return outputs
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from ._ops import TENSORS
 
 if TYPE_CHECKING:
-    from amanda.backend import Action
+    from amanda.backend import Action, OpFacts
     from torch.fx import Node
 
     from ._instrumented import Step
@@ -66,6 +67,48 @@ def seen_and_written(
                     values = [one for i, one in enumerate(values) if i in action.select]
                 if not written.isdisjoint(_memories(values)):
                     yield step.facts.op_id, action
+
+
+def unlike_eager(
+    ran: Mapping[Node, Ran], sites: Mapping[int, tuple[OpFacts, bool]], by_autograd: bool
+) -> Iterator[tuple[OpFacts, str]]:
+    """Yield backward ops of views that do not run as in eager mode, and why.
+
+    sites: backward ops with routines by the id of autograd's node; whether the graph calls one of these.
+    by_autograd: whether AOTAutograd compiles the graph.
+    """
+    for made in _views_made_outside(ran) if by_autograd and sites else ():
+        facts, calls = sites.get(id(made), (None, False))
+        if facts is not None and calls:
+            yield facts, "AOTAutograd makes the view outside of the graph: its routines are not called"
+    order = {node: i for i, node in enumerate(ran)}
+    for written, at, _ in _writes(ran) if sites else ():
+        facts, _ = sites.get(id(written.grad_fn), (None, False))
+        if facts is not None and written._base is not None:
+            readers = [user for node, one in ran.items() if one.value is written for user in node.users]
+            if any(order.get(user, len(order)) > order[at] for user in readers):
+                yield (
+                    facts,
+                    "a view is written and read: eager mode may have another backward op in its place",
+                )
+
+
+def _views_made_outside(ran: Mapping[Node, Ran]) -> Iterator[Any]:
+    """Yield autograd's nodes of views that a graph gives beside another value in their memory."""
+    outside = [(node, one.value) for node, one in ran.items() if is_outside(node)]
+    count = Counter(memory for _, value in outside for memory in set(_memories(value)))
+    for node, value in outside:
+        given = (
+            value
+            if isinstance(value, torch.Tensor) and any(one.op == "output" for one in node.users)
+            else None
+        )
+        if given is None or given._base is None or not any(count[memory] > 1 for memory in _memories(given)):
+            continue
+        made, base = given.grad_fn, given._base.grad_fn
+        while made is not None and made is not base:
+            yield made
+            made = made.next_functions[0][0] if made.next_functions else None
 
 
 def _changed_views(

@@ -64,6 +64,8 @@ class Program:
     gathering: whether a compiler traces the graph to its end, so that observers may wait for that.
     in_turn: ids of tools that insert other routines than observers, and so see ops in order.
     at_once: ids of ops, and observers there, that see memory into which the graph writes.
+    leaves: those with routines at their AccumulateGrad, each a position among what the graph is given, or a
+    parameter that it holds; with a name, and the tools.
     """
 
     _numbers = count(1)
@@ -82,6 +84,7 @@ class Program:
         self.gathering = False
         self.in_turn: set[int] = set()
         self.at_once: set[tuple[int, Action]] = set()
+        self.leaves: list[tuple[int | torch.Tensor, str, Sequence[Any]]] = []
         self.living[self.number] = self
 
     def slot(self, key: Hashable, make: Callable[[], Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from .._modules import Paths, part_of
 from ._gathering import can_wait
 from ._instrumented import BackwardSite, Inlet, Instrumented, Last, Leaf, Step
 from ._making import Making
-from ._memory import check_views, is_outside, seen_and_written
+from ._memory import check_views, is_outside, seen_and_written, unlike_eager
 from ._ops import TENSORS, Program
 from ._places import scope_of, source_of
 from ._record import NativeCall, Ran, run, uninstrumented
@@ -70,6 +70,8 @@ class Rewriting:
         self._occurrences: Counter[int] = Counter()
         self._steps: dict[Node, list[Step]] = {}
         self._leaves: dict[int, BackwardSite] = {}
+        self._leaf_actions: dict[int, Sequence[Action]] = {}
+        self._sites: dict[int, tuple[OpFacts, bool]] = {}
         self._seen: set[int] = set()
         self._others = 0
         self._trials = Trials(self._routines, symbols, history)
@@ -87,6 +89,9 @@ class Rewriting:
                     self._reached = _reached(ran)
                     for one in reversed(ran.values()):
                         self._analyse_backward(one)
+                    self.program.leaves = list(self._watched_leaves(ran))
+                    for facts, reason in unlike_eager(ran, self._sites, self._whole is not None):
+                        self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
                 check_views(ran, self._steps)
                 changed = {one: steps for one, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
@@ -165,6 +170,20 @@ class Rewriting:
                     if plan:
                         self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
+    def _watched_leaves(
+        self, ran: Mapping[Node, Ran]
+    ) -> Iterator[tuple[int | torch.Tensor, str, Sequence[Any]]]:
+        """Yield the leaves that routines see the gradient of, as the program has them."""
+        for i, (node, one) in enumerate(ran.items()):  # the first are what the graph is given
+            actions = self._leaf_actions.get(id(one.value))
+            if actions is None:
+                continue
+            variable = self.symbols.variable(one.value)
+            name = (None if variable is None else self._path_of(variable)) or node.name
+            given = i if node.op == "placeholder" else variable
+            if given is not None:
+                yield given, name, [action.tool for action in actions]
+
     def _leaf_place(self, leaf: torch.Tensor) -> int:
         variable = self.symbols.variable(leaf)
         if variable is not None:
@@ -181,8 +200,13 @@ class Rewriting:
         facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
         facts.grad_outputs = entering
         plan = self._analysis.backward(facts, leaving)
+        acts = bool(plan)
+        if acts and kind is AccumulateGrad:
+            self._leaf_actions[id(node)] = plan.all
         if self._whole is not None:
             plan = self._whole.take(plan, facts, self._reached is None or id(node) in self._reached)
+        if acts:
+            self._sites[id(node)] = facts, bool(plan)
         return plan, facts
 
     def _made(self, ran: dict[Node, Ran], changed: dict[Node, list[Step]]) -> GraphModule:
