@@ -123,6 +123,40 @@ def test_nothing_is_found_in_unchanged_pairs(name: str, transformers: Any) -> No
     assert result.first is None, result.sentence
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")  # of the exporter
+def test_planted_differences_from_an_exported_model_are_named(transformers: Any) -> None:
+    """The session of ONNX Runtime is of the unchanged model: two changes of each, and none."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    named, wrong = 0, []
+    for seed, name in enumerate(MODELS):
+        model, given = made(name, transformers)
+        if given.dtype == torch.int64 or name == "vit":
+            model.config.return_dict, model.config.use_cache = False, False
+        with torch.no_grad():
+            exported = torch.onnx.export(model, (given,), dynamo=True, verbose=False)
+        session = onnxruntime.InferenceSession(exported.model_proto.SerializeToString())
+        feed = {session.get_inputs()[0].name: given.numpy()}
+
+        def against(one: nn.Module, given: Any = given, session: Any = session, feed: Any = feed) -> Any:
+            with torch.no_grad():
+                return diff(lambda: one(given), lambda: session.run(None, feed), control="float64")
+
+        unchanged = against(model)
+        assert not unchanged, unchanged.sentence
+        for chance in (random.Random(seed), random.Random(seed + len(MODELS))):
+            other = copy.deepcopy(model)
+            chosen = chance.choice(leaves(other))
+            change(other.get_submodule(chosen), chance)
+            first = against(other).first
+            if first is not None and first.module == chosen:
+                named += 1
+            else:
+                wrong.append((name, chosen, str(first)))
+        print(name, named, wrong, flush=True)
+    assert named >= 19, wrong
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_training_forward_agrees_with_generation_from_a_cache(transformers: Any, name: str) -> None:
     torch.manual_seed(0)

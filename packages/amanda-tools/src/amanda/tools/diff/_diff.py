@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import dotted, same_modules, within
+from amanda.tools.diff._align import alone, dotted, same_modules, within
 from amanda.tools.diff._bundle import write_bundle
 from amanda.tools.diff._comparing import Comparing, Expected
 from amanda.tools.diff._programs import MAX_BYTES
@@ -18,6 +18,8 @@ from amanda.tools.diff._run import Compiled, Run, Source
 from amanda.tools.diff._runs import Control, Runs
 
 By = Literal["op", "module"]
+_SHOWN = 4
+"""Modules that are told by name."""
 
 
 def diff(
@@ -48,8 +50,8 @@ def diff(
     and a source is such a run.  Ten times that agrees.
 
     by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
-    modules by what they give, and by the gradients of their weights; without a mapping those with weights
-    of the same sizes, in order.  None is "module" for different frameworks, or TensorFlow's eager mode and
+    modules by what they give, and by the gradients of their weights; without a mapping those of the same
+    names, or, where less than half of the names are shared, those with weights of the same sizes, in order.  None is "module" for different frameworks, or TensorFlow's eager mode and
     its graphs, and else "op"; the result says so.
 
     compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the
@@ -110,7 +112,12 @@ def _compared(run: Run, other: Run, asked: _Asked) -> tuple[DiffResult, Comparin
             'by="op" compares ops'
         )
     names = same_modules(run, other) if mapping is None else mapping
+    if mapping is None:
+        told += _told_of_modules(run, other, names)
     compared = comparing.in_order(comparing.modules(names))
+    if comparing.shaped:
+        told.append(f"Modules whose axes do not match, and were not compared: {_listed(comparing.shaped)}")
+    told += _told_of_pieces(comparing)
     return DiffResult(run.name, other.name, compared, modules=list(names), told=told), comparing
 
 
@@ -129,6 +136,21 @@ def _told_of_compiled(run: Run, other: Run) -> list[str]:
     if told:
         told.append('compiled="instrument" (--compiled instrument) runs compiled code')
     return told
+
+
+def _told_of_modules(run: Run, other: Run, names: Mapping[str, str]) -> list[str]:
+    """Return a sentence on modules of each run that have no counterpart."""
+    told = []
+    for label, one, paired in (("a", run, names), ("b", other, names.values())):
+        if left := alone(one, paired):
+            told.append(f"Modules of {label} that were not compared: {_listed(left)}")
+    return told
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are besides."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _told_of_pieces(comparing: Comparing) -> list[str]:
