@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from typing import get_args
@@ -86,14 +86,7 @@ class Comparing:
                 calls = [[[*chain(*one)]] for one in calls]
             for both in zip(*calls, strict=True):
                 yield from self._module_outputs(name, both)
-            gradients = [
-                [
-                    [entry for entry in run.by_op[i] if entry.role == "weight gradient" and entry.position == at]
-                    for i in run.indices("backward") if one(run.ops[i].module)
-                    for at in sorted({e.position for e in run.by_op[i] if e.role == "weight gradient"})
-                ]
-                for run, one in zip(self._runs, inside, strict=True)
-            ]  # fmt: skip
+            gradients = [_weight_gradients(run, one) for run, one in zip(self._runs, inside, strict=True)]
             for ones, others in zip(*gradients, strict=False):
                 for pair in self._paired(ones, others):
                     yield pair, self._comparison(pair, *self._judged(pair))
@@ -257,3 +250,13 @@ class Comparing:
 
 def _is_as_large(pair: Pair) -> bool:
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
+
+
+def _weight_gradients(run: Run, inside: Callable[[str], bool]) -> list[list[Entry]]:
+    """Return the gradients of weights of the ops in a module: for each tensor those of all executions."""
+    found: dict[tuple[int, int], list[Entry]] = {}
+    for index in run.indices("backward"):
+        for entry in run.by_op[index] if inside(run.ops[index].module) else ():
+            if entry.role == "weight gradient":
+                found.setdefault((index, entry.position), []).append(entry)
+    return list(found.values())

@@ -51,7 +51,8 @@ def diff(
 
     by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
     modules by what they give, and by the gradients of their weights; without a mapping those of the same
-    names, or, where less than half of the names are shared, those with weights of the same sizes, in order.  None is "module" for different frameworks, or TensorFlow's eager mode and
+    names, or, where less than half of the names are shared, those with weights of the same sizes, in order;
+    the result lists the others.  None is "module" for different frameworks, or TensorFlow's eager mode and
     its graphs, and else "op"; the result says so.
 
     compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the

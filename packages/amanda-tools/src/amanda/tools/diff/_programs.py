@@ -109,7 +109,6 @@ class Command:
         told = [] if found == folder else ["Of several ranks, rank 0 alone was compared"]
         return replace(run, name=self.line, told=told)
 
-
     def _check_interpreter(self) -> None:
         """Raise AmandaError if Amanda cannot be imported where the program ran."""
         if self.python == sys.executable:
