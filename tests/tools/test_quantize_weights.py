@@ -359,7 +359,7 @@ def test_a_weight_that_was_not_calibrated_is_an_error_that_says_where() -> None:
         with pytest.raises(QuantizeError, match=f"{type(tool).__name__} is for PyTorch"), amanda.apply(tool):
             tf.matmul(tf.ones((1, 4)), matrix)
     model = nn.Linear(4, 4)
-    with pytest.raises(QuantizeError, match="NaN or Inf in weight, or in what its linear"):
+    with pytest.raises(QuantizeError, match="NaN or Inf in what the linear of weight is given"):
         met_with(AWQTool(4, None), model, torch.tensor([[torch.inf] * 4]))
 
 

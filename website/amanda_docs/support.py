@@ -39,9 +39,9 @@ MINORS = {
 }
 HEAD = """# Versions that work
 
-What the metadata of the distributions allows, and which of it was tried. *Ran* says how many tests passed
-there, when, and on which machine; *expected* is what was not tried, and should work as its neighbours do.
-The sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore` and `jax` of nox write this page.
+This page lists the versions that the metadata of the distributions allows. For a version with *ran*, the
+tests ran on the given machine and date. A version with *expected* is allowed, but was not tested.
+The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore` and `jax` write this page.
 """
 
 

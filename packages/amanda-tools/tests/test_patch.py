@@ -210,7 +210,7 @@ def test_steps_choose_executions(model: Any, x: Any) -> None:
     assert not torch.equal(second, first)
     absent = PatchTool("layers.0", scale=0.0, positions=7)
     assert torch.equal(under(absent, lambda: model(x)), model(x))
-    assert "At 1 executions no chosen position existed." in absent.result.notes()
+    assert "At 1 executions no selected position existed." in absent.result.notes()
 
 
 def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) -> None:
@@ -244,7 +244,7 @@ def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> 
     [
         ({}, "give a module"),
         ({"module": "a", "add": 1, "scale": 2}, "add and scale are given"),
-        ({"module": "a", "heads": 0, "set": 0}, "give the number of all heads"),
+        ({"module": "a", "heads": 0, "set": 0}, "give num_heads, the number of all heads"),
         ({"module": "a", "heads": 4, "num_heads": 4, "set": 0}, "heads has 4"),
         ({"module": "a", "positions": 0}, "saved whole"),
         ({"module": "a", "side": "inputs"}, "one of 'input', 'output'"),

@@ -465,7 +465,7 @@ def test_what_is_missing_is_said_when_it_is_needed() -> None:
         model(X)
     assert "PruneTool" in str(raised.value.__notes__)  # type: ignore[attr-defined]
     tool = PruneTool()
-    with pytest.raises(PruneError, match="none of the 0 weights"):
+    with pytest.raises(PruneError, match="PruneTool has changed no weight"):
         tool.finalize(model)
     tool.prepare(model, X)
     with pytest.raises(PruneError, match="none of the 3 weights"):

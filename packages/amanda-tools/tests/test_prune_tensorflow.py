@@ -327,6 +327,28 @@ def test_a_model_that_is_none_is_said() -> None:
         tool.finalize([tf.Variable(tf.ones((2, 2)))])
 
 
+def test_finalize_writes_all_variables_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = [tf.Variable(np.random.default_rng(i).standard_normal((4, 4))) for i in range(3)]
+    before = [one.numpy().copy() for one in variables]
+    tool, written = PruneTool(), PruneTool.finalized
+    with amanda.apply(tool):
+        tf.matmul(tf.matmul(tf.matmul(tf.ones((1, 4), tf.float64), variables[0]), variables[1]), variables[2])
+
+    def failing(tool: PruneTool, weight: Any, value: Any) -> Any:
+        if weight.number == 2:
+            raise KeyboardInterrupt
+        return written(tool, weight, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PruneTool, "finalized", failing)
+        with pytest.raises(KeyboardInterrupt):
+            tool.finalize(variables)
+    for one, wanted in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(one.numpy(), wanted)
+    tool.finalize(variables)
+    assert all(int((one.numpy() == 0).sum()) == 8 for one in variables)
+
+
 class Tied(tf.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,16 @@ from amanda.errors import AmandaError
 from amanda.tools.kit._tensors_torch import TorchTensors
 from amanda.tools.results import Mergeable
 from amanda.tools.select import select
-from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool
+from amanda.tools.stats import (
+    Accumulator,
+    Bins,
+    Measured,
+    Statistics,
+    StatsResult,
+    StatsTool,
+    _accumulator,
+    _arrays,
+)
 
 QUANTILES = (0.0, 0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0)
 
@@ -384,22 +393,64 @@ def test_it_is_loaded_by_name() -> None:
     assert isinstance(amanda.load_tool("stats", every=2), StatsTool)
 
 
-@pytest.mark.parametrize("bins", [256, 4096, 32768])
-def test_keys_of_float32_count_as_the_bins_of_float64_do(bins: int) -> None:
+MOMENTS = pytest.mark.parametrize("moments", [_accumulator.Moments, _arrays.Moments], ids=["chosen", "numpy"])
+
+
+def assert_alike(found: Statistics, wanted: Statistics) -> None:
+    both = [list(dataclasses.asdict(it).values()) for it in (found, wanted)]
+    assert both[0] == pytest.approx(both[1], rel=1e-12, nan_ok=True)
+
+
+@MOMENTS
+@pytest.mark.parametrize("bins", [256, 4096, 32768, 2**24])
+def test_float32_is_counted_as_float64_is(bins: int, moments: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_accumulator, "Moments", moments)
     random = np.random.default_rng(0)
-    for size in (100, 4096, 30000):
+    for size in (100, 4096, 70_001):
         numbers = (random.standard_normal(size) * 10.0 ** random.integers(-35, 35, size)).astype(np.float32)
         numbers[::7], numbers[3] = 0, -0.0
-        numbers[5] = 1e-42  # which no key tells from 0
-        for left in (numbers, np.delete(numbers, 5)):
-            found, wanted = Accumulator(Bins.of(bins)), Accumulator(Bins.of(bins))
-            found.add(left)
-            wanted.add(left.astype(np.float64))
-            assert found.sketch() == wanted.sketch()
-            assert found.statistics() == wanted.statistics()
+        numbers[5] = 1e-42
+        found, wanted = accumulated([numbers], bins), accumulated([numbers.astype(np.float64)], bins)
+        assert found.sketch() == wanted.sketch()
+        assert_alike(found.statistics(), wanted.statistics())
 
 
-def test_small_tensors_are_measured_together_as_one_by_one() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [0, 1, 15, 4095, 4096, 4097, 32768, 100_000])
+def test_native_code_measures_as_numpy_does(size: int, dtype: str) -> None:
+    random = np.random.default_rng(size)
+    numbers = (random.standard_normal(size) * 10.0 ** random.integers(-30, 30, size)).astype(dtype)
+    odd = numbers.copy()
+    odd[::13], odd[1::29], odd[2::31] = np.nan, np.inf, -np.inf
+    for bits in (-1, 0, 4, 8):
+        found, wanted = _accumulator.Moments(bits), _arrays.Moments(bits)
+        for array in (numbers, odd, numbers[::2].copy(), np.full(5000, np.nan, dtype)):
+            assert found.add(array)
+            assert wanted.add(array)
+        found.merge(found)
+        wanted.merge(wanted)
+        assert found.numbers == pytest.approx(wanted.numbers, rel=1e-12)
+        assert (found.counts or b"") == (wanted.counts or b"")
+
+
+@MOMENTS
+def test_arrays_of_any_layout_and_order_of_bytes_are_measured(
+    moments: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_accumulator, "Moments", moments)
+    whole = np.random.default_rng(0).standard_normal((40, 60)).astype(np.float32)
+    for view in (
+        whole.T,
+        whole[::3, 1:],
+        whole[::-1],
+        np.broadcast_to(whole[0], (5, 60)),
+        whole.astype(">f4"),
+    ):
+        assert_moments(accumulated([view]).statistics(), view)
+        assert_quantiles(accumulated([view]), view, 4096)
+
+
+def test_tensors_are_measured_together_as_one_by_one() -> None:
     random = np.random.default_rng(0)
     arrays: list[Any] = [random.standard_normal(size).astype(np.float32) for size in (1, 7, 4096, 5000, 64)]
     arrays.append(np.array([1, np.nan, np.inf, 0], np.float32))

@@ -524,8 +524,12 @@ def test_a_search_that_cannot_be_is_said(model: Digits, digits: tuple[Tensor, Te
     for budgets in (0.5, ["half"]):
         with pytest.raises(SweepError, match="give shares of the size"):
             BitsSweep(lambda: 1.0).search(budgets)  # type: ignore[arg-type]
-    with pytest.raises(SweepError, match="all different in six digits"):
-        SparsitySweep(lambda: 1.0, [0.9000001, 0.9000002])
+    for levels in ([0.9000001, 0.9000002], ["half"]):
+        with pytest.raises(SweepError, match="all different in six digits"):
+            SparsitySweep(lambda: 1.0, levels)  # type: ignore[arg-type]
+    for drop in (float("nan"), "little", None):
+        with pytest.raises(SweepError, match="drop is"):
+            SparsitySweep(lambda: 1.0, [0.5]).result.within(drop)  # type: ignore[arg-type]
 
 
 def test_ops_at_a_level_that_failed_cost_what_it_leaves() -> None:

@@ -13,6 +13,8 @@ of such an op gets two arguments more: under which key the memo may learn of thi
 and what is done of the program, None where nothing: the plan, the last step, what its routine returned, what
 the op returned (NotImplemented: it has not run), and the inputs where routines gave some (else None).
 
+`Moments` are statistics of numbers in memory, for observers: they belong to no call.
+
 Without a C compiler at install time the same face is served in pure Python, where callables are
 replaced by attribute; `NATIVE` says which one is in force and `REASON` why.
 """
@@ -58,6 +60,7 @@ if TYPE_CHECKING or not NATIVE:
         Lock,
         Mark,
         Memo,
+        Moments,
         PlanTable,
         Program,
         Reader,
@@ -107,6 +110,7 @@ __all__ = [
     "Lock",
     "Mark",
     "Memo",
+    "Moments",
     "PlanTable",
     "Program",
     "Reader",

@@ -16,7 +16,7 @@ ffibuilder.set_source(
     include_dirs=[str(NATIVE)],
     define_macros=[("_CFFI_NO_LIMITED_API", None)],
     extra_compile_args=[
-        *("-O3", "-g0", "-fno-plt", "-fvisibility=hidden", "-ftls-model=initial-exec"),
+        *("-O3", "-g0", "-fno-plt", "-fvisibility=hidden", "-ftls-model=initial-exec", "-fopenmp-simd"),
         *("-Wall", "-Wextra"),
     ],
     py_limited_api=False,

@@ -5,7 +5,7 @@ a call costs microseconds where the native interceptor takes nanoseconds.
 """
 
 from amanda.interceptor._fallback._graphs import Graphs, Mark
-from amanda.interceptor._fallback._native_alone import Hook, Memo, Program, Reader
+from amanda.interceptor._fallback._native_alone import Hook, Memo, Moments, Program, Reader
 from amanda.interceptor._fallback._places import (
     OCCURRENCE_CAP,
     Snapshot,
@@ -41,6 +41,7 @@ __all__ = [
     "Lock",
     "Mark",
     "Memo",
+    "Moments",
     "PlanTable",
     "Program",
     "Reader",

@@ -41,6 +41,25 @@ class Program(_NativeAlone):
         raise NotImplementedError
 
 
+class Moments(_NativeAlone):
+    """Statistics of the numbers of arrays, read in one pass; bits as `amanda.tools.stats.Bins` has them.
+
+    numbers: those of `amanda.tools.stats.Statistics`, in their order.  counts: of each bin, int64 in bytes;
+    None where nothing was counted.
+    """
+
+    numbers: tuple[Any, ...]
+    counts: bytes | None
+
+    def add(self, array: Any) -> bool:
+        """Take in numbers; return False if they are no float or double in one piece of memory."""
+        raise NotImplementedError
+
+    def merge(self, other: Any) -> None:
+        """Take in what another one, of the same bins, has taken in."""
+        raise NotImplementedError
+
+
 class Reader(_NativeAlone):
     """A reader of tensors for native code."""
 

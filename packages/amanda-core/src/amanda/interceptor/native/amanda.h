@@ -265,6 +265,10 @@ PyObject *run_plan(Thread *thread, Site *site, PyObject *self, PyObject *a, PyOb
 extern PyTypeObject Memo_Type, Program_Type, Hook_Type;
 int memo_boot(PyObject *names);
 
+/* ---- moments.c: statistics of numbers in memory ---- */
+
+int moments_boot(PyObject *names);
+
 int add_function(PyObject *names, PyMethodDef *def);
 int add_type(PyObject *names, const char *name, PyTypeObject *type);
 

@@ -1,4 +1,4 @@
-"""The first difference of two runs: of versions, dtypes, machines, or of PyTorch and TensorFlow.
+"""Comparison of two runs: versions, element types, machines, or PyTorch and TensorFlow.
 
 result = diff(old, new, x, control="float64", bisect=True)
 print(result.sentence)

@@ -29,18 +29,18 @@ from amanda.tools.results import read_json
 @click.option(
     "--control",
     metavar="RUN",
-    help="What tells which errors are expected: a further run of A, again or in float64, or auto for the one "
-    "that A can do; a dump; or none.  With --a it is auto.",
+    help="Run that sets the expected errors: again or float64 repeats A, auto tries float64 and then "
+    "again; or a dump; or none.  The default with --a is auto.",
 )
 @click.option(
     "--bisect/--no-bisect",
     default=None,
-    help="Run B again with A's value at the first op that diverges.  With --b it does.",
+    help="Run B again with A's value at the first op that diverges.  The default with --b.",
 )
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0),
-    help="Relative error up to which tensors agree; else by the control, or by dtype.",
+    help="Relative error up to which tensors agree; by default from the control or the element type.",
 )
 @click.option(
     "--map",
@@ -52,17 +52,17 @@ from amanda.tools.results import read_json
 @click.option(
     "--by",
     type=click.Choice(["op", "module"]),
-    help="What is compared; else modules across frameworks, and ops within.",
+    help="Compare ops or modules; by default modules across frameworks and ops within one.",
 )
 @click.option(
     "--compiled",
     type=click.Choice(["eager", "instrument"]),
-    help="Run compiled callables of PyTorch op by op, as functions do by default, or compiled with tools in "
-    "them, as --a and --b do.",
+    help="Run compiled callables of PyTorch op by op (default for functions), or compiled with tools inside "
+    "(default for --a and --b).",
 )
 @save_option(".html", ".json", ".csv", ".txt", ".zip")
 @limit_option
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing, the status tells.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; read the exit status.")
 def _command(
     a: str | None,
     b: str | None,

@@ -20,20 +20,20 @@ TOLERANCES = {
     "bfloat16": 8e-2, "float8_e4m3fn": 0.5, "float8_e4m3fnuz": 0.5, "float8_e5m2": 0.7,
     "float8_e5m2fnuz": 0.7,
 }  # fmt: skip
-"""Relative errors up to which tensors of an element type agree; 0 for integers and what is not here."""
+"""Largest relative error at which tensors agree, by element type; 0 for integers and all other types."""
 
 NOISE = 0.1
-"""A tensor smaller than this share of what the op gives besides is measured by that share: the gradient of a
-bias may be nothing but what rounding leaves."""
+"""Smallest norm of a tensor, as a share of the largest result of the same op: the gradient of a bias may be
+rounding noise only."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Of two tensors.
+    """Distance of two tensors.
 
-    relative: L2 norm of the difference over the larger norm of the two; inf where NaN, Inf or shapes
-    differ.  cosine: of the angle between them; None where only summaries are known.  largest: the largest
-    magnitude of a difference.  exact: whether all numbers were compared, not a sample.
+    relative: L2 norm of the difference over the larger norm of the two; inf if NaN, Inf or shapes differ.
+    cosine: of the angle between them; None if only summaries are known.  largest: largest magnitude of a
+    difference.  exact: True if all numbers were compared, False for a sample.
     """
 
     relative: float

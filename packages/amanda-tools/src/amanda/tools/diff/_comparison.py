@@ -1,4 +1,4 @@
-"""One op that two runs have, and how far its values are apart."""
+"""Comparison of one op of two runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from amanda.tools.diff._compare import TOLERANCES
 
 @dataclass(frozen=True)
 class Comparison:
-    """One execution of an op that both runs have, or what a module gave.
+    """One execution of an op that both runs have, or the output of a module.
 
-    phase to source: of run a.  other_type to other_source: of run b.  relative, cosine, largest, exact: see
-    `Distance`.  tolerance: of `relative`.  by_type: tolerance of the element types alone, which ops before
-    may have raised.  dtypes: element types of both.  inputs: whether what the op read agreed, None where that
-    is not known or nothing differs.  weight: relative error of its weight, None likewise.  expected: relative
-    error that a control shows of the op, None without one.  read: what the op read in run a, in words.
-    failure: why run b failed here, in words.
+    phase to source: of run a.  other_type to other_source: of run b.  relative: L2 norm of the difference
+    over the larger norm of the two; inf if NaN, Inf or shapes differ.  cosine: of the angle between the
+    tensors; None if only summaries are known.  largest: largest magnitude of a difference.  exact: True if
+    all numbers were compared, False for a sample.  tolerance: largest `relative` at which the tensors agree.
+    by_type: tolerance of the element types alone; earlier ops may raise it.  dtypes: element types of both.
+    inputs: True if the inputs agree; None if that is unknown or nothing differs.  weight: relative error of
+    the weight; None likewise.  expected: relative error between run a and the control; None without a
+    control.  read: inputs and weights of the op in run a, in words.  failure: error of run b at this op.
     """
 
     phase: str
@@ -42,7 +44,7 @@ class Comparison:
 
     @property
     def diverges(self) -> bool:
-        """True if the difference is larger than the tolerance."""
+        """True if the relative error is larger than the tolerance."""
         return self.relative > self.tolerance
 
     @property
@@ -52,7 +54,7 @@ class Comparison:
 
     @property
     def place(self) -> str:
-        """Type, module, phase and line of run a; of run b too where type or module is another."""
+        """Type, module, phase and source line in run a; also those of run b if type or module differ."""
         place = " in ".join(filter(None, (self.type, self.module)))
         if (self.type, self.module) == (self.other_type, self.other_module):
             return ", ".join(filter(None, (f"{place} ({self.phase})", self.source)))

@@ -35,34 +35,35 @@ def diff(
     bisect: bool = False,
     bundle: Path | str | None = None,
 ) -> DiffResult:
-    """Find where two runs begin to differ, and how the difference grows.
+    """Find the first op at which two runs diverge, and how the error grows.
 
-    a, b: functions, which are called with `inputs` and run with all their tensors kept in a temporary folder
-    of at most `max_bytes`; commands, `Command("train.py --epochs 1")`, which are run in processes of their
-    own; dumps and statistics, or paths to them.  Every run of a function starts from the state of the first:
-    random state, and what living modules and optimizers of PyTorch hold.  mapping: modules of a by their
-    names in b.
+    a, b: functions, commands, dumps or statistics, or paths to dumps or statistics.  `diff` calls a function
+    with `inputs`, and keeps all its tensors in a temporary folder of at most `max_bytes`.  A command such as
+    `Command("train.py --epochs 1")` runs in a process of its own.  Every run of a function starts from the
+    same random state and the same state of all PyTorch modules and optimizers.  mapping: module paths of a
+    to module paths of b.
 
-    rtol: the relative error up to which tensors agree; None for what the control shows, and without one for
-    one by element type, `TOLERANCES`: that of the op, and of ops before it that both runs computed in a less
-    precise type and that differ.  control: a run that tells how far a is from itself, op by op: "again" runs
-    a once more, "float64" runs a in float64 (PyTorch), "auto" does so where it can be and else runs it again,
-    and a source is such a run.  Ten times that agrees.
+    rtol: largest relative error at which tensors agree.  With None, the control sets the tolerance; without
+    a control, the element type does (`TOLERANCES`).  After an op that both runs computed in a less precise
+    type, and whose outputs differ, the tolerance of that type holds for later ops too.  control: a further
+    run of a, whose distance from a is the expected error of each op: "again" repeats a, "float64" runs a in
+    float64 (PyTorch), "auto" tries "float64" and falls back to "again"; or a dump or other source.  Errors
+    up to ten times the expected error agree.
 
-    by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
-    modules by what they give, and by the gradients of their weights; without a mapping those of the same
-    names, or, where less than half of the names are shared, those with weights of the same sizes, in order;
-    the result lists the others.  None is "module" for different frameworks, or TensorFlow's eager mode and
-    its graphs, and else "op"; the result says so.
+    by: "op" compares ops of the same module and type, in order.  "module" compares the outputs of modules
+    and the gradients of their weights; without a mapping, modules of equal names are paired,
+    or, if fewer than half of the names are shared, modules with weights of the same sizes in order; the
+    result lists the others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its
+    graphs; otherwise "op".  The result names the choice.
 
-    compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the
-    result says so; "instrument" compares the compiled code, and what the functions return; the result says
-    where they return other numbers without a tool.
+    compiled: for functions, as in `amanda.apply`.  "eager" runs compiled callables op by op, and the result
+    says so.  "instrument" compares the compiled code and the returned values; the result says if a function
+    returns other numbers without a tool.
 
-    bisect: run b again, with a's values in place of those of the first op that diverges; `remaining` is what
-    differs then.  bundle: a file `.zip` for the runs and the result, which `amanda diff --open` reads.
+    bisect: run b again with a's value at the first op that diverges; `remaining` compares that run with a.
+    bundle: a `.zip` file for the runs and the result; `amanda diff --open` reads it.
 
-    Raises AmandaError where nothing can be compared, and for a module of the mapping that ran nothing.
+    Raises AmandaError if nothing can be compared, or if a module of the mapping executed no op.
     """
     if by not in (None, "op", "module"):
         raise AmandaError(f'by is {by!r}; it is "op", "module" or None')

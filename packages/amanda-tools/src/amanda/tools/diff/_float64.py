@@ -1,4 +1,4 @@
-"""A run in float64, as a control: how far rounding alone takes a run from what it computes."""
+"""A run in float64 as a control, which measures the rounding error of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from amanda.tools.kit._requirements import check
 
 
 class Float64Tool(amanda.Tool):
-    """Runs floating-point ops of PyTorch in float64, from the first op of a scope until the scope closes.
+    """Run floating-point ops of PyTorch in float64, from the first op of a scope until the scope closes.
 
-    Random ops run in float32 and so draw the numbers that they draw without the tool; ops that write into a
-    tensor keep that tensor's element type.  narrow: ops without a kernel for float64, which ran in float32.
+    Random ops run in float32, so they draw the same numbers as without the tool.  In-place ops keep the
+    element type of their tensor.  narrow: ops without a float64 kernel; they ran in float32.
     """
 
     def __init__(self) -> None:

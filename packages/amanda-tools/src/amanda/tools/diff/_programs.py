@@ -71,7 +71,7 @@ class Function:
 
 @dataclass
 class Command:
-    """The command line of a program, and the interpreter that runs it under `amanda run`."""
+    """Command line of a program, which runs under `amanda run`.  python: its interpreter."""
 
     line: str
     compiled: Compiled = "instrument"
@@ -84,7 +84,7 @@ class Command:
         return self.line
 
     def record(self, folder: Path, *extra: Extra) -> Run:
-        """Run the program under a `DumpTool`, and what it prints to standard error.
+        """Run the program under a `DumpTool`; its output goes to standard error.
 
         Raises AmandaError for a program that fails or executes no op.
         """

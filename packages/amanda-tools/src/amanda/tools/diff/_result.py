@@ -1,4 +1,4 @@
-"""Comparisons of two runs, and where they diverge."""
+"""Result of a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _short = partial(shortened, width=36)
 
 
 class DiffResult(Result):
-    """Comparisons in the order of execution of run a; true if some op diverges.
+    """Comparisons in the order of execution of run a; true if an op diverges.
 
-    only_a, only_b: ops that the other run does not have.  modules: those that were compared, where modules
-    were and not ops.  told: what else the runs were, such as eager code of compiled callables.  remaining: a
-    compared with b where the first op that diverges gave a's value; None where that was not run.
+    only_a, only_b: ops of one run only.  modules: paths of the compared modules; empty if ops were compared.
+    told: sentences on how the runs were made, such as compiled callables that ran op by op.  remaining:
+    comparison of a with b after `bisect`; None without one.
     """
 
     name: ClassVar[str] = "diff"
@@ -58,7 +58,7 @@ class DiffResult(Result):
         return self.first is not None
 
     def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
-        """Note that b fails at an op.  ops: that of each comparison in b.  Raises AmandaError for another."""
+        """Record that b fails at an op; raise AmandaError if a lacks it.  ops: op of b by comparison."""
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
         self.comparisons = tuple(
@@ -68,12 +68,12 @@ class DiffResult(Result):
 
     @property
     def sentence(self) -> str:
-        """Where the runs part, the error that is expected there, and what a's value in its place proves."""
+        """The first divergence: op, error, expected error, inputs, and the result of `bisect`."""
         return sentence(self)
 
     @property
     def growth(self) -> Sequence[Comparison]:
-        """The first op that diverges, ops at which the error grows, and the last op."""
+        """The first op that diverges, later ops with twice the error shown before, and the last op."""
         return growth(self.comparisons)
 
     @property
@@ -93,12 +93,12 @@ class DiffResult(Result):
 
     @property
     def hidden(self) -> Comparison | None:
-        """The first op that differs by more than its types allow, within a tolerance raised by ops before."""
+        """The first op with an error over its own tolerance, but within one that earlier ops raised."""
         return next((one for one in self.comparisons if one.by_type < one.relative <= one.tolerance), None)
 
     @property
     def first_difference(self) -> Comparison | None:
-        """The first op that differs at all, in a bit perhaps."""
+        """The first op with any difference, even of one bit."""
         return next((one for one in self.comparisons if one.relative), None)
 
     def _first(self, *phases: str) -> Comparison | None:
@@ -114,7 +114,7 @@ class DiffResult(Result):
         ]  # fmt: skip
 
     def around(self, before: int = 8, after: int = 12) -> DiffResult:
-        """Return the same with the rows around the first divergence alone, or the last ones without any."""
+        """Return a result with only the rows around the first divergence, or the last rows without one."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
         chosen, told = self.comparisons[max(0, at - before) : at + after], (self.modules, self.told)
@@ -129,7 +129,7 @@ class DiffResult(Result):
         return Table(self.name, self.version, self.columns, self.rows(), "")
 
     def notes(self) -> Sequence[str]:
-        """Return the divergences, and what was compared."""
+        """Return sentences on the divergences, and counts of the comparisons."""
         notes = [
             f"First divergence, {phase}: {self.comparisons[row]}"
             for phase, row in self._positions().items()
@@ -162,7 +162,7 @@ class DiffResult(Result):
         return f"{len(self.comparisons):,} {what} compared: {told}{alone}."
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what was compared, the first divergences, and ops of one run alone."""
+        """Return the runs, the first divergences, and ops of one run only, as plain values."""
         return {
             "a": self.a, "b": self.b, "sentence": self.sentence, "different": bool(self),
             "first": self._positions(), "growth": [self.comparisons.index(one) for one in self.growth],
@@ -182,7 +182,7 @@ class DiffResult(Result):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Schema and version, facts, and each row as an object; "inf" for what JSON has no word for."""
+        """Return schema, version, facts and one object for each row; infinities and NaN as strings."""
         found = super().to_dict()
         for row in found["rows"]:
             for name, value in row.items():

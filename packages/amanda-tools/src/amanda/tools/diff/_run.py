@@ -124,7 +124,7 @@ def open_run(source: Source) -> Run:
     if isinstance(source, StatsResult):
         return _of_statistics(source, "statistics")
     if not isinstance(source, (str, Path)):
-        raise AmandaError(f"{source!r} is no dump, no statistics, no path to one and no function to run")
+        raise AmandaError(f"{source!r} is no run; give a function, a Command, a dump, statistics or a path")
     path = Path(source)
     if not path.exists():
         raise AmandaError(f"{path} does not exist; give the folder of a dump or a file of statistics")

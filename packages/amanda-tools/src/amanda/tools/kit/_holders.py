@@ -6,6 +6,7 @@ A part of a holder is what `Holders.held` says beside the identity; None for all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,13 @@ from amanda.tools._libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 Changed = Callable[[Any], Any]
-Change = Callable[[Any, Changed], None]
-"""`change(part, changed)`: give a part of a holder the values that `changed` makes of its present ones."""
+Undo = list[Callable[[], Any]]
+"""Functions that give holders the values back that they had, for a change of several that fails."""
+Change = Callable[[Any, Changed, Undo], None]
+"""`change(part, changed, undo)`: give a part of a holder the values that `changed` makes of its present ones.
+
+Before it writes it adds to `undo`.
+"""
 
 
 class HeldError(AmandaError, ValueError):
@@ -82,19 +88,37 @@ class Holders:
         """Give parameters of a model other values; return the model with them, and how many were changed.
 
         changes: the identity of a parameter, the part of it, and what makes the values of present ones.
+        After an exception, also KeyboardInterrupt, the parameters have the values that they had.
         """
         count = 0
-        for identity, change in self.parameters(model):
-            for holder, part, changed in changes:
-                if holder == identity:
-                    change(part, changed)
-                    count += 1
+        with undone() as undo:
+            for identity, change in self.parameters(model):
+                for holder, part, changed in changes:
+                    if holder == identity:
+                        change(part, changed, undo)
+                        count += 1
         return model, count
 
 
+@contextmanager
+def undone() -> Iterator[Undo]:
+    """Return a context of changes that are undone, the last one first, after an exception."""
+    undo: Undo = []
+    try:
+        yield undo
+    except BaseException:
+        for back in reversed(undo):
+            with suppress(HeldError):  # of the one that cannot be written
+                back()
+        raise
+
+
 def _changing(parameter: Any) -> Change:
-    def change(part: Any, changed: Changed) -> None:
-        do("assign", parameter, changed(np.array(to_numpy(parameter))), like=parameter)
+    def change(part: Any, changed: Changed, undo: Undo) -> None:
+        old = np.array(to_numpy(parameter))
+        new = changed(old.copy())
+        undo.append(lambda: do("assign", parameter, old, like=parameter))
+        do("assign", parameter, new, like=parameter)
 
     return change
 

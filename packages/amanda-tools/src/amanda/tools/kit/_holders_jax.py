@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from amanda.tools.kit._holders import Change, Changed, HeldError, Holders
+from amanda.tools.kit._holders import Change, Changed, HeldError, Holders, undone
 
 
 class Slots(Holders):
@@ -35,9 +36,12 @@ class Slots(Holders):
         setters = dict(_setters(model))
         if setters:
             found = _placed(list(setters), changes)
-            for path, changed in found.items():
-                value, put = setters[path]
-                put(jax.numpy.asarray(changed(np.array(value)), value.dtype))
+            with undone() as undo:
+                for path, changed in found.items():
+                    value, put = setters[path]
+                    new = jax.numpy.asarray(changed(np.array(value)), value.dtype)
+                    undo.append(partial(put, value))
+                    put(new)
             return model, len(found)
         leaves, tree = jax.tree_util.tree_flatten_with_path(model)
         paths = [".".join(map(_word, path)) for path, _ in leaves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda import interceptor
-from amanda.tools.kit._holders import Change, HeldError, Holders
+from amanda.tools.kit._holders import Change, HeldError, Holders, Undo
 
 Array = NDArray[Any]
 Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
@@ -124,14 +125,17 @@ def _variable(given: Any) -> Any:
 
 
 def _changing(variable: Any) -> Change:
-    def change(part: Part, changed: Callable[[Array], Array]) -> None:
+    def change(part: Part, changed: Callable[[Array], Array], undo: Undo) -> None:
         import tensorflow as tf
 
         def turned(value: Array) -> Array:
             return _restored(np.asarray(changed(_formed(value, part))), part)
 
         if getattr(_handle(variable), "op", None) is None:
-            variable.assign(turned(variable.numpy()))
+            old = np.array(variable.numpy())
+            new = turned(old)
+            undo.append(partial(variable.assign, old))
+            variable.assign(new)
             return
         session = tf.compat.v1.get_default_session()
         if session is None:
@@ -139,6 +143,9 @@ def _changing(variable: Any) -> Change:
                 f"{variable.name} belongs to a session's graph; finalize within `with session.as_default():`"
             )
         assign = variable.initializer  # as Variable.load does, which wants its graph to be the default
-        session.run(assign, {assign.inputs[1]: turned(session.run(variable))})
+        old = session.run(variable)
+        new = turned(old)
+        undo.append(partial(session.run, assign, {assign.inputs[1]: old}))
+        session.run(assign, {assign.inputs[1]: new})
 
     return change

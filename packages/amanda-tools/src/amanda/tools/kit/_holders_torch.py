@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.tools.kit._holders import Change, Holders
+from amanda.tools.kit._holders import Change, Holders, Undo
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._parts import Form, form_of
 
@@ -77,8 +77,8 @@ class Parameters(Holders):
             yield held.identity, partial(_change, held)
 
 
-def _change(held: Held, part: Form | None, changed: Callable[[Any], Any]) -> None:
-    held.change(changed, part)
+def _change(held: Held, part: Form | None, changed: Callable[[Any], Any], undo: Undo) -> None:
+    held.change(changed, part, undo)
 
 
 def _extent(form: Form) -> int:

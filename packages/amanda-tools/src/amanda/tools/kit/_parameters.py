@@ -7,10 +7,11 @@ disk, from where accelerate brings them for each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.kit._holders import HeldError
+from amanda.tools.kit._holders import HeldError, Undo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,19 +46,33 @@ class Held:
         self,
         changed: Callable[[Tensor], Tensor],
         form: tuple[Sequence[int], Sequence[int], int] | None = None,
+        undo: Undo | None = None,
     ) -> None:
         """Give the parameter the values that `changed` makes of its present ones.
 
         form: extents, strides and offset of the part of the parameter that is given to `changed`.
-        Raises HeldError as `write` does.
+        undo: gets a function that gives back what this process had, before that is written.
+        Raises HeldError as `write` does, and for a parameter that is packed.
         """
         import torch
 
+        undo = [] if undo is None else undo
         with torch.no_grad():
             plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
+            if plain and hasattr(self._parameter, "__tensor_flatten__"):
+                kind = type(self._parameter.data).__name__
+                raise HeldError(
+                    f"parameter {self._name} is a {kind}, which is packed: write the model before"
+                )
             whole = self._parameter if plain else self.read().clone()
             part = whole if form is None else whole.as_strided(*form)
-            part.copy_(changed(part.detach()))
+            new = changed(part.detach())
+            if self._parameter.is_meta:
+                undo.append(partial(self.write, whole.clone()))
+            else:
+                own = part if plain else self._parameter.to_local()  # type: ignore[attr-defined]
+                undo.append(partial(_copy, own, own.detach().clone()))
+            part.copy_(new)
             if not plain:
                 self.write(whole)
 
@@ -79,6 +94,13 @@ class Held:
                 self._parameter.copy_(distribute_tensor(values, mesh, placements))
             else:
                 self._parameter.copy_(values)
+
+
+def _copy(tensor: Tensor, values: Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def parameters(model: Any) -> Iterator[Held]:

@@ -174,9 +174,16 @@ class Weight(Form):
     def keep(self, name: str, start: Any) -> Array:
         """Return state under a name, which `state_dict` has: as it was loaded, or a copy of `start`.
 
-        For `WeightTool.on_weight`, and only there.
+        For `WeightTool.on_weight`, and only there.  Raises the tool's error for state of another shape that
+        was loaded.
         """
-        self._arrays[name] = found = self._keep(name, lambda: self._xp.copy(start))
+        found = self._keep(name, lambda: self._xp.copy(start))
+        extents = tuple(start.shape) if hasattr(start, "shape") else np.shape(start)
+        if tuple(found.shape) != extents:
+            raise self._error(
+                f"the {name} that was loaded for {self.name} is of shape {tuple(found.shape)}, not {extents}"
+            )
+        self._arrays[name] = found
         self.state.append(found)
         return found
 
@@ -186,13 +193,7 @@ class Weight(Form):
         It is kept in the order in which the elements lie in memory, so that it holds for each form of the
         parameter.  Raises the tool's error for state of another shape that was loaded.
         """
-        extents = self._kept_extents()
-        found = self.keep(name, np.full(extents, fill, dtype))
-        if tuple(found.shape) != extents:
-            raise self._error(
-                f"the {name} that was loaded for {self.name} is of shape {tuple(found.shape)}, "
-                f"not {extents} as its weight"
-            )
+        found = self.keep(name, np.full(self._kept_extents(), fill, dtype))
         if self._order is not None:
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
             found = found.reshape([self.shape[axis] for axis in self._order]).permute(inverse)

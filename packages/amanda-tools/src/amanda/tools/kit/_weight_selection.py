@@ -48,7 +48,7 @@ class WeightSelection:
 
     def _fits(self, context: amanda.OpContext) -> bool:
         if self._types.patterns is None:
-            typed = context["type"] in PRODUCTS | SEVERAL_WEIGHTS
+            typed = context["type"] in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}
         else:
             typed = self._types(context["type"], context.get_op_type())
         paths = context.get_scopes()

@@ -59,6 +59,9 @@ class WeightTool(amanda.Tool, Generic[W]):
     weight_type: type[W] = Weight  # type: ignore[assignment]
     """The class of `weights`."""
 
+    framework: ClassVar[str] = ""
+    """The one framework whose ops the tool changes, such as "PyTorch"; "" for all."""
+
     leaves_rows: str = ""
     """Why weights that data select, such as experts, are left; "" to change them, too."""
 
@@ -173,7 +176,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         pytree of parameters.
         Returns `result`, whose `model` is the model: in JAX, where arrays stay as they are, a new pytree,
         unless it is a module of Flax NNX or a model of Keras.  Raises the tool's error where a weight is
-        computed, so that nothing holds it, and where the model has no weight that the tool has met.
+        computed, so that nothing holds it, and where the model has no weight that the tool has met.  After an
+        exception the model is as it was: until all is written, what it had is kept beside it.
         """
         weights = [one for one in self.weights if one.is_ready]
         computed = [one.module or one.source for one in weights if one.holder is None]
@@ -190,24 +194,31 @@ class WeightTool(amanda.Tool, Generic[W]):
             raise self.error(str(error)) from error
         if not written:
             passed = f"; {self.weights.passed}" if self.weights.passed and not weights else ""
+            changed = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
             raise self.error(
-                f"none of the {len(weights)} weights that {type(self).__name__} has changed is of this "
+                f"{changed if weights else f'{type(self).__name__} has changed no weight'} of this "
                 f"{type(model).__name__}{passed}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )
+        for one in written:
+            self.on_finalized(one)
         result = self.result
         result.model = model
         return result
 
-    def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, int]:
-        written = 0
+    def on_finalized(self, weight: W) -> None:
+        """Called for each weight that `finalize` has written, when all are."""
+
+    def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
+        written: list[W] = []
+
+        def changed(weight: W, value: Any) -> Any:
+            written.append(weight)
+            return self.finalized(weight, value)
+
         for holders in {one.holders for one in weights}:
-            own = [
-                (one.holder, one.part, partial(self.finalized, one))
-                for one in weights if one.holders is holders
-            ]  # fmt: skip
-            model, count = holders.written(model, own)
-            written += count
+            own = [(one.holder, one.part, partial(changed, one)) for one in weights if one.holders is holders]
+            model, _ = holders.written(model, own)
         return model, written
 
     def finalized(self, weight: W, value: Any) -> Any:
@@ -243,6 +254,11 @@ class WeightTool(amanda.Tool, Generic[W]):
         form, find = self.weights.at(context, read)
         if form is None and find is None:
             return
+        if self.framework and not context.namespace.matches(self.framework.lower()):
+            raise self.error(
+                f"{type(self).__name__} is for {self.framework}; {context.get_op_type()} is of "
+                f"{context.namespace[0]}"
+            )
         if context.is_static():
             self._inline_in_file(context, read, form)
             return

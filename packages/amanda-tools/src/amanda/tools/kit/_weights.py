@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 W = TypeVar("W", bound=Weight)
 
 LOOKED_UP = "an embedding reads it too"
+CONTRACTED = "an einsum reads it too"
+EINSUM = "the operands of an einsum are one list, of which none is changed"
+"""Why a tool leaves an einsum that reads a parameter."""
 ADAPTER = "it is an adapter's, which is changed if `module` selects it"
 SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
 ELSEWHERE = (
@@ -57,6 +60,7 @@ class Weights(Generic[W]):
         self.left: dict[Hashable, int] = {}
         self.retracted: list[W] = []
         self._left: set[Hashable] = set()
+        self._others: dict[Hashable, str] = {}
         self._passed = 0
         self._forms: dict[Hashable, OtherForm] = {}
         self._of: dict[Hashable, list[W]] = {}
@@ -64,6 +68,10 @@ class Weights(Generic[W]):
 
     def __iter__(self) -> Iterator[W]:
         return iter(self.found.values())
+
+    def has_met(self, identity: Hashable) -> bool:
+        """Return True if an op has read a parameter, also one that is left or not selected."""
+        return identity in self._of or identity in self._others
 
     @property
     def passed(self) -> str:
@@ -76,6 +84,8 @@ class Weights(Generic[W]):
     def look_at(self, context: amanda.OpContext) -> set[int]:
         """Record that an op leaves its weights: it looks rows up, has several weights, or is an adapter's.
 
+        What such an op shares with a product is left too, as it would read that unchanged.
+
         Returns the ids of ops that read a weight which has been taken back for that.
         """
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
@@ -83,11 +93,18 @@ class Weights(Generic[W]):
         if self._tool.selection.leaves_adapter(context):
             self.reasons[_named(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
-        if holder is None:
-            return set()
-        identity = holders_of(holder).identity(holder)
-        self._left.add(identity)
-        return self._retract(context, self._of.pop(identity, []))
+        holders = [] if holder is None else [holder]
+        reason = LOOKED_UP
+        if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
+            reason, holders = CONTRACTED, _operands(context)
+            if holders and self._tool.selection(context):
+                self.leave(context, EINSUM)
+        again: set[int] = set()
+        for one in holders:
+            identity = holders_of(one).identity(one)
+            self._others[identity] = reason
+            again |= self._retract(context, self._of.pop(identity, []), reason)
+        return again
 
     def at(self, context: amanda.OpContext, read: WeightInput) -> tuple[Form | None, Find | None]:
         """Return what an op reads as its weight, None for what is left; and what finds it at each execution.
@@ -122,9 +139,9 @@ class Weights(Generic[W]):
         holders = holders_of(value)
         held = None if holder is None else holders.held(holder, value)
         key: Hashable = self._tool.place(context) if held is None else held
-        if held is not None and held[0] in self._left:
+        if held is not None and held[0] in self._others:
             if self._tool.selection(context):
-                self.leave(context, LOOKED_UP)
+                self.leave(context, self._others[held[0]])
         elif key not in self.found and key not in self._forms and key not in self._left:
             self._meet(context, holders, key, _Read(value, holder, held, layout))
         found = self.found.get(key) or self._forms.get(key)
@@ -152,9 +169,9 @@ class Weights(Generic[W]):
             return None
         identity = holders.identity(holder)
         key: Hashable = (identity, "rows")
-        if identity in self._left:
+        if identity in self._others:
             if self._tool.selection(context):
-                self.leave(context, LOOKED_UP)
+                self.leave(context, self._others[identity])
         elif key not in self._forms and key not in self._left:
             self._left.add(key)
             if self._tool.selection(context):
@@ -224,8 +241,8 @@ class Weights(Generic[W]):
         self.reasons[_named(context)] = reason
         self.left.update(_elements(context))
 
-    def _retract(self, context: amanda.OpContext, weights: list[W]) -> set[int]:
-        """Leave weights that were changed until an embedding turned out to read them."""
+    def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
+        """Leave weights that were changed until an embedding or an einsum turned out to read them."""
         found: set[int] = set()
         for one in weights:
             if context.is_static() and one.is_ready:
@@ -234,8 +251,8 @@ class Weights(Generic[W]):
                     f"weight that {one.type} of {one.module or one.source} reads changed; exclude that"
                 )
             one.is_left = True
-            self.left[id(one)] = one.size
-            self.reasons[f"{one.type} of {one.module or one.source}"] = LOOKED_UP
+            self.left[one.holder] = sum(own.size for own in weights)
+            self.reasons[f"{one.type} of {one.module or one.source}"] = reason
             found |= one.readers
         self.retracted += weights
         ours = {id(one) for one in weights}
@@ -280,7 +297,8 @@ def _elements(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
     except AmandaError:  # the values of its first execution are gone
         return
     weight = context["weight_index"]
-    positions = range(len(inputs)) if context["type"] in SEVERAL_WEIGHTS else [weight]
+    several = context["type"] in SEVERAL_WEIGHTS or context["type"] == "einsum"
+    positions = range(len(inputs)) if several else [weight]
     for position in positions:
         if position is None or position >= len(inputs):
             continue
@@ -293,6 +311,13 @@ def _elements(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
             size = None if holder is None else _size(context, holder, value)
             if size is not None:
                 yield holders_of(holder).identity(holder), size
+
+
+def _operands(context: amanda.OpContext) -> list[Any]:
+    """Return the parameters that an einsum of PyTorch reads, whole or in part."""
+    lists = [one for one in context.get_inputs() if isinstance(one, (list, tuple))]
+    tensors = [one for group in lists for one in group if backend_of(one) == "torch"]
+    return [one for one in map(holder_of, tensors) if one is not None]
 
 
 def _size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:

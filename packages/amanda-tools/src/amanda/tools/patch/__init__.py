@@ -1,4 +1,4 @@
-"""Interventions at the inputs and outputs of modules and ops: save, set, add, scale, and sweeps over layers.
+"""Interventions at inputs and outputs of modules and ops: save, set, add, scale; sweeps over modules.
 
 clean = PatchTool("model.layers.1")
 with amanda.apply(clean):

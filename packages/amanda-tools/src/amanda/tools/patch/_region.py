@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PatchError(AmandaError, ValueError):
-    """An option of the tool is not valid, or nothing was selected."""
+    """An option is not valid, a value does not fit, or nothing was selected."""
 
 
 class Region(NamedTuple):
@@ -32,11 +32,13 @@ class Region(NamedTuple):
         cls, positions: Sequence[int] | int | None, heads: Sequence[int] | int | None, num_heads: int | None,
         axis: int,
     ) -> Region:  # fmt: skip
-        """Return the region that options describe; raise PatchError for options that do not go together."""
+        """Return the region of these options; raise PatchError for contradictory options."""
         region = cls(_listed(positions), _listed(heads), num_heads, axis)
         if region.heads is not None:
             if num_heads is None or num_heads < 1:
-                raise PatchError(f"heads is {heads}, num_heads {num_heads}; give the number of all heads")
+                raise PatchError(
+                    f"heads is {heads}, num_heads is {num_heads}; give num_heads, the number of all heads"
+                )
             wrong = [one for one in region.heads if not -num_heads <= one < num_heads]
             if wrong:
                 raise PatchError(f"heads has {wrong[0]}; there are {num_heads}, counted from 0")

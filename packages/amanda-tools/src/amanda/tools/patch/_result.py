@@ -1,4 +1,4 @@
-"""Results: the points that a tool met, and the metrics of a sweep."""
+"""Results: the points of a tool, and the metrics of a sweep."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Patched:
     """One point: an input or output of a module or an op.
 
-    executions: of the point.  changed: executions at which its value was changed.
-    skipped: executions that were chosen, and at which no chosen position existed.
+    executions: of the point.  changed: executions with a changed value.  skipped: selected executions in
+    which none of the selected positions existed.
     """
 
     phase: str
@@ -50,15 +50,16 @@ class PatchResult(Result):
         return [astuple(one) for one in self.patched]
 
     def notes(self) -> Sequence[str]:
-        """Return a sentence on executions at which no chosen position existed."""
+        """Return a sentence on executions in which no selected position existed."""
         skipped = sum(one.skipped for one in self.patched)
-        return [f"At {skipped:,} executions no chosen position existed."] if skipped else []
+        return [f"At {skipped:,} executions no selected position existed."] if skipped else []
 
 
 class PatchSweep(PlottedResult):
-    """The metric with an intervention at each place; baseline: without.
+    """The metric with an intervention at each place.
 
-    along: the option that varies besides the module, "positions" or "heads"; None for modules alone.
+    along: second dimension of the sweep, "positions" or "heads"; None for modules only.  baseline: the
+    metric without an intervention.
     """
 
     name: ClassVar[str] = "patch_sweep"

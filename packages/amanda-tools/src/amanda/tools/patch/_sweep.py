@@ -1,4 +1,4 @@
-"""Sweeps: one intervention at each of many places, and what it does to a metric."""
+"""Sweeps: the metric with one intervention at each of many places."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def patch_sweep(
     axis: int = 1,
     **options: Any,
 ) -> PatchSweep:
-    """Return the metric with an intervention at each module in turn, at each position or head alone.
+    """Return the metric with an intervention at one module at a time, and at one position or head of it.
 
-    metric: runs the model and returns a number.  options: of `PatchTool`, such as `set=clean`.
-    Raises PatchError for positions and heads together, and where nothing is selected.
+    metric: function that runs the model and returns a number.  positions, heads: places within each module;
+    None for the whole module.  options: of `PatchTool`, such as `set=clean`.
+    Raises PatchError if both positions and heads are given, or if nothing is selected.
     """
     if positions is not None and heads is not None:
-        raise PatchError("a sweep goes over positions or over heads besides modules, not over both")
+        raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
     along = "positions" if positions else "heads" if heads else None
     others: Sequence[int | None] = positions or heads or [None]
     tool = PatchTool(module, **options)

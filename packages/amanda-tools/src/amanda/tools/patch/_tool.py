@@ -30,23 +30,23 @@ class ModulePaths(Paths):
 
 
 class PatchTool(amanda.Tool):
-    """Saves what passes points of a model, or changes it; `saved` has what was saved, `result` a table.
+    """Save or change tensors at points of a model; `saved` holds saved values, `result` is a table.
 
     module: paths of modules: "model.layers.1", "model.layers.*".  side: the "output" of their calls, or the
-        "input", their positional arguments.  index: which of several tensors, in the order of nested tuples
-        and dicts; None for all.
-    type: StandardMapping's words or the framework's names: the points are those of ops of these types in the
-        modules, and of what lies in them.
-    set: the new value; add: is added; scale: the factor.  One of them, or none: then values are saved.  A
-        value is a number, a tensor that broadcasts, a list with a value for each execution, a dict of these
-        by the point's name, or a tool whose `saved` is taken.
-    positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: of the `num_heads`
-        equal parts of the last axis.  None for all.
-    steps: numbers of the executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
-    differentiable: whether changes and saved values take part in autodiff.  By default they do not, and a
-        gradient passes a changed value as it is.
+        "input", their positional arguments.  index: number of the tensor, counted through nested tuples and
+        dicts; None for all.
+    type: words of StandardMapping or names of the framework.  The points are then the ops of these types in
+        the modules and their submodules.
+    set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
+        are saved.  A value is a number, a tensor that broadcasts, a list with a value for each execution, a
+        dict of these by point name, or a `PatchTool` that has saved values.
+    positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: numbers of heads,
+        which are `num_heads` equal parts of the last axis.  None for all.
+    steps: executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
+    differentiable: include changes and saved values in autodiff.  By default a gradient passes a changed
+        value unchanged.
 
-    Raises PatchError for options that do not go together, and as a scope closes if nothing was selected.
+    Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PatchTool(amanda.Tool):
         super().__init__()
         check_one_of("side", side, get_args(Side), PatchError)
         if module is None and type is None:
-            raise PatchError("give a module, such as 'model.layers.1', or the type of ops, or both")
+            raise PatchError("no module and no type; give a module such as 'model.layers.1', a type, or both")
         edits = {"set": set, "add": add, "scale": scale}
         given = {name: value for name, value in edits.items() if value is not None}
         if len(given) > 1:
@@ -108,13 +108,13 @@ class PatchTool(amanda.Tool):
         return result
 
     def clear(self) -> None:
-        """Forget what was saved, and count executions from 0; analysed ops stay analysed."""
+        """Drop saved values, and count executions from 0; analysed ops stay analysed."""
         self.saved.clear()
         for record in self._records.values():
             record.executions = record.changed = record.skipped = 0
 
     def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
-        """Return the mean over axes of each saved point's executions together, to be set."""
+        """Return the mean of each saved point over axes and executions, as a value for `set`."""
         found = {}
         for name, values in self.saved.items():
             arrays = [np.asarray(tensors_of(one).to_numpy(one), np.float64) for one in values]
@@ -201,7 +201,7 @@ class PatchTool(amanda.Tool):
         if tensors.extents(changed) != shape:
             raise PatchError(
                 f"the value given as {self._edit} does not fit {record.point}, whose shape is {shape}: "
-                f"{tensors.extents(changed)} comes of it"
+                f"the result has shape {tensors.extents(changed)}"
             )
         if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
@@ -228,8 +228,8 @@ class PatchTool(amanda.Tool):
         if isinstance(value, list):
             if step >= len(value):
                 raise PatchError(
-                    f"{self._edit} has {len(value)} values for {point}, which is executed once more; "
-                    "choose `steps`, or give one value instead of a list"
+                    f"{self._edit} has {len(value)} values for {point}, which executes more often; "
+                    "select executions with steps, or give one value instead of a list"
                 )
             value = value[step]
         return value

@@ -61,7 +61,7 @@ def rows_of(x: Any, reading: Reading, extents: Sequence[int]) -> Array:
     plain = tensors_of(x).plain(x)
     if reading.layout is None:
         return do("reshape", do("moveaxis", plain, reading.axis, -1), (1, -1, extents[1]))
-    layout = reading.layout
+    layout = reading.layout if "N" in reading.layout else f"N{reading.layout}"
     plain = plain if len(shape(plain)) == len(layout) else plain[None]
     plain = do("transpose", plain, (layout.index("N"), layout.index("C"), *spatial_axes(layout)))
     _, channels, *sizes = shape(plain)

@@ -11,7 +11,7 @@ from amanda.tools.prune._importance import needs, random_scores, scores
 from amanda.tools.prune._masks import PruneError, regrown_kept
 from amanda.tools.prune._options import Options
 from amanda.tools.prune._sparsegpt import compensated
-from amanda.tools.prune._weight import PrunedWeight
+from amanda.tools.prune._weight import PrunedWeight, is_finite
 
 
 class Making:
@@ -41,6 +41,10 @@ class Making:
         try:
             yield
             self._make_gathered(self._schedule.last if self._for_good else self._next_update)
+        except BaseException:
+            for one in self._tool.weights:
+                one.forget()
+            raise
         finally:
             self.is_preparing = self._for_good = False
 
@@ -124,9 +128,9 @@ class Making:
         importance = self._options.importance
         if self.is_preparing and waiting and len(lacking) == len(waiting):
             raise PruneError(
-                f"importance={importance!r} is computed of {needs(importance)}; nothing of them came"
+                f"importance={importance!r} is computed of {needs(importance)}; no finite ones came"
             )
-        why = "the inputs that it multiplies" if self._options.of_inputs else "its gradients"
+        why = "the inputs that it multiplies" if self._options.of_inputs else "finite gradients of it"
         for one in waiting:
             place = f"{one.type} of {one.name}"
             if one in lacking:
@@ -152,6 +156,8 @@ class Making:
     def _make_masks(self, weights: Sequence[PrunedWeight], update: int) -> None:
         """Give weights that share a budget, of which a step has gathered enough, the masks of a step."""
         options, sparsity = self._options, self._schedule.at(update)
+        for one in weights:
+            one.check_inputs()
         if options.importance == "sparsegpt":
             for one in weights:
                 self._compensate(one, sparsity, update)
@@ -178,6 +184,8 @@ class Making:
     def _compensate(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
         """Make a mask once, and note what the weight changes by."""
         value = weight.ordered(weight.value)
+        if not is_finite(value):
+            raise PruneError(f"NaN or Inf in {weight.name}: importance='sparsegpt' is of finite numbers")
         kept, new = compensated(value, weight.inputs, sparsity, self._options.pattern.vectors)
         weight["offset"] = weight.restored((value - weight.like(new, value)) * kept)
         weight.keep_only(kept, update)

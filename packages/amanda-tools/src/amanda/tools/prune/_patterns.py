@@ -63,7 +63,7 @@ def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -
         if 0 < n <= m:
             return Pattern(name, partial(_vectors_kept, n, m), (n, m))
         raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
-    if granularity < 1 or norm not in (1, 2):
+    if not _is_count(granularity) or norm not in (1, 2):
         raise PruneError(f"granularity is {granularity} and norm {norm}; give 1 or more columns, and 1 or 2")
     if not (isinstance(block, Sequence) and len(block) == 2 and all(_is_count(one) for one in block)):
         raise PruneError(f"block is {block!r}; it is two whole numbers: of outputs and of inputs")

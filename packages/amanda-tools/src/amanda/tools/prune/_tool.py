@@ -219,9 +219,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         result.dense = made.dense
         return result
 
-    def finalized(self, weight: PrunedWeight, value: Any) -> Any:
-        """Return the masked weight; nothing is taken from it from now on."""
-        made = super().finalized(weight, value)
+    def on_finalized(self, weight: PrunedWeight) -> None:
+        """Subtract nothing from a weight any more."""
         if weight.offset is not None:
             weight["offset"] = 0
-        return made

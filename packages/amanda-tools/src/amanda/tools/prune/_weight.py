@@ -9,6 +9,7 @@ from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Present, Weight
 from amanda.tools.kit._tensors import Array
+from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._permutation import input_permutation
 
 
@@ -93,7 +94,7 @@ class PrunedWeight(Weight):
 
     def gather_gradient(self, gradient: Any) -> None:
         """Add a gradient to what the step has gathered, if it gathers."""
-        if self.magnitudes is not None:
+        if self.magnitudes is not None and is_finite(self.plain(gradient)):
             self.gradient = _sum(self.gradient, self.ordered(gradient))
 
     def gather_product(self, gradient: Any) -> None:
@@ -101,6 +102,8 @@ class PrunedWeight(Weight):
         if self.value is None:
             return
         product = self.value * self.plain(gradient)
+        if not is_finite(product):  # a step that a gradient scaler leaves out
+            return
         self.product = _sum(self.product, self.ordered(product))
         if self.get("movement") is not None:
             self["movement"] = self["movement"] + self.like(product, self["movement"])
@@ -108,6 +111,13 @@ class PrunedWeight(Weight):
     def gather_inputs(self, inputs: Array) -> None:
         """Add squares or products of inputs to what the step has gathered."""
         self.inputs = _sum(self.inputs, inputs)
+
+    def check_inputs(self) -> None:
+        """Raise PruneError for NaN and infinity in the sums of inputs that a step has gathered."""
+        if self.inputs is not None and not is_finite(self.inputs):
+            raise PruneError(
+                f"NaN or Inf in what the {self.type} of {self.name} is given, or in the sums of its squares"
+            )
 
     def forget(self) -> None:
         """Release the arrays gathered in a step."""
@@ -122,6 +132,11 @@ class PrunedWeight(Weight):
             self._fresh = mask & ~self.like(self.mask, mask)
         self["mask"], self.updated = mask, update
         self.forget()
+
+
+def is_finite(array: Array) -> bool:
+    """Return True if an array has no NaN and no infinity."""
+    return bool((abs(array) < inf).all())
 
 
 def _sum(former: Array, added: Array) -> Array:

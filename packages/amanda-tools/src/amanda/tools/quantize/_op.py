@@ -126,6 +126,11 @@ class QuantizedOp:
         ))  # fmt: skip
         return self.made[-1]
 
+    def forget(self) -> None:
+        """Forget the values that were observed."""
+        for quantizer in self.made:
+            quantizer.observer = None
+
     def settle(self) -> None:
         """Fix the scales of the ranges that were observed."""
         for quantizer in self.made:

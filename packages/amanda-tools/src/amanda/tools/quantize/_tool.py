@@ -87,11 +87,16 @@ class QuantizeTool(amanda.Tool):
     def calibrating(self) -> Iterator[None]:
         """Return a context whose executions calibrate scales, and compute without quantisation.
 
-        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  After an exception the
+        scales are as they were, and what was observed is forgotten.
         """
         self.is_calibrating = True
         try:
             yield
+        except BaseException:
+            for place in self._places.values():
+                place.forget()
+            raise
         finally:
             self.is_calibrating = False
         for place in self._places.values():

@@ -19,7 +19,7 @@ ToolT = TypeVar("ToolT", bound=amanda.Tool)
 
 
 class SelectionError(AmandaError, ValueError):
-    """A selection that cannot be."""
+    """A type, module or phase of a selection is not valid."""
 
 
 class Selection:

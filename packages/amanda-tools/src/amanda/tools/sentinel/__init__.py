@@ -1,4 +1,4 @@
-"""Watching a long training for silent data corruption, NaN, spikes and ranks that differ, within a budget.
+"""Detection of silent data corruption, NaN, spikes and diverging ranks in long training, within a budget.
 
 sentinel = SentinelTool(budget=0.01)
 with amanda.apply(sentinel):

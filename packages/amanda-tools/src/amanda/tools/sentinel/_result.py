@@ -1,4 +1,4 @@
-"""The result of the sentinel: alarms, and a row for each op that was watched."""
+"""Result of the sentinel: alarms, and a row for each watched op."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Counts:
 
 
 class SentinelResult(Result):
-    """A row for each op that was watched; alarms, the first first.
+    """A row for each watched op, and the alarms in order.
 
-    alarms: those that the tool kept.  counts: of steps and comparisons.  spent, passed: seconds of watching,
-    and of all steps.
+    alarms: alarms that the tool kept.  counts: numbers of steps and comparisons.  spent, passed: seconds of
+    watching, and of all steps.
     """
 
     name: ClassVar[str] = "sentinel"

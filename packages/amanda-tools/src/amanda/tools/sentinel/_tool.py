@@ -27,20 +27,20 @@ logger = logging.getLogger("amanda")
 
 
 class SentinelTool(amanda.Tool):
-    """Watches the training steps of PyTorch within a budget; `result` has the alarms, `clear` starts anew.
+    """Watch training steps of PyTorch within a time budget; `result` has the alarms, `clear` starts anew.
 
-    A step ends with the step of any optimizer of torch.optim, or with a call of `step`.  In a step that is
-    watched, the norm of all that ops give is taken, forward and backward, and a share of the ops is run again
-    on the same inputs.  In between, ops are not intercepted at all.
+    A step ends with the step of any optimizer of torch.optim, or with a call of `step`.  In a watched step
+    the tool computes the norms of all forward and backward outputs, and runs a share of the ops again on the
+    same inputs.  In other steps no op is intercepted.
 
-    budget: share of the time of training that watching may take; None to watch every step.
-    share: of the ops of a watched step that are hashed and run again.
-    threshold: robust deviations above the median at which a norm is a spike.  window: executions that the
-        median is of.
-    ranks: compare gradients and parameters over the ranks of torch.distributed.
-    stop: raise SentinelError at the first alarm, where the step ends.
-    compiled: what becomes of compiled functions in watched steps, as in `amanda.apply`.
-    seed: of the choice of ops.  limit: number of alarms that the result keeps.
+    budget: share of the training time that watching may take; None to watch every step.
+    share: share of the ops of a watched step that are hashed and run again.
+    threshold: robust deviations above the median at which a norm is a spike.  window: number of executions
+        in the median.
+    ranks: compare gradients and parameters of the ranks of torch.distributed.
+    stop: raise SentinelError at the first alarm, at the end of the step.
+    compiled: treatment of compiled functions in watched steps, as in `amanda.apply`.
+    seed: seed of the choice of ops.  limit: number of alarms that the result keeps.
 
     Raises ToolError for options that are not valid.
     """
@@ -76,7 +76,7 @@ class SentinelTool(amanda.Tool):
         self.clear()
 
     def clear(self) -> None:
-        """Forget alarms, norms and times; steps are counted from 0."""
+        """Drop alarms, norms and times; steps are counted from 0."""
         share, seed, compiled = self._watching
         self._watch = Watch(share, seed, self._alarm)
         for admits in self._admissions:
@@ -105,7 +105,7 @@ class SentinelTool(amanda.Tool):
 
     @property
     def result(self) -> SentinelResult:
-        """Return the alarms so far, and a row for each op that was watched."""
+        """Return the alarms so far, and a row for each watched op."""
         self._counts.comparisons = self._ranks.comparisons
         budget = self._budget
         result = SentinelResult(

@@ -29,13 +29,15 @@ class Bins:
 
     @classmethod
     def of(cls, count: int) -> Bins:
-        """Bins of both signs: `count`, a power of two from 256.
+        """Bins of both signs: `count`, a power of two from 256 to 2**24.
 
         Raises AmandaError for another number.
         """
         bits = (count // (2 * OCTAVES)).bit_length() - 1
-        if bits < 0 or count != 2 * OCTAVES << bits:
-            raise AmandaError(f"bins is {count!r}; give 0 for none or a power of two from {2 * OCTAVES}")
+        if not 0 <= bits <= 16 or count != 2 * OCTAVES << bits:
+            raise AmandaError(
+                f"bins is {count!r}; give 0 for none or a power of two from {2 * OCTAVES} to {2**24}"
+            )
         return cls(bits)
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.tools.results import Column, PlottedResult, shortened
+from amanda.tools.sweep._errors import SweepError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +98,10 @@ class SweepResult(PlottedResult):
 
         Levels are in the order in which they were given, from mild to harsh; an op that cannot bear the first
         is not in it. It says what each op bears alone: together they may lose more.
+        Raises SweepError for a drop that is no number.
         """
+        if not isinstance(drop, (int, float)) or isnan(drop):
+            raise SweepError(f"drop is {drop!r}; give a number, such as 0.01")
         found: dict[str, float] = {}
         lost: set[str] = set()
         for point in self.points:

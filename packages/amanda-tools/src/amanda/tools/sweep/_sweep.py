@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
+from numbers import Real
 from time import perf_counter
 from typing import Any, Generic, Literal, TypeVar
 
@@ -62,8 +63,11 @@ class Sweep(Generic[Level]):
             check_one_of("cost", cost, (None, "size", "flops") if left else (None,), SweepError)
         if not callable(evaluate):
             raise SweepError(f"evaluate is {evaluate!r}; give a function of no arguments that gives a number")
-        if not levels or len({f"{one:g}" for one in levels}) < len(levels):
-            raise SweepError(f"levels is {list(levels)}; give at least one, all different in six digits")
+        numeric = all(isinstance(one, Real) for one in levels)
+        if not levels or not numeric or len({f"{one:g}" for one in levels}) < len(levels):
+            raise SweepError(
+                f"levels is {list(levels)}; give one number at least, all different in six digits"
+            )
         self._evaluate, self._prepare, self._progress = evaluate, prepare, progress
         self._compiled: Literal["eager", "instrument"] = compiled
         self._make: Callable[[Level], amanda.Tool] = make

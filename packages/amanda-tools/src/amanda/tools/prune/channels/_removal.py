@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
+from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._tracing import Step, Tracing
 
 _EXTENTS = {
@@ -38,7 +39,11 @@ class Removal:
         self._before: list[tuple[Any, str, Any]] = []
 
     def apply(self, model: Any, optimizer: Any = None) -> None:
-        """Remove channels from a model."""
+        """Remove channels from a model.
+
+        Raises PruneError for an optimizer with state of other shapes than its parameters.
+        """
+        _check_state(optimizer)
         by_name: dict[str, dict[int, Any]] = {}
         for (name, axis), kept in self._kept.items():
             by_name.setdefault(name, {})[axis] = np.flatnonzero(kept)
@@ -119,6 +124,20 @@ class Removal:
         before = getattr(owner, attribute)
         setattr(owner, attribute, value)
         self._before.append((owner, attribute, before))
+
+
+def _check_state(optimizer: Any) -> None:
+    import torch
+
+    for parameter, state in () if optimizer is None else optimizer.state.items():
+        for name, value in state.items():
+            own = isinstance(value, torch.Tensor) and value.numel() > 1
+            if own and value.shape != parameter.shape:
+                raise PruneError(
+                    f"{type(optimizer).__name__} keeps {name} of shape {tuple(value.shape)} for a parameter "
+                    f"of shape {tuple(parameter.shape)}, which cannot follow the removal: make another "
+                    "optimizer after it"
+                )
 
 
 def _set_data(tensor: Any, data: Any) -> None:

@@ -188,6 +188,11 @@ def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
             one, other = one.detach(), other.detach()
             bound = float(one.abs().max()) * float(np.sqrt(_epsilon(one)))
             apart = float((one - other).abs().max())
+            if np.isnan(apart):
+                raise PruneError(
+                    "a result of the model has NaN or Inf, so that removal cannot be checked: give an "
+                    "example and weights of which the model computes numbers"
+                )
             if not apart <= max(bound, _epsilon(one)):
                 raise PruneError(
                     "the model without its channels computes something else than the masked one, by "

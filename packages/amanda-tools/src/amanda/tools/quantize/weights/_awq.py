@@ -9,7 +9,7 @@ from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
-from amanda.tools.quantize.weights._integers import IntegerTool
+from amanda.tools.quantize.weights._integers import IntegerTool, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,7 @@ class AWQTool(IntegerTool, CalibratedTool):
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__(bits, group_size, symmetric, type, module, exclude)
-        if not isinstance(steps, int) or steps < 1:
-            raise QuantizeError(f"steps is {steps!r}; give a number of exponents, such as 20")
+        check_count("steps", steps, "exponents, such as 20")
         self._steps = steps
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
@@ -63,7 +62,7 @@ class AWQTool(IntegerTool, CalibratedTool):
             matrix, samples.magnitudes / samples.count, samples.gram / samples.count, rounded, self._steps
         )
         weight["smoothing"] = scales
-        self.write(weight, quantized(matrix * scales, self.grid, size))
+        self.write(weight, matrix, quantized(matrix * scales, self.grid, size))
 
 
 def awq_scales(
@@ -75,6 +74,7 @@ def awq_scales(
     root of their largest times their smallest.
     matrix: (outputs, K).  magnitudes: (K,), mean magnitudes of the inputs.  gram: (K, K), mean products of
     pairs of inputs.  rounded: quantises and dequantises a matrix.
+    Raises QuantizeError if no error is a finite number.
     Sources: Lin et al. 2023, eqs. 4 and 5; `auto_scale` of the authors' code.
     """
     best, least = None, float("inf")
@@ -85,5 +85,8 @@ def awq_scales(
         loss = float(((error @ gram) * error).sum())
         if loss < least:
             best, least = scales, loss
-    assert best is not None
+    if best is None:
+        raise QuantizeError(
+            f"the errors of all {steps} exponents overflow {gram.dtype}: scale the inputs down"
+        )
     return best

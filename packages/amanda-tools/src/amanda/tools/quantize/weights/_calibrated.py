@@ -21,15 +21,20 @@ ROWS = "an index selects it out of a parameter, so that a calibration reaches a 
 class Samples:
     """Sums over the inputs of a weight in a calibration, of K weights for each output.
 
+    No tensor is one of inference mode, so that calls outside of it add to them too.
+
     weight: as the op read it.  count: number of rows of inputs.  magnitudes: (K,), sum of magnitudes.
     most: (K,), largest magnitudes.  gram: (K, K), sum of products of pairs of inputs; None if not wanted.
     """
 
     def __init__(self, weight: Tensor, rows: Tensor, wants_gram: bool) -> None:
+        import torch
+
         size = rows.shape[1]
         self.weight, self.count = weight.detach(), 0
-        self.magnitudes, self.most = rows.new_zeros(size), rows.new_zeros(size)
-        self.gram = rows.new_zeros(size, size) if wants_gram else None
+        with torch.inference_mode(False):
+            self.magnitudes, self.most = rows.new_zeros(size), rows.new_zeros(size)
+            self.gram = rows.new_zeros(size, size) if wants_gram else None
 
     def add(self, rows: Tensor) -> None:
         """Add inputs (n, K)."""
@@ -47,6 +52,27 @@ class CalibratedWeight(Weight):
     samples: Samples | None = None
     misfit: str = UNREAD
 
+    def matrix(self, value: Tensor) -> Tensor:
+        """Return a value of the weight as (outputs, K), in float32 or wider.
+
+        Raises QuantizeError for NaN and infinity.
+        """
+        found: Tensor = self.canonical(self.plain(value)).flatten(1)
+        if not found.isfinite().all():
+            raise QuantizeError(f"NaN or Inf in {self.name}: integers stand for finite numbers")
+        return found
+
+    def check(self, samples: Samples) -> None:
+        """Raise QuantizeError for NaN and infinity in the inputs, or in their sums."""
+        if not samples.most.isfinite().all():
+            raise QuantizeError(f"NaN or Inf in what the {self.type} of {self.name} is given")
+        sums = samples.magnitudes if samples.gram is None else samples.gram
+        if not sums.isfinite().all():
+            raise QuantizeError(
+                f"the {self.type} of {self.name} is given up to {float(samples.most.max()):.3g}: products of "
+                f"that overflow {sums.dtype}; calibrate with smaller inputs, or exclude it"
+            )
+
 
 class CalibratedTool(WeightTool[CalibratedWeight]):
     """Changes weights of products in PyTorch by what their ops read in a calibration.
@@ -56,6 +82,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     error = QuantizeError
     weight_type = CalibratedWeight
+    framework = "PyTorch"
     leaves_rows = ROWS
     wants_gram: ClassVar[bool] = True
     """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
@@ -110,9 +137,8 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             return
         self.weights.reasons.pop(place, None)
         with amanda.disabled(), torch.no_grad():
-            matrix = weight.canonical(weight.plain(samples.weight)).flatten(1)
-            if not (matrix.isfinite().all() and samples.most.isfinite().all()):
-                raise QuantizeError(f"NaN or Inf in {weight.name}, or in what its {weight.type} is given")
+            matrix = weight.matrix(samples.weight)
+            weight.check(samples)
             self.solve(weight, matrix, samples)
         weight.updated = 0
 
@@ -123,10 +149,6 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         form, find = self.weights.at(context, read)
         if form is None and find is None:
             return
-        if not context.namespace.matches("pytorch"):
-            raise QuantizeError(
-                f"{type(self).__name__} is for PyTorch; {context.get_op_type()} is of {context.namespace[0]}"
-            )
         found = product(context, read)
         if isinstance(found, str):
             if isinstance(form, CalibratedWeight):

@@ -23,7 +23,7 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
     `weight_zero_point` in the place of each quantised weight; config.json has the `quantization_config`,
     beside what `model.config` says if the model is of transformers.  The format is "pack-quantized".
     Returns the folder.  Raises QuantizeError for a tool that has met another model, for quantised weights of
-    others than linear layers, and for AWQ, whose scales of inputs the layout lacks.
+    others than linear layers, for AWQ, whose scales of inputs the layout lacks, and as `convert` does.
     """
     import torch
     from safetensors.torch import save_file
@@ -50,13 +50,13 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
             zeros = numbers["zero_point"].astype(np.int64).T - tool.grid.low
             made["weight_zero_point"] = torch.from_numpy(packed(zeros, tool.grid.bits).T.copy())
         state.update({prefix + part: value for part, value in made.items()})
+    own: Any = getattr(getattr(model, "config", None), "to_dict", dict)
+    config = {**own(), "quantization_config": _config(model, tool, set(layers))}
+    told = json.dumps(config, indent=2) + "\n"
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_unshared(state), folder / "model.safetensors", {"format": "pt"})
-    own: Any = getattr(model, "config", None)
-    config = {} if own is None else own.to_dict()
-    config["quantization_config"] = _config(model, tool, set(layers))
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(told, encoding="utf-8")
     return folder
 
 
@@ -71,20 +71,27 @@ def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
 
 
 def _unshared(state: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors without those that share memory with a former one, which safetensors refuses."""
-    seen: set[int] = set()
+    """Return tensors without those that a former one is; copies where only a part of memory is shared.
+
+    safetensors refuses what shares memory.
+    """
+    seen: set[Any] = set()
     kept = {}
     for name, one in state.items():
-        if not one.numel() or one.data_ptr() not in seen:
-            kept[name] = one
-        seen.add(one.data_ptr())
+        place, memory = (one.data_ptr(), one.shape, one.dtype), one.untyped_storage().data_ptr()
+        if one.numel() and place in seen:
+            continue
+        kept[name] = one.clone() if memory in seen else one
+        seen |= {place, memory}
     return kept
 
 
 def _config(model: nn.Module, tool: IntegerTool, layers: set[str]) -> dict[str, Any]:
     import torch
 
-    linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+    linear = [
+        name for name, one in model.named_modules(remove_duplicate=False) if isinstance(one, torch.nn.Linear)
+    ]
     weights = {
         "num_bits": tool.grid.bits, "type": "int", "symmetric": tool.grid.symmetric,
         "strategy": "channel" if tool.group_size is None else "group", "group_size": tool.group_size,

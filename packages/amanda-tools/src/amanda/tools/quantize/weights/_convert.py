@@ -66,7 +66,8 @@ def convert(model: nn.Module, tool: IntegerTool) -> ConvertResult:
 
     tool: a NearestTool, GPTQTool or AWQTool that has met the model.  Outputs are those in its scope, within
     the rounding of the kernels.  The model is for inference.
-    Raises QuantizeError if torchao is not installed, or the tool has met another model.
+    Raises QuantizeError if torchao is not installed, if the tool has met another model or its calibration was
+    not completed, and if a weight was written since: then the model is as it was.
     """
     import torch
 
@@ -76,18 +77,27 @@ def convert(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
     layers, left = linear_layers(model, tool)
     before, rows = model_bytes(model), []
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
+        if id(layer) in made:
+            continue
         size = weight_bytes(layer.weight)
-        if id(weight) not in made:
+        if id(weight) not in parameters:
             tensor = _tensor(layer.weight, weight, tool, Int8Tensor)
             if isinstance(tensor, str):
                 left[f"{weight.type} of {name}"] = tensor
                 continue
-            made[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
-        layer.weight = made[id(weight)]
-        kind = type(layer.weight.data).__name__
-        rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(layer.weight)))
+            parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
+        parameter = parameters[id(weight)]
+        made[id(layer)] = layer, parameter
+        kind = type(parameter.data).__name__
+        rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
+    for layer, parameter in made.values():
+        layer.weight = parameter
+    for name, one in model.named_modules():
+        if isinstance(one, torch.nn.Linear) and not tool.weights.has_met(tool.identity_of(one.weight, one)):
+            left.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
     return ConvertResult(model, rows, before, left)
 
 

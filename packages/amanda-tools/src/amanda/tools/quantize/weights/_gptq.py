@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._grouping import Codes, nearest, qparams
-from amanda.tools.quantize.weights._integers import IntegerTool
+from amanda.tools.quantize.weights._integers import IntegerTool, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,10 +40,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__(bits, group_size, symmetric, type, module, exclude)
-        if not 0 < damping < 1:
+        if not isinstance(damping, (int, float)) or not 0 < damping < 1:
             raise QuantizeError(f"damping is {damping!r}; give a share between 0 and 1, such as 0.01")
-        if not isinstance(block, int) or block < 1:
-            raise QuantizeError(f"block is {block!r}; give a number of columns, such as 128")
+        check_count("block", block, "columns, such as 128")
         self._damping, self._block = damping, block
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
@@ -54,7 +53,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         hessian = samples.gram * (2 / samples.count)
         options = self.grid, self.size(weight), self._damping, self._block
         try:
-            self.write(weight, gptq(matrix, hessian, *options))
+            self.write(weight, matrix, gptq(matrix, hessian, *options))
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise QuantizeError(
                 f"the Hessian of {weight.name}'s inputs has no Cholesky factor with damping {self._damping}: "

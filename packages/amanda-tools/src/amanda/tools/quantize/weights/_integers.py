@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Weight, WeightResult, WeightTool
+from amanda.tools.kit import Held, HeldError, Weight, WeightResult, WeightTool, parameters
 from amanda.tools.quantize._grid import Grid, QuantizeError
-from amanda.tools.quantize.weights._calibrated import CalibratedWeight
+from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
 from amanda.tools.results import Column
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class QuantizedWeights(WeightResult):
@@ -39,6 +42,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
 
     error = QuantizeError
     weight_type = CalibratedWeight
+    framework = "PyTorch"
 
     def __init__(
         self,
@@ -53,8 +57,8 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.grid = Grid.of(bits, symmetric)
         if not isinstance(bits, int) or bits > 8:
             raise QuantizeError(f"bits is {bits!r}; give a number from 2 to 8")
-        if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
-            raise QuantizeError(f"group_size is {group_size!r}; give a number of inputs, or None for all")
+        if group_size is not None:
+            check_count("group_size", group_size, "inputs, or None for all")
         self.group_size = group_size
 
     @property
@@ -77,15 +81,86 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         weight.keep("codes", np.zeros((outputs, count), "int8" if self.grid.symmetric else "uint8"))
         weight.keep("scale", np.ones((outputs, count // size), "float32"))
         weight.keep("zero_point", np.zeros((outputs, count // size), "float32"))
+        low, high = map(int, weight.keep("grid", np.array([self.grid.low, self.grid.high])))
+        if (low, high) != (self.grid.low, self.grid.high):
+            raise QuantizeError(
+                f"the integers that were loaded for {weight.name} are from {low} to {high}, and those of "
+                f"this {type(self).__name__} from {self.grid.low} to {self.grid.high}: give the same bits "
+                "and symmetric"
+            )
+        weight.keep("sums", np.full(2, np.nan))
         return None
 
-    def write(self, weight: CalibratedWeight, codes: Codes) -> None:
-        """Keep the integers of a weight."""
+    def write(self, weight: CalibratedWeight, matrix: Tensor, codes: Codes) -> None:
+        """Keep the integers of a weight, and what tells its value from another."""
         for name, value in codes._asdict().items():
             weight[name] = value
+        weight["sums"] = _sums(matrix)
+
+    def check_model(self, model: Any) -> None:
+        """Raise QuantizeError if a weight lacks integers, or its value in a model is another than theirs.
+
+        It is as it was when they were chosen, or what they stand for.  Packed tensors are not compared.
+        """
+        try:
+            held = {one.identity: one for one in parameters(model)}
+            for weight in self.weights:
+                self._check(weight, held.get(weight.holder))
+        except HeldError as error:
+            raise QuantizeError(str(error)) from error
+
+    def _check(self, weight: CalibratedWeight, held: Held | None) -> None:
+        if not (weight.is_ready or weight.is_left):
+            within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
+            raise QuantizeError(
+                f"{weight.name} has no integers, since its last calibration was not completed: run the model "
+                f"in a scope of this {type(self).__name__}{within}, or exclude it"
+            )
+        if weight.is_ready and held is not None and not _is_same(self, weight, held.read()):
+            raise QuantizeError(
+                f"the integers of {weight.name} are of other values than it has: it was written after they "
+                "were chosen, or another tool changed what ops read; finalize that tool first, or call "
+                f"renew() of this {type(self).__name__} and run the model again"
+            )
+
+    def finalize(self, model: Any) -> Any:
+        """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
+
+        Raises QuantizeError as that does, and where `check_model` does; then nothing is written.
+        """
+        self.check_model(model)
+        return super().finalize(model)
 
     @amanda.traceable
     def transform(self, value: Any, codes: Any, scale: Any, zero_point: Any, smoothing: Any = None) -> Any:
         """Return what the integers stand for, divided by the scales of the inputs where there are some."""
         made = dequantized(codes, scale, zero_point)
         return (made if smoothing is None else made / smoothing).reshape(value.shape)
+
+
+def check_count(option: str, given: Any, told: str) -> None:
+    """Raise QuantizeError unless an option is a whole number from 1."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise QuantizeError(f"{option} is {given!r}; give a number of {told}")
+
+
+def _is_same(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
+    """Return True if a weight has the value that its integers were chosen for, or that they stand for."""
+    if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
+        return True
+    value = whole if weight.part is None else whole.as_strided(*weight.part)
+    # Elements that were cast to bfloat16 differ by up to 2 ** -9.
+    share = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
+    found = _sums(weight.plain(value))
+    return any(
+        bool((found - one).abs().max() <= share * one[1])
+        for one in (weight["sums"].to(found.device), _sums(weight.plain(tool.finalized(weight, value))))
+    )
+
+
+def _sums(value: Tensor) -> Tensor:
+    """Return the sum and the norm of a tensor."""
+    import torch
+
+    wide = value.double()
+    return torch.stack([wide.sum(), wide.norm()])

@@ -15,35 +15,37 @@ if TYPE_CHECKING:
 Layers = Mapping[str, "tuple[nn.Linear, CalibratedWeight]"]
 
 ELSEWHERE = "it is not the whole weight of torch.nn.Linear layers alone"
+COMPUTED = "it is computed at each call, so that no parameter holds it"
 
 
 def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str, str]]:
     """Return linear layers by their path, each with its weight in the tool, and why others are left.
 
     Layers that share a parameter have the same weight.
-    Raises QuantizeError if the tool has quantised no weight of this model.
+    Raises QuantizeError if the tool has quantised no weight of this model, and where `check_model` does.
     """
     import torch
 
     if not isinstance(model, torch.nn.Module):
         raise QuantizeError(f"a {type(model).__name__} was given; give a torch.nn.Module")
-    holders: dict[int, list[tuple[str, Any]]] = {}
-    for name, module in model.named_modules():
+    tool.check_model(model)
+    owners: dict[Any, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         for own, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((name if own == "weight" else "", module))
-    by_path = dict(model.named_parameters(remove_duplicate=False))
+            identity = tool.identity_of(parameter, module)
+            owners.setdefault(identity, []).append((name, module if own == "weight" else None))
     layers, left, met = {}, dict(tool.left), 0
     for weight in tool.weights:
-        parameter = by_path.get(weight.path)
-        if parameter is None or not weight.is_ready:
+        found = owners.get(weight.holder)
+        if not weight.is_ready or (found is None and weight.holder is not None):
             continue
         met += 1
-        owners = holders[id(parameter)]
-        linear = all(isinstance(one, torch.nn.Linear) for _, one in owners)
-        if linear and weight.part is None and weight.shape == parameter.shape:
-            layers.update({name: (module, weight) for name, module in owners})
+        linear = found is not None and all(isinstance(one, torch.nn.Linear) for _, one in found)
+        if found is not None and linear and weight.part is None and weight.layout == "OI":
+            layers.update({name: (module, weight) for name, module in found})
         else:
-            left[f"{weight.type} of {weight.module or weight.source}"] = ELSEWHERE
+            place = f"{weight.type} of {weight.module or weight.source}"
+            left[place] = COMPUTED if weight.holder is None else ELSEWHERE
     if not met:
         raise QuantizeError(
             f"{type(tool).__name__} has quantised no weight of this {type(model).__name__}: call the model "

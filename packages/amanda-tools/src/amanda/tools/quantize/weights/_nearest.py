@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from amanda.tools.kit import Present
-from amanda.tools.mapping import backend_of
-from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import ROWS, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import quantized
 from amanda.tools.quantize.weights._integers import IntegerTool
@@ -28,11 +26,6 @@ class NearestTool(IntegerTool):
     def on_read(self, weight: CalibratedWeight, present: Present) -> None:
         """Round a weight to the nearest when it is read first."""
         if not weight.is_ready:
-            value = weight.plain(present())
-            if (backend := backend_of(value)) != "torch":
-                raise QuantizeError(
-                    f"NearestTool is for PyTorch; the weight of {weight.name} is given in {backend}"
-                )
-            matrix = weight.canonical(value).flatten(1)
-            self.write(weight, quantized(matrix, self.grid, self.size(weight)))
+            matrix = weight.matrix(present())
+            self.write(weight, matrix, quantized(matrix, self.grid, self.size(weight)))
             weight.updated = 0

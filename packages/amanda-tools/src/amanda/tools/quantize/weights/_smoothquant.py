@@ -40,7 +40,7 @@ class SmoothQuantTool(CalibratedTool):
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__(type, module, exclude)
-        if not 0 <= alpha <= 1:
+        if not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise QuantizeError(f"alpha is {alpha!r}; give a number from 0 to 1")
         self._alpha = alpha
 
@@ -88,8 +88,10 @@ def smoothing(most: Tensor, weight: Tensor, alpha: float = 0.5) -> Tensor:
     """Return max|x|^alpha / max|w|^(1 - alpha) of each input channel, (channels,).
 
     most: (channels,), largest magnitudes of the inputs.  weight: (outputs, channels, ...).
-    Both maxima and the factors are at least 1e-5, as in the authors' code, so that no factor is 0.
+    Both maxima and the factors are at least 1e-5, as in the authors' code, so that no factor is 0.  A channel
+    whose weights are all 0 has the factor 1, since the quotient may overflow float16.
     Source: Xiao et al. 2022, eq. 4.
     """
-    of_weight = weight.abs().amax([axis for axis in range(weight.dim()) if axis != 1]).clamp(min=1e-5)
-    return (most.clamp(min=1e-5).pow(alpha) / of_weight.pow(1 - alpha)).clamp(min=1e-5)
+    of_weight = weight.abs().amax([axis for axis in range(weight.dim()) if axis != 1])
+    factors = most.clamp(min=1e-5).pow(alpha) / of_weight.clamp(min=1e-5).pow(1 - alpha)
+    return factors.clamp(min=1e-5).where(of_weight > 0, 1)

@@ -1,0 +1,107 @@
+"""Statistics of numbers in memory, which native code reads in one pass."""
+
+import math
+import random
+import struct
+import threading
+from array import array
+from typing import Any
+
+import pytest
+
+from amanda import interceptor
+
+pytestmark = pytest.mark.skipif(not interceptor.NATIVE, reason=interceptor.REASON or "")
+KINDS = pytest.mark.parametrize("kind", ["f", "d"])
+
+
+def numbers(kind: str, count: int) -> Any:
+    chance = random.Random(count)
+    return array(kind, [chance.gauss(2, 1) * 10.0 ** chance.randrange(-20, 20) for _ in range(count)])
+
+
+def bins_by_hand(given: Any, bits: int) -> dict[int, int]:
+    """Return how many numbers are in each bin, by the logarithm."""
+    found: dict[int, int] = {}
+    side = (128 << bits) + 2
+    for number in given:
+        place = 0
+        if number:
+            fraction, exponent = math.frexp(abs(number))
+            octave, part = exponent - 1 + 88, int((2 * fraction - 1) * (1 << bits))
+            place = 1 if octave < 0 else side if octave >= 128 else (octave << bits) + part + 2
+        bin = side + (place if number > 0 else -place)
+        found[bin] = found.get(bin, 0) + 1
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("count", [1, 3, 4096, 4099, 40_000])
+@pytest.mark.parametrize("bits", [0, 4, 7])
+def test_they_are_those_of_exact_sums(kind: str, count: int, bits: int) -> None:
+    given = numbers(kind, count)
+    moments = interceptor.Moments(bits)
+    assert moments.add(given)
+    found = moments.numbers
+    mean = math.fsum(given) / count
+    squares, magnitudes = math.fsum((x - mean) ** 2 for x in given), math.fsum(map(abs, given))
+    wanted = (count, mean, squares, magnitudes, min(given), max(given))
+    assert found[:6] == pytest.approx(wanted, rel=1e-12, abs=1e-12 * max(map(abs, given)))
+    assert found[6:] == (0, 0, 0, 0)
+    counts = struct.unpack(f"{2 * ((128 << bits) + 2) + 1}q", moments.counts or b"")
+    assert {i: count for i, count in enumerate(counts) if count} == bins_by_hand(given, bits)
+
+
+@KINDS
+def test_what_is_not_finite_is_counted_apart(kind: str) -> None:
+    moments = interceptor.Moments(0)
+    assert moments.add(array(kind, [math.nan] * 5000))
+    assert moments.numbers == (0, 0.0, 0.0, 0.0, math.inf, -math.inf, 5000, 0, 0, 0)
+    assert moments.add(array(kind, [1.0, math.inf, -0.0, math.nan, -math.inf, 3.0, math.inf]))
+    assert moments.numbers == pytest.approx((3, 4 / 3, 14 / 3, 4.0, 0.0, 3.0, 5001, 2, 1, 1))
+    assert sum(struct.unpack("261q", moments.counts or b"")) == 3
+
+
+def test_other_memory_is_refused_and_changes_nothing() -> None:
+    moments = interceptor.Moments(4)
+    before = moments.numbers
+    strided = memoryview(array("f", [1.0, 2.0, 3.0]))[::2]
+    for other in (array("i", [1]), b"1234", None, 1.0, [1.0], strided, array("B", [1])):
+        assert moments.add(other) is False
+    assert (moments.numbers, moments.counts) == (before, None)
+    assert moments.add(array("f"))
+    assert (moments.numbers, moments.counts) == (before, None)
+
+
+def test_both_together_are_those_of_all_numbers() -> None:
+    one, other, all_of_them = (interceptor.Moments(4) for _ in range(3))
+    for moments, count in ((one, 5000), (other, 40_000)):
+        for each in (moments, all_of_them):
+            assert each.add(numbers("f", count))
+    one.merge(other)
+    assert one.numbers == pytest.approx(all_of_them.numbers, rel=1e-12)
+    assert one.counts == all_of_them.counts
+    one.merge(one)
+    assert one.numbers[0] == 90_000
+    one.merge(interceptor.Moments(4))
+    assert one.numbers[0] == 90_000
+    for wrong in (interceptor.Moments(), interceptor.Moments(5), None, 3):
+        with pytest.raises(TypeError, match="same bins"):
+            one.merge(wrong)
+
+
+@pytest.mark.parametrize("bits", [-2, 17, 2**31 - 1])
+def test_bits_are_checked(bits: int) -> None:
+    with pytest.raises(ValueError, match="give -1 to 16"):
+        interceptor.Moments(bits)
+
+
+def test_threads_add_to_one_object() -> None:
+    moments, given = interceptor.Moments(4), numbers("f", 100_000)
+    threads = [threading.Thread(target=lambda: [moments.add(given) for _ in range(20)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert moments.numbers[0] == 80 * 100_000
+    assert sum(struct.unpack("4101q", moments.counts or b"")) == 80 * 100_000
