@@ -51,10 +51,10 @@ def diff(
     up to ten times the expected error agree.
 
     by: "op" compares ops of the same module and type, in order.  "module" compares the outputs of modules
-    and the gradients of their weights; without a mapping, modules of equal names are paired,
-    or, if fewer than half of the names are shared, modules with weights of the same sizes in order; the
-    result lists the others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its
-    graphs; otherwise "op".  The result names the choice.
+    and the gradients of their weights; without a mapping, modules of equal names are paired, or, if fewer
+    than half of the names are shared, modules with weights of the same sizes in order.  The result lists the
+    others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its graphs;
+    otherwise "op".  The result names the choice.
 
     compiled: for functions, as in `amanda.apply`.  "eager" runs compiled callables op by op, and the result
     says so.  "instrument" compares the compiled code and the returned values; the result says if a function
