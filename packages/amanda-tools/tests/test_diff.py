@@ -293,7 +293,7 @@ def test_modules_are_compared_where_ops_are_not_the_same() -> None:
     x = torch.randn(2, 5, 16)
     result = compared(model, other, x, by="module")
     assert not result
-    assert set(result.modules) == {"0", "1.qkv", "1.out", "2"}
+    assert set(result.modules) == {"0", "1", "1.qkv", "1.out", "2"}
     other[2].bias.data += 1
     first = compared(model, other, x, by="module", mapping={"1": "1", "2": "2"}).first
     assert first is not None
@@ -569,3 +569,24 @@ def test_a_value_that_was_joined_of_pieces_replaces_none() -> None:
     found = diff(lambda: model(x), lambda: [model(one + 0.1) for one in x.split(2, 1)], bisect=True)
     assert found.remaining is None
     assert any("no op can give a's value in b" in one for one in found.told)
+
+
+def test_pieces_of_modules_are_joined() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.rand(6, 4)
+
+    def loss(one: Tensor) -> None:
+        model(one).square().sum().backward()
+
+    def accumulated(offset: float = 0.0) -> None:
+        for one in x.split([3, 2, 1]):
+            loss(one + offset * (len(one) == 1))
+
+    for sides in (lambda a, b: (a, b)), (lambda a, b: (b, a)):
+        agree = diff(*sides(lambda: loss(x), accumulated), by="module", rtol=1e-5)
+        assert not agree, agree.sentence
+        assert {one.phase for one in agree.comparisons} == {"forward", "backward"}
+        assert any("in pieces in the other: the pieces were joined" in one for one in agree.told)
+    first = diff(lambda: loss(x), lambda: accumulated(0.1), by="module", rtol=1e-5).first
+    assert first is not None
+    assert (first.phase, first.module) == ("forward", "0")

@@ -123,6 +123,40 @@ def test_nothing_is_found_in_unchanged_pairs(name: str, transformers: Any) -> No
     assert result.first is None, result.sentence
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")  # of the exporter
+@pytest.mark.parametrize("name", MODELS)
+def test_planted_differences_from_an_exported_model_are_named(name: str, transformers: Any) -> None:
+    """The session of ONNX Runtime is of the unchanged model, which agrees; two changes do not."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, given = made(name, transformers)
+    if given.dtype == torch.int64 or name == "vit":
+        model.config.return_dict, model.config.use_cache = False, False
+    with torch.no_grad():
+        exported = torch.onnx.export(model, (given,), dynamo=True, verbose=False)
+    assert exported is not None
+    session = onnxruntime.InferenceSession(exported.model_proto.SerializeToString())
+    feed = {session.get_inputs()[0].name: given.numpy()}
+
+    def against(one: nn.Module) -> DiffResult:
+        with torch.no_grad():
+            return diff(lambda: one(given), lambda: session.run(None, feed), control="float64")
+
+    unchanged = against(model)
+    assert not unchanged, unchanged.sentence
+    seed = list(MODELS).index(name)
+    for chance in (random.Random(seed), random.Random(seed + len(MODELS))):
+        other = copy.deepcopy(model)
+        places = leaves(other)
+        chosen = chance.choice(places)
+        change(other.get_submodule(chosen), chance)
+        result = against(other)
+        # the exporter folds a convolution into the normalisation behind it
+        expected = next(one for one in places[places.index(chosen) :] if one in result.modules)
+        assert result.first is not None, chosen
+        assert result.first.module == expected, result.sentence
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_training_forward_agrees_with_generation_from_a_cache(transformers: Any, name: str) -> None:
     torch.manual_seed(0)

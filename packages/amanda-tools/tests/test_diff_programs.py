@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import site
 import sys
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,35 @@ def test_a_tool_is_named_by_its_import_path() -> None:
     assert isinstance(made.tool, amanda.Tool)
     with pytest.raises(AmandaError, match=r"tool amanda.tools.diff.Float cannot be imported"):
         ToolSpec.parse("amanda.tools.diff.Float").make(Steps())
+
+
+@pytest.mark.slow
+def test_the_other_interpreter_has_another_version_of_a_library_or_no_amanda(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, other = tmp_path / "train.py", tmp_path / "other"
+    program.write_text(
+        "import sys, torch\n"
+        "sys.path.append(sys.argv[1])\n"
+        "import library\n"
+        "torch.manual_seed(0)\n"
+        "with torch.no_grad():\n"
+        "    library.norm(torch.nn.Linear(8, 8)(torch.randn(3, 8)))\n"
+    )
+    venv.create(other)
+    packages = next((other / "lib").glob("python*/site-packages"))
+    (tmp_path / "library").mkdir()
+    for folder, epsilon in ((tmp_path / "library", "1e-5"), (packages, "1e-3")):
+        code = f"return torch.nn.functional.layer_norm(x, (8,), eps={epsilon})"
+        (folder / "library.py").write_text(f"import torch\n\n\ndef norm(x):\n    {code}\n")
+    python, one = other / "bin" / "python", f"{program} {tmp_path / 'library'}"
+    line = ["diff", "--a", one, "--b", one, "--python-b", str(python)]
+    assert main(line) == 2
+    told = capfd.readouterr().err
+    assert f"{python} does not have Amanda (ModuleNotFoundError: No module named 'amanda')" in told
+    given = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    (packages / "all.pth").write_text("".join(given))
+    assert main(line) == 1
+    sentence = capfd.readouterr().out.partition("\n")[0]
+    assert sentence.startswith("b parts from a at layer_norm")
+    assert "not one bit of it remains" in sentence

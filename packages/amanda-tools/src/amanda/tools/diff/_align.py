@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 
@@ -89,13 +89,31 @@ def within(run: Run, name: str) -> Callable[[str], bool]:
 
 
 def same_modules(run: Run, other: Run) -> dict[str, str]:
-    """Return modules whose weights have the same numbers of elements, in the order of execution."""
+    """Return modules of equal names, or, where the runs share few names, those with equal numbers of weights.
+
+    Modules with as many elements in their weights are paired in the order of execution.
+    """
+    paths, other_paths = (_paths(one) for one in (run, other))
+    shared = {path: path for path in paths if path in other_paths}
+    if shared and 2 * len(shared) >= min(len(paths), len(other_paths)):
+        return shared
     ones, others = _with_weights(run), _with_weights(other)
     keys, other_keys = ([key for _, key in found] for found in (ones, others))
     found: dict[str, str] = {}
     for i, j in common(keys, other_keys):
         found.setdefault(ones[i][0], others[j][0])
     return found
+
+
+def alone(run: Run, names: Iterable[str]) -> list[str]:
+    """Return modules with ops in the forward pass that are not among some names."""
+    known = set(names)
+    return [path for path in _paths(run) if path not in known]
+
+
+def _paths(run: Run) -> dict[str, None]:
+    """Return modules in which ops of the forward pass ran, in order."""
+    return dict.fromkeys(path for i in run.indices("forward") if (path := dotted(run.ops[i].module)))
 
 
 def _with_weights(run: Run) -> list[tuple[str, Hashable]]:

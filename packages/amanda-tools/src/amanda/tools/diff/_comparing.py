@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import get_args
 
 from amanda.errors import AmandaError
@@ -41,6 +42,8 @@ class Comparing:
         self.pieces = self.unlike = self.left = 0
         """Ops that one run executed once and the other in pieces, which make up the whole, or do not;
         executions of ops that the other run does not have."""
+        self.shaped: list[str] = []
+        """Modules that end in as many numbers, in an order that is not known."""
 
     def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
@@ -78,16 +81,24 @@ class Comparing:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
             inside = [within(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
-            calls = [visits(run, one) for run, one in zip(self._runs, inside, strict=True)]
-            for both in zip(*calls, strict=False):
-                yield from self._module_outputs(both)
-            gradients = [
-                [entry for i in run.indices("backward") if one(run.ops[i].module)
-                 for entry in run.by_op[i] if entry.role == "weight gradient"]
-                for run, one in zip(self._runs, inside, strict=True)
-            ]  # fmt: skip
-            for pair in zip(*gradients, strict=False):
-                yield pair, self._comparison(pair, *self._judged(pair))
+            calls = [[*visits(run, one)] for run, one in zip(self._runs, inside, strict=True)]
+            if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
+                calls = [[[*chain(*one)]] for one in calls]
+            for both in zip(*calls, strict=True):
+                yield from self._module_outputs(name, both)
+            gradients = [_weight_gradients(run, one) for run, one in zip(self._runs, inside, strict=True)]
+            for ones, others in zip(*gradients, strict=False):
+                for pair in self._paired(ones, others):
+                    yield pair, self._comparison(pair, *self._judged(pair))
+
+    def _paired(self, ones: Sequence[Entry], others: Sequence[Entry]) -> Sequence[Pair]:
+        """Pair one tensor of all executions of both runs; where one run has several for one, join them."""
+        if min(len(ones), len(others)) == 1 < max(len(ones), len(others)):
+            pairs = self._in_pieces([[one] for one in ones], [[one] for one in others])
+            self.pieces, self.unlike = self.pieces + bool(pairs), self.unlike + (not pairs)
+            return pairs
+        self.left += abs(len(ones) - len(others))
+        return list(zip(ones, others, strict=False))
 
     def _executions(self, index: int, other_index: int) -> Iterator[list[Pair]]:
         """Pair the tensors that an op gave at each execution that both runs have."""
@@ -163,24 +174,41 @@ class Comparing:
         told = reading((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
         return replace(self._comparison(furthest, worst, limit, read), read=told)
 
-    def _module_outputs(self, both: Sequence[Sequence[int]]) -> Iterator[Found]:
+    def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
         calls = list(zip(self._runs, both, strict=True))
         ends = [heads(run, visit) for run, visit in calls]
         weights = [
             [one for i in visit for one in run.by_op[i] if one.role == "weight"] for run, visit in calls
         ]
-        for execution in sorted({entry.execution for entry in ends[0]}):
+        executions = [{entry.execution for entry in one} for one in ends]
+        if min(map(len, executions)) == 1 < max(map(len, executions)):
+            last = ([entry for entry in one if entry.op == one[-1].op] for one in ends)
+            for pair in self._paired(*last):
+                yield pair, self._comparison(pair, *self._judged(pair))
+            return
+        self.left += len(executions[0] ^ executions[1]) if all(executions) else 0
+        for execution in sorted(executions[0]):
             pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
             if not pairs:
                 continue
+            if self._is_alike(pairs[-1]):
+                pairs = pairs[-1:]
             judged = [(pair, *self._judged(pair)) for pair in pairs]
             read = [
                 self._agreement((a, b))
                 for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
             ]  # fmt: skip
             pair, found, limit = min(judged, key=lambda one: one[1].relative)
+            if found.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
+                self.shaped.append(name)
+                continue
             yield pair, self._comparison(pair, found, limit, read)
+
+    def _is_alike(self, pair: Pair) -> bool:
+        """Return True for tensors of ops of one type that have as many elements."""
+        types = {run.ops[entry.op].type for run, entry in zip(self._runs, pair, strict=True)}
+        return len(types) == 1 and _is_as_large(pair)
 
     def _judged(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
         """Return a distance, and how far may be."""
@@ -218,3 +246,17 @@ class Comparing:
             (pair[0].dtype, pair[1].dtype),
             all(inputs) if inputs else None, max(weights) if weights else None, self._error(pair[0]),
         )  # fmt: skip
+
+
+def _is_as_large(pair: Pair) -> bool:
+    return math.prod(pair[0].shape) == math.prod(pair[1].shape)
+
+
+def _weight_gradients(run: Run, inside: Callable[[str], bool]) -> list[list[Entry]]:
+    """Return the gradients of weights of the ops in a module: for each tensor those of all executions."""
+    found: dict[tuple[int, int], list[Entry]] = {}
+    for index in run.indices("backward"):
+        for entry in run.by_op[index] if inside(run.ops[index].module) else ():
+            if entry.role == "weight gradient":
+                found.setdefault((index, entry.position), []).append(entry)
+    return list(found.values())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import dotted, same_modules, within
+from amanda.tools.diff._align import alone, dotted, same_modules, within
 from amanda.tools.diff._bundle import write_bundle
 from amanda.tools.diff._comparing import Comparing, Expected
 from amanda.tools.diff._programs import MAX_BYTES
@@ -18,6 +18,8 @@ from amanda.tools.diff._run import Compiled, Run, Source
 from amanda.tools.diff._runs import Control, Runs
 
 By = Literal["op", "module"]
+_SHOWN = 4
+"""Modules that are told by name."""
 
 
 def diff(
@@ -49,9 +51,10 @@ def diff(
     up to ten times the expected error agree.
 
     by: "op" compares ops of the same module and type, in order.  "module" compares the outputs of modules
-    and the gradients of their weights; without a mapping, modules with weights of the same sizes are
-    paired in order.  None is "module" for different frameworks, and for TensorFlow's eager mode against its
-    graphs; otherwise "op".  The result names the choice.
+    and the gradients of their weights; without a mapping, modules of equal names are paired, or, if fewer
+    than half of the names are shared, modules with weights of the same sizes in order.  The result lists the
+    others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its graphs;
+    otherwise "op".  The result names the choice.
 
     compiled: for functions, as in `amanda.apply`.  "eager" runs compiled callables op by op, and the result
     says so.  "instrument" compares the compiled code and the returned values; the result says if a function
@@ -111,7 +114,12 @@ def _compared(run: Run, other: Run, asked: _Asked) -> tuple[DiffResult, Comparin
             'by="op" compares ops'
         )
     names = same_modules(run, other) if mapping is None else mapping
+    if mapping is None:
+        told += _told_of_modules(run, other, names)
     compared = comparing.in_order(comparing.modules(names))
+    if comparing.shaped:
+        told.append(f"Modules whose axes do not match, and were not compared: {_listed(comparing.shaped)}")
+    told += _told_of_pieces(comparing)
     return DiffResult(run.name, other.name, compared, modules=list(names), told=told), comparing
 
 
@@ -130,6 +138,21 @@ def _told_of_compiled(run: Run, other: Run) -> list[str]:
     if told:
         told.append('compiled="instrument" (--compiled instrument) runs compiled code')
     return told
+
+
+def _told_of_modules(run: Run, other: Run, names: Mapping[str, str]) -> list[str]:
+    """Return a sentence on modules of each run that have no counterpart."""
+    told = []
+    for label, one, paired in (("a", run, names), ("b", other, names.values())):
+        if left := alone(one, paired):
+            told.append(f"Modules of {label} that were not compared: {_listed(left)}")
+    return told
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are besides."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _told_of_pieces(comparing: Comparing) -> list[str]:

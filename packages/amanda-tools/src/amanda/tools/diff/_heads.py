@@ -16,7 +16,8 @@ def heads(run: Run, visit: Sequence[int]) -> list[Entry]:
     """Return what the last op gave, and what the last product gave with its bias."""
     shown = [i for i in visit if run.ops[i].type not in _READS]
     ends = {shown[-1]} if shown else set()
-    products = [n for n, i in enumerate(shown) if is_compute(run.ops[i].type)]
+    own = min((run.ops[i].module for i in shown), key=len, default="")  # a product of a child is the child's
+    products = [n for n, i in enumerate(shown) if is_compute(run.ops[i].type) and run.ops[i].module == own]
     if products:
         ends.add(_behind(run, shown[products[-1] :]))
     return [

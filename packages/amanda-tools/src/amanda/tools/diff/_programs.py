@@ -56,12 +56,13 @@ class Function:
             raise
         if self.compiled == "instrument":
             tool.add_returned(returned)
-            self.returned = _arrays(returned)
         result = tool.result
         if not result.entries:
             raise AmandaError(f"{self.name} executed no op that could be compared")
         told = [f"{name}: {', '.join(sorted(one))}" for other in others for name, one in _remarks(other)]
-        return replace(run_of(Dump(result.folder)), name=self.name, told=told)
+        run = replace(run_of(Dump(result.folder)), name=self.name, told=told)
+        self.returned = _arrays(returned) if run.in_graph else []
+        return run
 
     def unobserved(self) -> list[NDArray[Any]]:
         """Return what the function gives without any tool."""
@@ -99,6 +100,7 @@ class Command:
         except OSError as error:
             raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
         if done.returncode:
+            self._check_interpreter()
             raise AmandaError(f"{self.line!r} ended with status {done.returncode}")
         found = folder if (folder / "index.json").exists() else folder / "rank0"
         if not (found / "index.json").exists():
@@ -106,6 +108,19 @@ class Command:
         run = run_of(Dump(found))
         told = [] if found == folder else ["Of several ranks, rank 0 alone was compared"]
         return replace(run, name=self.line, told=told)
+
+    def _check_interpreter(self) -> None:
+        """Raise AmandaError if Amanda cannot be imported where the program ran."""
+        if self.python == sys.executable:
+            return
+        code = "import amanda.__main__, amanda.tools.dump"
+        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True)
+        if tried.returncode:
+            reason = tried.stderr.strip().rpartition("\n")[2]
+            raise AmandaError(
+                f"{self.python} does not have Amanda ({reason}); install it there, with the driver of the "
+                f"framework: {self.python} -m pip install amanda-tools amanda-driver-torch"
+            )
 
 
 Program = Function | Command
