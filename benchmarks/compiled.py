@@ -97,7 +97,12 @@ def llama() -> Times:
     let_torchvision_load()
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "vocab_size": 1000}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1 if QUICK else 4, use_cache=False, **sizes))
     compiled = torch.compile(model, backend="aot_eager" if QUICK else "inductor")
     tokens = torch.randint(0, 1000, (1, 256))

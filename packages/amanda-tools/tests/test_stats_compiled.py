@@ -24,7 +24,7 @@ def measured(call: Callable[[Any], torch.Tensor], **options: Any) -> StatsResult
     tool = StatsTool()
     with amanda.apply(tool, **options) as scope:
         for _ in range(2):
-            call(X).square().sum().backward()
+            call(X).square().sum().backward()  # type: ignore[no-untyped-call]
     assert options or not scope.report
     return tool.result
 
@@ -56,7 +56,7 @@ def test_statistics_leave_a_compiled_step_its_numbers() -> None:
 
     def step() -> torch.Tensor:
         output: torch.Tensor = compiled(X)
-        output.sum().backward()
+        output.sum().backward()  # type: ignore[no-untyped-call]
         return output
 
     found = control(step, net, StatsTool())
