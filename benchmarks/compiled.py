@@ -2,6 +2,9 @@
 
 Each model is compiled by inductor once for itself, once for each tool, and once with masks written by hand,
 before anything is measured.
+
+`python benchmarks/_measure.py benchmarks/compiled_llama.py FILE` measures tools in the graphs of a Llama, and
+op by op.
 """
 
 import copy
@@ -10,14 +13,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from _measure import QUICK, controls, interleaved, pin_to_one_core, progress, seconds_of
-from _models import PASSES, models
+from _measure import QUICK, Times, controls, interleaved, pin_to_one_core, progress, seconds_of
+from _models import PASSES, let_torchvision_load, models
 from _tools import Inserting, Make, scopes
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import amanda
+from amanda.tools.flops import FlopsTool
 from amanda.tools.prune import PruneTool
+from amanda.tools.stats import StatsTool
 
 MODELS = ("ResNet-50", "BERT-base")
 PRODUCTS = ("conv2d", "linear")
@@ -84,3 +89,32 @@ def benchmark() -> dict[str, Any]:
             taken = interleaved(under, lambda variant, steps=steps: seconds_of(steps[variant]), 60, most=60)
             found[name]["passes"][title] = taken
     return {"models": found}
+
+
+def llama() -> Times:
+    """Return seconds of training steps of a compiled Llama, 256 wide, by tool and how it sees the graphs."""
+    pin_to_one_core()
+    let_torchvision_load()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1 if QUICK else 4, use_cache=False, **sizes))
+    compiled = torch.compile(model, backend="aot_eager" if QUICK else "inductor")
+    tokens = torch.randint(0, 1000, (1, 256))
+
+    def step() -> None:
+        model.zero_grad()
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+
+    tools: dict[str, Make] = {"flops": FlopsTool, "stats": StatsTool}
+    under = controls()
+    for how in ("instrument", "op by op"):
+        options = {"compiled": how} if how == "instrument" else {}
+        under |= {f"{name}, {how}": scope for name, scope in scopes(tools, **options).items()}
+    # Autograd runs backward passes on a thread of its own only for devices: this thread's time is all of it.
+    return interleaved(under, lambda _: seconds_of(step), 60, most=60)

@@ -494,3 +494,13 @@ def test_borrowed_memory_is_that_of_the_tensor_which_keeps_its_size_to_itself(te
 )  # fmt: skip
 def test_memory_that_numpy_does_not_know_is_not_borrowed(tensor: Tensor) -> None:
     assert TorchTensors().borrowed(tensor) is None
+
+
+def test_memory_that_tensors_share_is_measured_whatever_the_order_of_its_axes() -> None:
+    x = torch.randn(3, 40, 50)
+    views = [x, x.reshape(-1), x.permute(1, 0, 2), x[1:].transpose(0, 2), x.expand(2, 3, 40, 50), x[:, ::2]]
+    found = [Accumulator(Bins.of(4096)) for _ in views]
+    Accumulator.add_all(zip(found, views, strict=True))
+    for accumulator, view in zip(found, views, strict=True):
+        assert_moments(accumulator.statistics(), view.numpy())
+        assert_quantiles(accumulator, view.numpy(), 4096)

@@ -98,7 +98,7 @@ class Accumulator:
             if array is None or array.dtype != np.float32 or array.size < SHARED:
                 accumulator.add(tensor)
             else:
-                row = array.reshape(-1)
+                row = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
                 memory = row.__array_interface__["data"][0], row.size
                 large.setdefault(memory, []).append((accumulator, row))
         for alike in large.values():
