@@ -1,8 +1,9 @@
 """Bases for tools that change weights or observe tensors, arithmetic of tensors, and which op made which."""
 
+from amanda.backend import TensorMap
 from amanda.tools.kit._callers import PerCaller
 from amanda.tools.kit._checks import attempt, check_finite, check_number, check_one_of
-from amanda.tools.kit._dataflow import Dataflow, DataflowNode, TensorMap
+from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of

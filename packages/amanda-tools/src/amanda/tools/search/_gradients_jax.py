@@ -48,7 +48,7 @@ def _follows() -> Callable[..., Any]:
     """Return a function that gives a value, and adds the value's gradients to two references."""
     import jax
 
-    @partial(jax.custom_vjp, nondiff_argnums=(4,))  # type: ignore[untyped-decorator]
+    @partial(jax.custom_vjp, nondiff_argnums=(4,))
     def followed(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
         return value
 
@@ -98,11 +98,11 @@ def _sums() -> Callable[..., Any]:
     """Return a function that gives its argument, and under `vmap` the sum over the rows."""
     from jax.custom_batching import custom_vmap
 
-    @custom_vmap  # type: ignore[untyped-decorator]
+    @custom_vmap
     def summed(gradient: Any) -> Any:
         return gradient
 
-    @summed.def_vmap  # type: ignore[untyped-decorator]
+    @summed.def_vmap
     def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
         return summed(gradient.sum(0)), False
 

@@ -62,15 +62,17 @@ class Moments:
 
 def _statistics(block: Array, finite: Array) -> Statistics:
     """Return those of a block, of whose numbers these are finite."""
-    odd = [int(np.count_nonzero(found)) for found in (np.isnan(block), block == np.inf, block == -np.inf)]
-    if not len(finite):
-        return Statistics(0, 0.0, 0.0, 0.0, np.inf, -np.inf, *odd)
-    mean = float(finite.mean())
-    squares, magnitudes = float(np.square(finite - mean).sum()), float(np.abs(finite).sum())
-    zeros = int(np.count_nonzero(finite == 0))
-    return Statistics(
-        len(finite), mean, squares, magnitudes, float(finite.min()), float(finite.max()), *odd, zeros
+    nan, inf, negative_inf, zeros = (
+        int(np.count_nonzero(found))
+        for found in (np.isnan(block), block == np.inf, block == -np.inf, finite == 0)
     )
+    if not len(finite):
+        return Statistics(nan=nan, inf=inf, negative_inf=negative_inf)
+    mean = float(finite.mean())
+    return Statistics(
+        len(finite), mean, float(np.square(finite - mean).sum()), float(np.abs(finite).sum()),
+        float(finite.min()), float(finite.max()), nan, inf, negative_inf, zeros,
+    )  # fmt: skip
 
 
 def _indices(block: Array, bins: Bins) -> Array:
