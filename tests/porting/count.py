@@ -39,6 +39,8 @@ IMPORTS = {"tensorflow": "tensorflow.compat.v1", "amanda.io.file": "_files", "am
 """Where an import of the checkout leads: from the name that it gives to the module that it gets."""
 FAULTS = {
     r"store_tensor_to_file_op.so": "needs a library of its own build",
+    r"compute_mask\(\) missing 1 required positional argument": "calls its own function without an argument",
+    r"reads 'backward_type' of a context": "reads a key that its rules write for two ops alone",
     r"Op.__init__\(\) got an unexpected keyword argument 'input_ops'": "its own class Op has no such argument",
 }
 """Errors that a tool has with the original, too, and the fault in words."""
@@ -101,19 +103,20 @@ class Absent:
         return Absent(name)
 
 
-class Partial:
+class Partial(types.ModuleType):
     """A module with `Absent` in place of names that it lacks."""
 
     def __init__(self, module: types.ModuleType, name: str) -> None:
-        self._module, self._name = module, name
+        super().__init__(name)
+        self.module = module
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return getattr(self._module, name)
+            return getattr(self.module, name)
         except AttributeError:
             if name.startswith("__"):
                 raise
-            return Absent(f"{self._name}.{name}")
+            return Absent(f"{self.__name__}.{name}")
 
 
 @contextlib.contextmanager
@@ -141,20 +144,34 @@ def files() -> types.ModuleType:
 
 
 def port_import(
-    name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
+    name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
 ) -> Any:
     """Import for a module of a checkout, as `builtins.__import__`."""
-    target = IMPORTS.get(name, name)
-    try:
-        module = builtins.__import__(target, globals, locals, fromlist, level)
-        whole = importlib.import_module(target) if level == 0 else module
-    except Exception:
-        if level or _is_of_checkout(target):
-            raise
+    fromlist = fromlist or ()
+    package = (globals or {}).get("__package__") or ""
+    target = IMPORTS.get(name, name) if not level else importlib.util.resolve_name("." * level + name, package)
+    module = _module(target)
+    if module is None:
         return amanda if name.startswith("amanda.") and not fromlist else Absent(name)
-    if fromlist:
-        return module if level or _is_of_checkout(target) else Partial(whole, name)
-    return whole if target != name else module
+    if "*" in fromlist:
+        return module
+    for member in fromlist:
+        if not hasattr(module, member):
+            _module(f"{target}.{member}")
+    if fromlist or target != name:
+        return Partial(module, name)
+    return Partial(sys.modules[name.partition(".")[0]], name.partition(".")[0])
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """Return a module; None if there is none, or if one of another distribution cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        if is_missing or not _is_of_checkout(name):
+            return None
+        raise
 
 
 def _is_of_checkout(name: str) -> bool:
@@ -208,6 +225,8 @@ def _tools_of(path: Path, checkout: Path, text: str) -> Iterator[Found]:
     for node in ast.walk(module):
         if not isinstance(node, ast.ClassDef) or not any(map(_is_tool, node.bases)):
             continue
+        if path.match("amanda/tools/*.py") and hasattr(_module(f"amanda.tools.{path.stem}"), node.name):
+            continue  # Amanda has this one itself
         statements = () if id(node) in inner else (*_before(module, node), node)
         place = f"{path.relative_to(checkout)} {ast.unparse(node)}"
         yield Found(node.name, path, node.lineno, statements, _frameworks(place, text))
@@ -292,9 +311,10 @@ def _module_of(name: str, path: Path) -> types.ModuleType:
 
 def make(kind: type[amanda.Tool], framework: str) -> tuple[amanda.Tool, dict[str, int]]:
     """Make a tool that counts its analyses and the runs of its routines."""
-    counts = {"analyses": 0, "actions": 0, "runs": 0}
+    counts = {"registered": 0, "analyses": 0, "actions": 0, "runs": 0}
 
     def add_inst_for_op(self: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
+        counts["registered"] += 1
         counted = _counted(callback, counts, "analyses")
         super(counting, self).add_inst_for_op(counted, *args, **kwargs)  # type: ignore[misc]
 
@@ -326,16 +346,11 @@ def _zeros(tensor: Any) -> Any:
     return tensor * 0
 
 
-def _note(context: amanda.OpContext) -> None:
-    context["noted"] = True
-
-
 _ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "namespace": lambda framework: "pytorch" if framework == "torch" else framework,
     "op_name": lambda framework: "conv2d" if framework == "torch" else "Conv2D",
     "backward_op_name": lambda framework: "Conv" if framework == "torch" else "Conv2DBackpropFilter",
     "store_dir": lambda framework: Path("store"),
-    "rules": lambda framework: [["pytorch", _note], ["tensorflow", _note]],
     "filter_fn": lambda framework: lambda *given: "relu" in str(given[0]),
     "modify_fn": lambda framework: _zeros,
 }
@@ -356,23 +371,33 @@ def run_torch(tool: amanda.Tool) -> None:
         x = torch.relu(stem(torch.rand(2, 4, 8, 8)))
         loss = head(block(x) + x).sum()
         loss.backward()
+        _finish(tool)
     assert loss.isfinite()
 
 
 def run_tensorflow(tool: amanda.Tool) -> None:
-    """Run two convolutions and a classifier in a session, and their gradients."""
+    """Run two convolutions and a classifier in a session, and their gradients; variables are TensorFlow 1's."""
     import tensorflow.compat.v1 as tf
 
-    with tf.Graph().as_default() as graph, amanda.tool.apply(tool):
+    def variable(name: str, shape: Sequence[int]) -> Any:
+        return tf.get_variable(name, shape, use_resource=False)
+
+    fed = [[[[0.5] * 4] * 8] * 8] * 2
+    with tf.Graph().as_default() as graph, amanda.tool.apply(tool), tf.Session(graph=graph) as session:
         x = tf.placeholder(tf.float32, [2, 8, 8, 4])
-        y = tf.nn.relu(tf.nn.conv2d(x, tf.get_variable("stem", [3, 3, 4, 8]), 1, "SAME"))
-        y = tf.nn.max_pool2d(y + tf.nn.conv2d(y, tf.get_variable("block", [3, 3, 8, 8]), 1, "SAME"), 2, 2, "SAME")
-        loss = tf.reduce_sum(tf.matmul(tf.reshape(y, [2, 128]), tf.get_variable("head", [128, 8])))
-        with tf.Session(graph=graph) as session:
-            session.run(tf.global_variables_initializer())
-            session.run(loss, {x: [[[[0.5] * 4] * 8] * 8] * 2})
-            gradients = tf.gradients(loss, tf.trainable_variables())
-            session.run(gradients, {x: [[[[0.5] * 4] * 8] * 8] * 2})
+        y = tf.nn.relu(tf.nn.conv2d(x, variable("stem", [3, 3, 4, 8]), 1, "SAME"))
+        y = tf.nn.max_pool2d(y + tf.nn.conv2d(y, variable("block", [3, 3, 8, 8]), 1, "SAME"), 2, 2, "SAME")
+        loss = tf.reduce_sum(tf.matmul(tf.reshape(y, [2, 128]), variable("head", [128, 8])))
+        session.run(tf.global_variables_initializer())
+        session.run(loss, {x: fed})
+        session.run(tf.gradients(loss, tf.trainable_variables()), {x: fed})
+        _finish(tool)
+
+
+def _finish(tool: amanda.Tool) -> None:
+    for name, args in AFTER.items():
+        if hasattr(tool, name):
+            getattr(tool, name)(*args)
 
 
 MODELS = {"torch": run_torch, "tensorflow": run_tensorflow}
@@ -384,16 +409,17 @@ def outcome(found: Found, framework: str, roots: Sequence[Path], verbose: bool) 
         with contextlib.redirect_stdout(io.StringIO()):
             tool, counts = make(load(found, roots), framework)
             MODELS[framework](tool)
-            for name, args in AFTER.items():
-                if hasattr(tool, name):
-                    getattr(tool, name)(*args)
     except Exception as error:
         if verbose:
             traceback.print_exc()
         return Outcome(found, framework, *_reason(error))
     did = f"{counts['analyses']} analyses, {counts['actions']} actions, {counts['runs']} runs of routines"
-    is_idle = not counts["analyses"] or (counts["actions"] and not counts["runs"])
+    is_idle = any(counts[one] and not counts[next_one] for one, next_one in _STEPS)
     return Outcome(found, framework, NOTHING if is_idle else RUNS, did)
+
+
+_STEPS = (("registered", "analyses"), ("actions", "runs"))
+"""Numbers of which the second has to be something if the first is."""
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
@@ -410,8 +436,8 @@ def _reason(error: BaseException) -> tuple[str, str]:
         fault = next((words for pattern, words in FAULTS.items() if re.search(pattern, str(one))), None)
         if fault is not None:
             return FAULT, fault
-        if isinstance(one, AttributeError) and re.search(r"amanda.* has no attribute|'register_event'", str(one)):
-            return NAME, str(one)
+        if isinstance(one, AttributeError) and "'register_event'" in str(one):
+            return NAME, "Tool.register_event"
     return ERROR, said
 
 
@@ -433,16 +459,17 @@ def main() -> int:
     sys.modules["_files"] = files()
     sys.meta_path.insert(0, CheckoutFinder(roots))
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        for found in find_tools(checkout):
-            place = f"{found.path.relative_to(checkout)}:{found.line}"
-            if options.only not in f"{place} {found.name}":
-                continue
-            for framework in found.frameworks:
+    for found in find_tools(checkout):
+        place = f"{found.path.relative_to(checkout)}:{found.line}"
+        if options.only not in f"{place} {found.name}":
+            continue
+        for framework in found.frameworks:
+            with tempfile.TemporaryDirectory() as folder:
+                os.chdir(folder)
                 one = outcome(found, framework, roots, options.verbose)
-                results.append(one)
-                print(f"{one.kind:<22} {found.name:<24} {framework:<11} {place}\n{'':<22} {one.why}", flush=True)
+                os.chdir(checkout)
+            results.append(one)
+            print(f"{one.kind:<22} {found.name:<24} {framework:<11} {place}\n{'':<22} {one.why}", flush=True)
     able = [one for one in results if one.kind not in CANNOT]
     running = [one for one in able if one.kind == RUNS]
     for kind in OUTCOMES:
