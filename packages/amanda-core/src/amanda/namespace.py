@@ -30,8 +30,8 @@ class Namespace(tuple[str, ...]):
         if isinstance(other, str):
             if "/" in other:
                 raise NamespaceError(
-                    f'a namespace is no string: matches("{other}") says whether {self} begins with these tags, '
-                    f'and == Namespace("{other}") whether it has no others'
+                    f'a namespace is no string: matches("{other}") says whether {self} begins with these '
+                    f'tags, and == Namespace("{other}") whether it has no others'
                 )
             return self[0] == other
         return tuple.__eq__(self, other)

@@ -19,7 +19,7 @@ Selection = int | str | Sequence[int | str] | None
 def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
     """Raise ActionError for an action that the point at which it is recorded does not allow.
 
-    A graph is analysed before it runs: a routine that requires outputs may record actions before the op there.
+    A graph is analysed before it runs: there a routine that requires outputs may act before the op, too.
     """
     if kind.is_backward != point.is_backward:
         backward = "backward=True" if kind.is_backward else "backward=False"

@@ -9,8 +9,8 @@ class Operation:
     """One operation: equal to another that stands for the same one, whatever its mode.
 
     type: TensorFlow's name of what it computes ("Conv2D").  name: the node's name, or the type where
-    there is no node.  __name__: the type.  An operation of a graph has the attributes of the `tf.Operation`, too:
-    `inputs`, `outputs`, `node_def`.
+    there is no node.  __name__: the type.  An operation of a graph has the attributes of the `tf.Operation`,
+    too: `inputs`, `outputs`, `node_def`.
     """
 
     __slots__ = ("__name__", "__weakref__", "_attributes", "_graph_op", "_key", "name", "type")
@@ -38,7 +38,7 @@ class Operation:
     def __getattr__(self, name: str) -> Any:
         graph_op = None if name.startswith("_") else self.graph_op
         if graph_op is None:
-            raise AttributeError(f"{self!r} has no {name!r} here, as a tf.Operation has while its graph lives")
+            raise AttributeError(f"{self!r} has no {name!r}; a tf.Operation has, while its graph lives")
         return getattr(graph_op, name)
 
     def get_attr(self, name: str) -> Any:
