@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from torch import nn
@@ -340,8 +343,91 @@ def build_the_routine_of_graph_ops() -> None:
 
 
 @program
+def insert_before_an_op_of_a_graph_once_its_outputs_are_known() -> None:
+    class Profiler(amanda.Tool):
+        def __init__(self) -> None:
+            super().__init__(namespace="tensorflow")
+            self.events: list[str] = []
+            self.add_inst_for_op(self.forward, require_outputs=True)
+
+        def forward(self, context: amanda.OpContext) -> None:
+            op = context.get_op()
+            if context.namespace == "tensorflow" and op.type == "MatMul":
+                assert op.inputs[0].name.startswith("Placeholder")
+                assert not op.node_def.attr["transpose_a"].b
+                context.insert_before_op(lambda *inputs: self.events.append(f"before {op.name}"))
+                context.insert_after_op(lambda *outputs: self.events.append(f"after {op.name}"))
+
+    run_graph(tool := Profiler())
+    assert tool.events == ["before MatMul", "after MatMul"]
+
+
+@program
 def files_by_amanda_io() -> None:
     importlib.import_module("amanda.io.file").ensure_dir("trace.txt")
+
+
+CHECKOUT = {
+    "src/examples/__init__.py": "",
+    "src/examples/count/pytorch/tool.py": """
+        import amanda
+        import no_such_package
+        from amanda.io.file import ensure_dir
+
+        @no_such_package.command()
+        def main(): ...
+
+        class Counts(amanda.Tool):
+            def __init__(self, op_name):
+                super().__init__(namespace="amanda/pytorch")
+                self.file = ensure_dir("folder/file")
+                self.add_inst_for_op(lambda context: context.insert_before_op(self.count))
+
+            def count(self, *inputs): ...
+
+        class Logs(Counts, amanda.Tool):
+            def count(self, *inputs):
+                no_such_package.log(inputs)
+
+        class Events(amanda.Tool):
+            def __init__(self):
+                self.register_event(amanda.event.before_op_executed, self.test)
+
+            def test(self, context: amanda.EventContext): ...
+
+        class Fails(amanda.Tool):
+            def __init__(self):
+                self.add_inst_for_op(lambda context: context.get_inputs()[7])
+        """,
+    "README.md": """
+        ```python
+        class Idle(amanda.Tool):
+            def __init__(self):
+                self.add_inst_for_op(self.analyse, backward=True)
+                super().__init__(namespace="label")
+
+            def analyse(self, context): ...
+        ```
+        """,
+}
+"""Files of a checkout in the manner of the first Amanda's."""
+
+
+def test_the_count_says_why_a_tool_does_not_run(tmp_path: Path) -> None:
+    for name, text in CHECKOUT.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).replace("```python\n", "```python\nimport amanda\n"))
+    script = Path(__file__).with_name("count.py")
+    ran = children.run([sys.executable, script, tmp_path, "--least", "0.5"])
+    kinds = {line[23:].split()[0]: line[:22].strip() for line in ran.stdout.splitlines() if ":" in line[23:]}
+    found = {name: kinds.get(name) for name in ("Counts", "Logs", "Events", "Fails", "Idle")}
+    assert found == {
+        "Counts": "runs", "Logs": "missing package", "Events": "no counterpart", "Fails": "error",
+        "Idle": "did nothing",
+    }, ran.stdout + ran.stderr  # fmt: skip
+    assert "1 of 4 tools that can run do run (5 in all)" in ran.stdout
+    assert ran.returncode == 1
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

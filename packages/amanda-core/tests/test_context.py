@@ -321,13 +321,15 @@ def test_a_key_of_another_tool_is_missing_with_the_nearest_one() -> None:
 def test_a_namespace_is_not_compared_with_a_string_in_silence() -> None:
     namespace = Namespace("pytorch/2.13.0/eager")
     for compare in (
-        lambda: namespace == "pytorch",
-        lambda: namespace != "pytorch",
-        lambda: namespace == "pytorch",
-        lambda: namespace in ["tensorflow", "pytorch"],
+        lambda: namespace == "pytorch/2.13.0",
+        lambda: namespace != "pytorch/2.13.0",
+        lambda: namespace in ["tensorflow/2.13.0", "pytorch/2.13.0"],
     ):
-        with pytest.raises(NamespaceError, match=r'no string: matches\("(pytorch|tensorflow)"\)'):
+        with pytest.raises(NamespaceError, match=r'no string: matches\("(pytorch|tensorflow)/2.13.0"\)'):
             compare()
+    assert namespace == "pytorch" != "tensorflow"
+    assert namespace != "tensorflow"
+    assert "pytorch" == namespace  # noqa: SIM300  # as the first Amanda's mapping tool has it
     assert namespace == Namespace("pytorch/2.13.0/eager") != Namespace("pytorch/2.13.0/graph")
     assert namespace != 3
     assert {namespace: 1}[Namespace("pytorch/2.13.0/eager")] == 1

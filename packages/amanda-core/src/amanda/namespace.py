@@ -13,6 +13,8 @@ class Namespace(tuple[str, ...]):
     >>> op = Namespace("pytorch/2.13.0/eager")
     >>> op.matches("pytorch"), op.matches("*/*/eager"), op.matches("pytorch/2.12.0")
     (True, True, False)
+    >>> op == "pytorch"  # the framework
+    True
     """
 
     __slots__ = ()
@@ -21,12 +23,17 @@ class Namespace(tuple[str, ...]):
         return super().__new__(cls, tags.split("/"))
 
     def __eq__(self, other: object) -> bool:
-        """Compare with another namespace. Raises NamespaceError for a string."""
+        """Compare with another namespace, or with the name of a framework, as the paper's tools do.
+
+        Raises NamespaceError for a string of several tags.
+        """
         if isinstance(other, str):
-            raise NamespaceError(
-                f'a namespace is no string: matches("{other}") says whether {self} begins with these tags, '
-                f'and == Namespace("{other}") whether it has no others'
-            )
+            if "/" in other:
+                raise NamespaceError(
+                    f'a namespace is no string: matches("{other}") says whether {self} begins with these '
+                    f'tags, and == Namespace("{other}") whether it has no others'
+                )
+            return self[0] == other
         return tuple.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:

@@ -17,14 +17,17 @@ Selection = int | str | Sequence[int | str] | None
 
 
 def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
-    """Raise ActionError for an action that the point at which it is recorded does not allow."""
+    """Raise ActionError for an action that the point at which it is recorded does not allow.
+
+    A graph is analysed before it runs: there a routine that requires outputs may act before the op, too.
+    """
     if kind.is_backward != point.is_backward:
         backward = "backward=True" if kind.is_backward else "backward=False"
         raise ActionError(
             f"{kind.value} was called at {point.value} of {facts.name}; call it in a "
             f"callback registered with add_inst_for_op(callback, {backward})"
         )
-    if point.is_after and not kind.is_after:
+    if point.is_after and not kind.is_after and facts.namespace[-1] == "eager":
         raise ActionError(
             f"{kind.value} was called at {point.value} of {facts.name}, when the op had run; "
             "call it in a callback registered with require_outputs=False"

@@ -11,7 +11,8 @@ class Operation(backend.Operation):
     """One operation: equal to another that stands for the same one, whatever its mode.
 
     type: TensorFlow's name of what it computes ("Conv2D").  name: the node's name, or the type where
-    there is no node.  __name__: the type.
+    there is no node.  __name__: the type.  An operation of a graph has the attributes of the `tf.Operation`,
+    too: `inputs`, `outputs`, `node_def`.
     """
 
     __slots__ = ("_attributes", "_graph_op", "name", "type")
@@ -34,6 +35,12 @@ class Operation(backend.Operation):
     def graph_op(self) -> Any:
         """The `tf.Operation`, as long as its graph lives; None in eager mode."""
         return None if self._graph_op is None else self._graph_op()
+
+    def __getattr__(self, name: str) -> Any:
+        graph_op = None if name.startswith("_") else self.graph_op
+        if graph_op is None:
+            raise AttributeError(f"{self!r} has no {name!r}; a tf.Operation has, while its graph lives")
+        return getattr(graph_op, name)
 
     def get_attr(self, name: str) -> Any:
         """An attribute of a graph's operation, or of a backward op.
