@@ -70,24 +70,12 @@ class KerasModel(Subject):
     def _of_given(self) -> TensorMap[str]:
         return self.handles()
 
-    def layers(self) -> Iterator[tuple[Any, Sequence[str]]]:
-        """Yield the layers of the model, those of models in it one by one, and the paths of their weights."""
-        import keras
-
-        waiting = list(self.now.layers)
-        while waiting:
-            layer = waiting.pop()
-            if isinstance(layer, keras.Model):
-                waiting += layer.layers
-            else:
-                yield layer, [one.path for one in layer.weights]
-
     def _weights(self) -> dict[str, Any]:
         return {one.path: one for one in self.now.weights if "float" in str(one.dtype)}
 
     def tensors(self) -> Mapping[str, Any]:
         """Return the floating-point weights as arrays, by path."""
-        return {path: np.asarray(one) for path, one in self._weights().items()}
+        return {path: one.numpy() for path, one in self._weights().items()}
 
     def parameters(self) -> Mapping[str, Any]:
         """Return the floating-point weights, also those that do not train, as Keras counts them."""
@@ -134,7 +122,7 @@ class KerasModel(Subject):
         for path, one in self._weights().items():
             mask = masks(_Read(path, tuple(one.shape), np.float32))
             if mask is not None:
-                one.assign(np.asarray(one) * mask)
+                one.assign(one.numpy() * mask)
         return self.model
 
     def floats(self, result: Any) -> Iterator[tuple[Any, float]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._plan import Plan
 
@@ -23,6 +23,17 @@ _OF_INPUTS = ("BatchNormalization", "DepthwiseConv1D", "DepthwiseConv2D", "Layer
 """Layers whose weights are as long as what they are given."""
 
 _KERNELS = ("pointwise_kernel", "_kernel", "kernel", "_embeddings", "embeddings")
+
+
+def layers_of(model: Any) -> Iterator[Any]:
+    """Yield the layers of a model, those of models in it one by one."""
+    import keras
+
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from layers_of(layer)
+        else:
+            yield layer
 
 
 def size_is_unknown(layer: Any) -> str:
@@ -76,7 +87,7 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
     if not made.built:
         made.build(model.now.input_shape)
     for old, new in zip(model.now.weights, made.weights, strict=True):
-        value = np.asarray(old)
+        value = old.numpy()
         for axis, own in kept.get(old.path, {}).items():
             value = value.compress(own, axis)
         if tuple(new.shape) != value.shape:
@@ -85,6 +96,9 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
                 f"{new.path}, where {value.shape} was expected: exclude the layer"
             )
         new.assign(value)
+    for layer in layers_of(made):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # it computes with numbers made of its weights
     return made
 
 

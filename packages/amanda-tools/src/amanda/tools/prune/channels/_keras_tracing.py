@@ -11,7 +11,7 @@ import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import TensorMap
 from amanda.tools.prune.channels._call import Call
-from amanda.tools.prune.channels._keras_removal import size_is_unknown
+from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
 from amanda.tools.prune.channels._keras_rules import Value, first_of, rule_of
 from amanda.tools.prune.channels._labels import Families, Family
 from amanda.tools.prune.channels._rules import fresh, reduced, unknown
@@ -39,10 +39,10 @@ class KerasTracing(Tracing):
         labels = self.notes.labels
         for value in tensors_in(self.result):
             labels.leave(self._known.get(value) or (), "the model returns them")
-        for layer, names in self._model.layers():
+        for layer in layers_of(self._model.now):
             why = size_is_unknown(layer)
-            for name in names if why else ():
-                labels.leave(self.channels.get(name, ()), why)
+            for weight in layer.weights if why else ():
+                labels.leave(self.channels.get(weight.path, ()), why)
         labels.settle()
         return self.result
 
