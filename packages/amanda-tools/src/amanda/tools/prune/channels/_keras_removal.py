@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 _SIZES = {
     "Conv1D": ("filters", -1), "Conv2D": ("filters", -1), "Conv3D": ("filters", -1),
-    "Conv1DTranspose": ("filters", -2), "Conv2DTranspose": ("filters", -2), "Conv3DTranspose": ("filters", -2),
+    "Conv1DTranspose": ("filters", -2), "Conv2DTranspose": ("filters", -2),
+    "Conv3DTranspose": ("filters", -2),
     "SeparableConv1D": ("filters", -1), "SeparableConv2D": ("filters", -1), "Dense": ("units", -1),
     "Embedding": ("output_dim", -1),
 }  # fmt: skip

@@ -197,7 +197,7 @@ def _subject_of(model: Any) -> Subject:
         return OnnxModel(model)
     raise PruneError(
         f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the channels "
-        "of a torch.nn.Module, of a keras.Model, or of an ONNX model as a ModelProto or the path of its file: "
+        "of a torch.nn.Module, a keras.Model, or an ONNX model as a ModelProto or the path of its file: "
         'PruneTool(pattern="structured") masks filters elsewhere'
     )
 
