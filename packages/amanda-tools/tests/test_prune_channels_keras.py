@@ -94,6 +94,7 @@ def test_application_is_smaller_and_computes_what_was_masked(name: str) -> None:
     assert list(result.left) == ["predictions/kernel"]
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras when it saves
 def test_digits_train_on_after_removal_and_load_from_a_file(tmp_path: Path) -> None:
     images, labels = load_digits(return_X_y=True)
     x = (images / 16).reshape(-1, 8, 8, 1).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools.prune._masks import PruneError
@@ -65,9 +66,11 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
         for step in plan.tracing.steps if step.type == "reshape"
     }  # fmt: skip
 
-    def rebuilt(layer: Any) -> Any:
+    def rebuilt(layer: Any, within: str = "") -> Any:
+        path = f"{within}{layer.name}"
         if isinstance(layer, keras.Model):
-            return keras.models.clone_model(layer, clone_function=rebuilt)
+            inner = partial(rebuilt, within=f"{path}.")
+            return keras.models.clone_model(layer, clone_function=inner)
         config = layer.get_config()
         size = _size(layer)
         if size is not None:
@@ -77,10 +80,10 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
                 before, config[key] = config[key], int(own.sum())
                 if name in plan.tracing.notes.whole_groups:
                     config["groups"] = config["groups"] * config[key] // before
-        elif isinstance(layer, keras.layers.Reshape) and layer.name in shapes:
+        elif isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 new if old != -1 else old
-                for old, new in zip(config["target_shape"], shapes[layer.name][1:], strict=True)
+                for old, new in zip(config["target_shape"], shapes[path][1:], strict=True)
             ]
         return type(layer).from_config(config)
 
