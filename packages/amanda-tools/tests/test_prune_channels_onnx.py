@@ -314,7 +314,7 @@ def test_a_budget_of_latency_is_measured() -> None:
 
 def test_errors_say_what_was_given(tmp_path: Path) -> None:
     model, tool = images(), ChannelPruneTool()
-    with pytest.raises(PruneError, match='"taylor" reads gradients, which an ONNX model has none of'):
+    with pytest.raises(PruneError, match='"taylor" reads gradients, which parameters of PyTorch alone have'):
         ChannelPruneTool(importance="taylor").prepare(model, X)
     with pytest.raises(PruneError, match="the names z; the model's inputs are x"):
         tool.prepare(model, z=X)
@@ -323,7 +323,7 @@ def test_errors_say_what_was_given(tmp_path: Path) -> None:
     tool.prepare(model, X)
     with pytest.raises(PruneError, match="a model that it has not met"):
         tool.finalize(images(), remove=True)
-    with pytest.raises(PruneError, match="the optimizer list with an ONNX model"):
+    with pytest.raises(PruneError, match="the optimizer list; only one of PyTorch can follow"):
         tool.finalize(model, remove=True, optimizer=[])
 
 

@@ -1,4 +1,4 @@
-"""Pruning of channels in PyTorch and ONNX, with all layers that depend on them, until the model is smaller.
+"""Pruning of channels in PyTorch, Keras and ONNX, with all layers that depend on them, for smaller models.
 
 prune = ChannelPruneTool(sparsity=0.5, round_to=8)
 prune.prepare(model, images)

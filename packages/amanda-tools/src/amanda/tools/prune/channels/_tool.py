@@ -19,7 +19,7 @@ from amanda.tools.prune.channels._subject import Masks, Subject
 
 
 class ChannelPruneTool(amanda.Tool):
-    """Prunes channels of PyTorch and ONNX models with all that depends on them, and removes them.
+    """Prunes channels of PyTorch, Keras and ONNX models with all that depends on them, and removes them.
 
     Channels that layers share, by residual additions, concatenation, normalisation or heads of attention, are
     one group: `prepare` finds the groups in a call of the model.  In a scope of the tool they are masked in
@@ -75,8 +75,9 @@ class ChannelPruneTool(amanda.Tool):
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
         """Find the groups in a call of the model, choose channels, and try the removal out.
 
-        model: a module of PyTorch, or an ONNX model as a ModelProto or the path of a file.  example: what it
-        is called with; of an ONNX model arrays, in the order of its inputs or by their names.
+        model: a module of PyTorch, a functional or sequential model of Keras on TensorFlow, or an ONNX model
+        as a ModelProto or the path of a file.  example: what it is called with; of Keras and ONNX arrays, in
+        the order of the inputs, and of ONNX also by their names.
         The model is in evaluation mode meanwhile, and as it was afterwards.  Ops that do not suit fewer
         channels are left whole, see `result.left`.  Returns what the masked model returns.
         Raises PruneError where the smaller model would not compute what the masked one does.
@@ -84,8 +85,8 @@ class ChannelPruneTool(amanda.Tool):
         subject = _subject_of(model)
         if self._choice.importance == "taylor" and not subject.has_gradients:
             raise PruneError(
-                'importance="taylor" reads gradients, which an ONNX model has none of: choose "l1", "l2", '
-                '"random" or a function'
+                'importance="taylor" reads gradients, which parameters of PyTorch alone have: choose "l1", '
+                '"l2", "random" or a function'
             )
         self._forget()
         with subject.evaluating():
@@ -99,8 +100,9 @@ class ChannelPruneTool(amanda.Tool):
     def finalize(self, model: Any, remove: bool = False, optimizer: Any = None) -> ChannelPruneResult:
         """Write masks into the weights of a model, or remove the channels.
 
-        A module of PyTorch is changed in place; an ONNX model or its file stays, and `result.model` is a new
-        ModelProto, to be saved with `onnx.save`.
+        A module of PyTorch is changed in place.  A Keras model stays with remove=True, and `result.model` is
+        a new one.  An ONNX model or its file stays, and `result.model` is a new ModelProto, to be saved with
+        `onnx.save`.
         remove: weights become smaller, and so do attributes such as `out_channels` and `num_heads`.
         optimizer: one of PyTorch's whose state is to follow; the parameters stay the same objects.
         Returns `result`, whose `model` is the pruned model.  Raises PruneError before `prepare`, for another
@@ -114,8 +116,8 @@ class ChannelPruneTool(amanda.Tool):
             )
         if optimizer is not None and not plan.subject.has_gradients:
             raise PruneError(
-                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__} with an ONNX "
-                "model, which is not trained: leave it"
+                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__}; only one of "
+                "PyTorch can follow: leave it, and compile a smaller model of Keras with a new one"
             )
         result = self.result
         if remove:
@@ -182,13 +184,20 @@ def _subject_of(model: Any) -> Subject:
             from amanda.tools.prune.channels._pytorch import Module
 
             return Module(model)
+    if "keras" in libraries:
+        import keras
+
+        if isinstance(model, keras.Model):
+            from amanda.tools.prune.channels._keras import KerasModel
+
+            return KerasModel(model)
     if isinstance(model, (str, PathLike)) or type(model).__name__ == "ModelProto":
         from amanda.tools.prune.channels._onnx import OnnxModel
 
         return OnnxModel(model)
     raise PruneError(
         f"ChannelPruneTool.prepare was given a {type(model).__name__}; it follows and removes the channels "
-        "of a torch.nn.Module, or of an ONNX model as a ModelProto or the path of its file: "
+        "of a torch.nn.Module, a keras.Model, or an ONNX model as a ModelProto or the path of its file: "
         'PruneTool(pattern="structured") masks filters elsewhere'
     )
 
