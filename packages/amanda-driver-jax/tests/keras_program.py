@@ -1,4 +1,4 @@
-"""A model of Keras on JAX that is trained bare, under a tool and under a looking tool; writes what was seen.
+"""A model of Keras on JAX that is trained bare, under tools that insert nothing and one that counts.
 
 Run with KERAS_BACKEND=jax in the environment, and the name of the model.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from hashlib import sha256
 from typing import Any
 
 import keras
@@ -21,7 +22,19 @@ RNG = np.random.default_rng(0)
 
 
 class Looking(amanda.Tool):
-    """Looks at every op: counts products and convolutions by module, with the paths of their weights."""
+    """Looks at every op, forward and backward, and inserts nothing."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.add_inst_for_op(self.look)
+        self.add_inst_for_op(lambda context: self.seen.add(context.get_backward_op().__name__), backward=True)
+
+    def look(self, context: Any) -> None:
+        self.seen.add(context.get_op_type())
+
+
+class Counting(amanda.Tool):
+    """Observes every op: counts products and convolutions by module, with the paths of their weights."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -54,20 +67,29 @@ def text() -> tuple[Any, Any, Any]:
     return model, RNG.integers(0, 16, (4, 8)), np.array([0, 1, 2, 0])
 
 
+def trained(model: Any, x: Any, y: Any, steps: int, *tools: amanda.Tool) -> tuple[list[float], list[str]]:
+    """Return the losses of some steps under tools, and the scope's report."""
+    model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy())
+    with amanda.apply(*tools) as scope:
+        losses = [float(model.train_on_batch(x, y)) for _ in range(steps)]
+    return losses, [str(one) for one in scope.report]
+
+
 def main(name: str) -> None:
-    """Write losses and reports of each run, and what the looking tool saw."""
+    """Write losses, reports and a digest of the weights of each run, and what the tools saw."""
     keras.utils.set_random_seed(0)
     model, x, y = {"resnet50": resnet50, "text": text}[name]()
     start = model.get_weights()
-    losses, reports, look = [], [], Looking()
-    for tools in ((), (amanda.Tool(),), (look,)):
+    losses, reports, weights, look, count = [], [], [], Looking(), Counting()
+    for steps, tools in ((20, ()), (20, (amanda.Tool(),)), (20, (look,)), (2, (count,))):
         model.set_weights(start)
-        model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy())
-        with amanda.apply(*tools) as scope:
-            losses.append([float(model.train_on_batch(x, y)) for _ in range(2)])
-        reports += [str(one) for one in scope.report]
-    seen = {"calls": look.calls, "weights": look.weights, "layers": [one.name for one in model.layers]}
-    sys.stdout.write(json.dumps({"losses": losses, "reports": reports, **seen}))
+        found, report = trained(model, x, y, steps, *tools)
+        losses.append(found)
+        reports += report
+        weights.append(sha256(b"".join(one.tobytes() for one in model.get_weights())).hexdigest())
+    seen: dict[str, Any] = {"calls": count.calls, "weights": count.weights, "seen": sorted(look.seen)}
+    seen["layers"] = [one.name for one in model.layers]
+    sys.stdout.write(json.dumps({"losses": losses, "digests": weights, "reports": reports, **seen}))
 
 
 if __name__ == "__main__":

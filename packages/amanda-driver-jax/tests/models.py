@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,14 +83,28 @@ class Transformer(nnx.Module):
         return self.head(x if self.causal else x[:, 0])
 
 
+def shared(module: Any, x: Any, axis: int = 0) -> Any:
+    """Map a module over rows, which share its weights."""
+    return jax.vmap(module, axis, axis)(x)
+
+
+def broadcast(module: Any, x: Any, axis: int = 0) -> Any:
+    """Map a module over rows, each of which has the module's weights for itself, and gradients of its own."""
+    weights, rest = eqx.partition(module, eqx.is_inexact_array)
+    rows = jax.tree_util.tree_map(lambda one: jnp.broadcast_to(one, (x.shape[axis], *one.shape)), weights)
+    return jax.vmap(lambda own, row: eqx.combine(own, rest)(row), (0, axis), axis)(rows, x)
+
+
 class Mixer(eqx.Module):
     """Perceptrons over patches and over channels by turns (Tolstikhin et al. 2021)."""
 
     patches: eqx.nn.Conv2d
     blocks: list[tuple[eqx.nn.MLP, eqx.nn.MLP]]
     head: eqx.nn.Linear
+    mapped: Callable[..., Any] = eqx.field(static=True)
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: Callable[..., Any] = shared) -> None:
+        self.mapped = mapped
         keys = iter(jax.random.split(jax.random.key(0), 8))
         self.patches = eqx.nn.Conv2d(3, 8, 4, stride=4, key=next(keys))
         self.blocks = [
@@ -104,8 +119,8 @@ class Mixer(eqx.Module):
     def __call__(self, image: Any) -> Any:
         x = self.patches(image).reshape(8, 4)
         for over_patches, over_channels in self.blocks:
-            x = x + jax.vmap(over_patches)(x)
-            x = x + jax.vmap(over_channels, 1, 1)(x)
+            x = x + self.mapped(over_patches, x)
+            x = x + self.mapped(over_channels, x, 1)
         return self.head(x.mean(1))
 
 
@@ -126,9 +141,15 @@ def classified(model: Any, x: Any, y: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
 
 
-def trained(make: Callable[[], Any], x: Any, y: Any, steps: int = 2) -> tuple[list[Any], Any]:
-    """Return loss and gradients of each step of optax under jit, and the model of Flax."""
-    model = make()
+def trained(
+    make: Callable[[], Any], x: Any, y: Any, steps: int = 2, start: Callable[[], Any] = nullcontext
+) -> tuple[list[Any], Any]:
+    """Return loss and gradients of each step of optax under jit, and the model of Flax.
+
+    start: makes the context in which the model is made.
+    """
+    with start():
+        model = make()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
     @nnx.jit
@@ -140,14 +161,21 @@ def trained(make: Callable[[], Any], x: Any, y: Any, steps: int = 2) -> tuple[li
     return [jax.tree_util.tree_leaves(step(model, optimizer, x)) for _ in range(steps)], model
 
 
-def trained_mixer(steps: int = 2) -> tuple[list[Any], Any]:
-    """Return loss and gradients of each step of optax under Equinox' jit, and the mixer."""
-    model, optimizer = Mixer(), optax.sgd(0.1, momentum=0.9)
+def trained_mixer(
+    steps: int = 2, start: Callable[[], Any] = nullcontext, mapped: Callable[..., Any] = shared
+) -> tuple[list[Any], Any]:
+    """Return loss and gradients of each step of optax under Equinox' jit, and the mixer.
+
+    start: makes the context in which the model is made.  mapped: `shared` or `broadcast`.
+    """
+    with start():
+        model = Mixer(mapped)
+    optimizer = optax.sgd(0.1, momentum=0.9)
     state = optimizer.init(eqx.filter(model, eqx.is_array))
 
     @eqx.filter_jit
     def step(model: Any, state: Any, x: Any) -> Any:
-        found = eqx.filter_value_and_grad(lambda model: classified(jax.vmap(model), x, CLASSES))(model)
+        found = eqx.filter_value_and_grad(lambda model: classified(partial(mapped, model), x, CLASSES))(model)
         updates, state = optimizer.update(found[1], state)
         return found, eqx.apply_updates(model, updates), state
 
