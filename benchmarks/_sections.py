@@ -34,6 +34,11 @@ def by_example(models: Results) -> dict[str, Any]:
     return {f"{name}, {one['example']}": one["seconds"] for name, one in models.items()}
 
 
+def named(shares: Results) -> list[str]:
+    """Return for each share of ops run again how many ops with a fault were named."""
+    return [f"{one['named']} of {one['made']}" for one in shares.values()]
+
+
 def code(program: str) -> str:
     """Return the name of a program, as code if it is code."""
     return f"`{program}`" if program.endswith(")") or "+" in program else program
