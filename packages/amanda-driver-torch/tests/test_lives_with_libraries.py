@@ -50,20 +50,29 @@ def test_fvcore_counts_the_same_and_its_trace_is_said(harmless: amanda.Tool) -> 
     assert [entry.what for entry in scope.report] == ["torch.jit.trace"]
 
 
+@pytest.fixture(scope="module")
+def nnsight() -> Any:
+    backward = torch.Tensor.backward
+    import nnsight
+    from nnsight._c import unmount
+
+    # Its import leaves a backward() that parses its caller, which Python 3.11 does in one thread only,
+    # and gives each object of the process a method `save`, also modules that are not loaded yet.
+    torch.Tensor.backward = backward
+    unmount("save")
+    return nnsight
+
+
 @pytest.mark.filterwarnings("ignore")  # of what it imports
 def test_nnsight_intervenes_the_same_and_the_ops_of_its_model_are_seen(
-    harmless: amanda.Tool, seen: Any, monkeypatch: pytest.MonkeyPatch
+    harmless: amanda.Tool, seen: Any, nnsight: Any
 ) -> None:
-    # Its import leaves a backward() that parses its caller, which Python 3.11 does in one thread only.
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)
-    from nnsight import NNsight
-
     def run() -> list[torch.Tensor]:
-        model = NNsight(network())
+        model = nnsight.NNsight(network())
         with model.trace(X):
-            hidden = model[0].output.save()
+            hidden = nnsight.save(model[0].output)
             model[0].output[:] = 0
-            output = model.output.save()
+            output = nnsight.save(model.output)
         return [hidden, output]
 
     same_under(harmless, run)
