@@ -83,7 +83,7 @@ class KerasModel(Subject):
 
     def masks(self, axes: Axes) -> Masks:
         """Return masks of weights, found by path and shape, in the type of what is read."""
-        found: dict[tuple[str, tuple[int, ...]], Any] = {}
+        found: dict[tuple[str, tuple[int | None, ...]], Any] = {}
         weights = self._weights()
         for path, axis, kept in axes:
             shape = tuple(weights[path].shape)
@@ -99,7 +99,7 @@ class KerasModel(Subject):
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the weights that an op reads; the form that a reshape gives of one was masked before."""
         handles = self._of_given
-        found = []
+        found: list[_Read | None] = []
         for i, value in enumerate(context.get_inputs()):
             variable = None if isinstance(value, (list, tuple)) else context.get_variable(i)
             path = None if variable is None else handles.get(variable)

@@ -129,7 +129,7 @@ def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], fami
     compute, first = getattr(tf.raw_ops, type), first_of(type)
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[first].shape)))
     given = [labels if i == first else one.tensor for i, one in enumerate(values)]
-    renamed = attributes | {"axis": attributes.get("axis", attributes.get("squeeze_dims"))}
+    renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
     names = list(signature(compute).parameters)  # inputs, and then attributes
     said = {name: renamed[name] for name in names[len(given) :] if renamed.get(name) is not None}
     made = compute(**dict(zip(names, given, strict=False)), **said)
