@@ -88,11 +88,17 @@ def shared(module: Any, x: Any, axis: int = 0) -> Any:
     return jax.vmap(module, axis, axis)(x)
 
 
-def broadcast(module: Any, x: Any, axis: int = 0) -> Any:
-    """Map a module over rows, each of which has the module's weights for itself, and gradients of its own."""
+def own(module: Any, x: Any, axis: int = 0) -> Any:
+    """Map a module over rows, each of which has weights for itself."""
     weights, rest = eqx.partition(module, eqx.is_inexact_array)
-    rows = jax.tree_util.tree_map(lambda one: jnp.broadcast_to(one, (x.shape[axis], *one.shape)), weights)
-    return jax.vmap(lambda own, row: eqx.combine(own, rest)(row), (0, axis), axis)(rows, x)
+    return jax.vmap(lambda own, row: eqx.combine(own, rest)(row), (0, axis), axis)(weights, x)
+
+
+def widened(module: Any, size: int) -> Any:
+    """Return a module of which each row has the weights for itself, and gradients of its own."""
+    return jax.tree_util.tree_map(
+        lambda one: jnp.broadcast_to(one, (size, *one.shape)) if eqx.is_inexact_array(one) else one, module
+    )
 
 
 class Mixer(eqx.Module):
@@ -166,16 +172,22 @@ def trained_mixer(
 ) -> tuple[list[Any], Any]:
     """Return loss and gradients of each step of optax under Equinox' jit, and the mixer.
 
-    start: makes the context in which the model is made.  mapped: `shared` or `broadcast`.
+    start: makes the context in which the model is made.  mapped: `shared` or `own`.
     """
     with start():
         model = Mixer(mapped)
     optimizer = optax.sgd(0.1, momentum=0.9)
     state = optimizer.init(eqx.filter(model, eqx.is_array))
 
+    def scores(model: Any, x: Any) -> Any:
+        if mapped is own:
+            blocks = [(widened(one, 8), widened(other, 4)) for one, other in model.blocks]
+            model = widened(eqx.tree_at(lambda model: model.blocks, model, blocks), len(x))
+        return mapped(model, x)
+
     @eqx.filter_jit
     def step(model: Any, state: Any, x: Any) -> Any:
-        found = eqx.filter_value_and_grad(lambda model: classified(partial(mapped, model), x, CLASSES))(model)
+        found = eqx.filter_value_and_grad(lambda model: classified(partial(scores, model), x, CLASSES))(model)
         updates, state = optimizer.update(found[1], state)
         return found, eqx.apply_updates(model, updates), state
 

@@ -16,7 +16,7 @@ from flax import nnx
 import amanda
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, TRAINED, broadcast, shared, trained_mixer
+from models import MODELS, TRAINED, own, shared, trained_mixer
 
 pytestmark = pytest.mark.usefixtures("attached_driver")
 
@@ -162,7 +162,7 @@ def test_a_model_is_trained_to_the_bit_with_routines_in_its_program(name: str) -
 @pytest.mark.slow
 def test_routines_under_vmap_leave_every_bit_of_a_program_whose_rows_have_weights_of_their_own() -> None:
     """Each row of a mapped op has gradients for a backward routine, so their sum is taken behind it."""
-    shared_weights, own_weights = (bits(trained_mixer(STEPS, mapped=one)) for one in (shared, broadcast))
+    shared_weights, own_weights = (bits(trained_mixer(STEPS, mapped=one)) for one in (shared, own))
     with amanda.apply(Native()):
         found = bits(trained_mixer(STEPS, start=amanda.disabled))
     assert found == own_weights != shared_weights
