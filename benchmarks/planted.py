@@ -2,8 +2,8 @@
 
     python benchmarks/planted.py [MODEL ...]
 
-The cases are those of packages/amanda-tools/tests/test_diff_models.py, in eager mode: two changes of one op in
-each of ten models, and one harmless pair of each (channels last, or attention in plain ops).  The logs of
+The cases are those of packages/amanda-tools/tests/test_diff_models.py, in eager mode: two changes of one op
+in each of ten models, and one harmless pair of each (channels last, or attention in plain ops).  The logs of
 DebugMode, with hashes, and the tensors of TorchLens are compared line by line, for equality: neither has a
 tolerance of its own.  TorchLens leaves torch changed, so it comes last.
 """
@@ -42,9 +42,8 @@ def by_debug_mode(model: nn.Module, other: nn.Module, given: Tensor) -> Found:
 
     logs = []
     for one in (model, other):
-        with torch.no_grad(), DebugMode(record_nn_module=True) as mode:
-            with DebugMode.log_tensor_hashes():
-                one(given)
+        with torch.no_grad(), DebugMode(record_nn_module=True) as mode, DebugMode.log_tensor_hashes():
+            one(given)
         logs.append(mode.debug_string().splitlines())
     inside: list[tuple[int, str]] = []
     for line, twin in zip_longest(*logs, fillvalue=""):
