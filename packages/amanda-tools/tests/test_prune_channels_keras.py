@@ -81,6 +81,7 @@ APPLICATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_application_is_smaller_and_computes_what_was_masked(name: str) -> None:
     model = getattr(keras.applications, name)(
