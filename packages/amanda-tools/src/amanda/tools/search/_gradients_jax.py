@@ -98,11 +98,11 @@ def _sums() -> Callable[..., Any]:
     """Return a function that gives its argument, and under `vmap` the sum over the rows."""
     from jax.custom_batching import custom_vmap
 
-    @custom_vmap
+    @custom_vmap  # type: ignore[untyped-decorator]
     def summed(gradient: Any) -> Any:
         return gradient
 
-    @summed.def_vmap
+    @summed.def_vmap  # type: ignore[untyped-decorator]
     def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
         return summed(gradient.sum(0)), False
 
