@@ -199,8 +199,8 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         "it is one of forward, backward, optimizer, construction",
     ),
     "a namespace as a string": (
-        lambda: run(analysing(lambda context: context.namespace == "pytorch")),
-        'matches("pytorch") says whether',
+        lambda: run(analysing(lambda context: context.namespace == "pytorch/2.13.0")),
+        'matches("pytorch/2.13.0") says whether',
     ),
     "an unknown package": (
         lambda: importlib.import_module("amanda.tools").flosp, "did you mean flops?",

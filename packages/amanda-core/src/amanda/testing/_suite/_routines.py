@@ -216,13 +216,24 @@ class RoutineTests:
         )
         with amanda.apply(wrong), pytest.raises(ActionError, match="backward=True"):
             sample.relu(sample.tensor([1.0]))
-        late = tool(
-            lambda context: context.insert_before_op(lambda value: value),
-            sample.name("relu"),
-            require_outputs=True,
-        )
-        with amanda.apply(late), pytest.raises(ActionError, match="require_outputs=False"):
-            sample.relu(sample.tensor([1.0]))
+
+    def test_an_action_before_an_op_that_has_run_says_where_it_belongs(self, sample: Sample) -> None:
+        modes: list[str] = []
+        seen: list[Any] = []
+
+        def late(context: amanda.OpContext) -> None:
+            modes.append(context.namespace[-1])
+            context.insert_before_op(seen.append)
+
+        with amanda.apply(tool(late, sample.name("relu"), require_outputs=True)):
+            try:
+                sample.relu(sample.tensor([1.0]))
+            except ActionError as error:
+                assert "require_outputs=False" in str(error)
+                assert modes == ["eager"]
+            else:
+                assert "eager" not in modes  # a graph is analysed before it runs
+                assert len(seen) == 1
 
 
 def _recording(action: str, order: list[str]) -> Any:
