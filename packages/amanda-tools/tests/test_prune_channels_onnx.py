@@ -321,7 +321,7 @@ def test_errors_say_what_was_given(tmp_path: Path) -> None:
     with pytest.raises(PruneError, match="no ONNX model that can be read"):
         tool.prepare(tmp_path / "nothing.onnx", X)
     (tmp_path / "words.onnx").write_text("hi")
-    with pytest.raises(PruneError, match="words.onnx, which is no ONNX model: it names no version"):
+    with pytest.raises(PruneError, match=r"words\.onnx, which is no ONNX model: it names no version"):
         tool.prepare(tmp_path / "words.onnx", X)
     with pytest.raises(PruneError, match="a ModelProto, which is no ONNX model"):
         tool.prepare(ModelProto(), X)

@@ -40,9 +40,12 @@ class Statistics:
         share = other.count / count if count else 0.0
         distance = other.mean - self.mean
         apart = distance * distance * self.count * share if self.count and other.count else 0.0
+        mean = self.mean + distance * share
+        if math.isinf(distance):
+            mean = self.mean * (1 - share) + other.mean * share
         return Statistics(
             count,
-            self.mean * (1 - share) + other.mean * share if math.isinf(distance) else self.mean + distance * share,
+            mean,
             self.m2 + other.m2 + apart,
             self.absolute + other.absolute,
             min(self.least, other.least), max(self.most, other.most),

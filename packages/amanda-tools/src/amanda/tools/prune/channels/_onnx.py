@@ -49,9 +49,10 @@ class OnnxModel(Subject):
         self.outputs = [one.name for one in graph.output]
         opsets = [one.version for one in self.proto.opset_import if one.domain in ("", "ai.onnx")]
         if not opsets:
+            named = "a ModelProto" if model is given else model
             raise PruneError(
-                f"ChannelPruneTool.prepare was given {model if model is not given else 'a ModelProto'}, which "
-                "is no ONNX model: it names no version of ONNX's operators"
+                f"ChannelPruneTool.prepare was given {named}, which is no ONNX model: it names no version of "
+                "ONNX's operators"
             )
         self.opset = opsets[0]
         self.nodes = {made_by(node): node for node in graph.node}
