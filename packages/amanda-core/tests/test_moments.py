@@ -62,6 +62,22 @@ def test_what_is_not_finite_is_counted_apart(kind: str) -> None:
     assert sum(struct.unpack("261q", moments.counts or b"")) == 3
 
 
+def test_a_mean_stays_finite_where_sums_overflow() -> None:
+    for given, mean, squares in (
+        ([1e308] * 10_000, 1e308, None),
+        ([1e308, -1e308] * 5_000, 0.0, math.inf),
+        ([1e200] * 10, 1e200, None),
+        ([1.7e308] * 4096 + [-1.7e308] * 4096, 0.0, math.inf),
+    ):
+        moments = interceptor.Moments(4)
+        assert moments.add(array("d", given))
+        count, found, m2, magnitudes, least, most = moments.numbers[:6]
+        assert (count, least, most) == (len(given), min(given), max(given))
+        assert found == pytest.approx(mean, rel=1e-12, abs=1e-12 * max(given))
+        assert m2 == squares or (squares is None and not math.isnan(m2))
+        assert magnitudes == (math.inf if max(given) > 1e300 else pytest.approx(2e201 / 2))
+
+
 def test_other_memory_is_refused_and_changes_nothing() -> None:
     moments = interceptor.Moments(4)
     before = moments.numbers

@@ -195,6 +195,32 @@ def test_model_with_code_of_its_own_is_refused() -> None:
         ChannelPruneTool().prepare(Subclassed(), random(1, 4))
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_layers_of_mixed_precision_become_smaller(policy: str) -> None:
+    inner = layers.Conv2D(8, 3, dtype=policy), layers.Conv2D(6, 3, dtype=policy)
+    model, x, tool = network(*inner), random(2, 8, 8, 3), ChannelPruneTool()
+    dense = model(x, training=False).numpy()
+    tool.prepare(model, x)
+    with amanda.apply(tool):
+        masked = model(x, training=False).numpy()
+    smaller = tool.finalize(model, remove=True).model
+    assert [tuple(one.kernel.shape) for one in smaller.layers[:2]] == [(3, 3, 3, 4), (3, 3, 4, 3)]
+    assert {one.dtype for one in smaller.weights} == {"float32"}
+    assert smaller.layers[0].compute_dtype == policy.removeprefix("mixed_")
+    scale = np.abs(masked).max()
+    assert np.abs(smaller(x, training=False).numpy() - masked).max() <= 0.02 * scale  # sums of bfloat16
+    assert np.abs(masked - dense).max() > 0.1 * scale
+
+
+def test_a_plan_that_could_not_be_checked_is_forgotten() -> None:
+    model, x, tool = network(layers.Conv2D(8, 3)), random(2, 8, 8, 3), ChannelPruneTool()
+    tool.prepare(model, x)
+    with pytest.raises(PruneError, match="has NaN or Inf"):
+        tool.prepare(model, x * np.nan)
+    with pytest.raises(PruneError, match="a model that it has not met"):
+        tool.finalize(model, remove=True)
+
+
 def test_optimizer_of_keras_is_refused() -> None:
     model, tool = network(layers.Conv2D(8, 3)), ChannelPruneTool()
     tool.prepare(model, random(2, 8, 8, 3))

@@ -320,6 +320,11 @@ def test_errors_say_what_was_given(tmp_path: Path) -> None:
         tool.prepare(model, z=X)
     with pytest.raises(PruneError, match="no ONNX model that can be read"):
         tool.prepare(tmp_path / "nothing.onnx", X)
+    (tmp_path / "words.onnx").write_text("hi")
+    with pytest.raises(PruneError, match=r"words\.onnx, which is no ONNX model: it names no version"):
+        tool.prepare(tmp_path / "words.onnx", X)
+    with pytest.raises(PruneError, match="a ModelProto, which is no ONNX model"):
+        tool.prepare(ModelProto(), X)
     tool.prepare(model, X)
     with pytest.raises(PruneError, match="a model that it has not met"):
         tool.finalize(images(), remove=True)

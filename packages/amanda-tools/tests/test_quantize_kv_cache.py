@@ -167,6 +167,82 @@ def test_a_model_without_a_growing_cache_is_told(transformers: Any) -> None:
     assert not tool.caches
 
 
+def test_a_longer_cache_of_before_is_left_where_another_began(transformers: Any) -> None:
+    model, tool, cache = (
+        made(transformers, "llama"),
+        KVCacheTool(4, 16, residual=0),
+        transformers.DynamicCache(),
+    )
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with amanda.apply(tool):
+            model(IDS[:, :5], use_cache=True)
+            model(IDS[:, :1], past_key_values=cache)
+    assert "continues 12 tokens that the tool has not seen" in str(tool.result)
+    assert [one.held for one in tool.caches] == [5] * 4
+
+
+def test_two_models_share_a_tool_where_axes_agree(transformers: Any) -> None:
+    models = [made(transformers, "llama"), made(transformers, "llama")]
+    tool, apart = KVCacheTool(4, 16, residual=0), KVCacheTool(4, 4, "channel", "token")
+    with torch.no_grad(), amanda.apply(tool):
+        one, other = (model(IDS, use_cache=True).logits for model in models)
+    assert torch.equal(one, other)
+    assert len(tool.caches) == 8
+    with torch.no_grad(), amanda.apply(apart):
+        models[0](IDS, use_cache=True)
+        with pytest.raises(QuantizeError, match="a path in two models"):
+            models[1](IDS, use_cache=True)
+
+
+class Joins(nn.Module):
+    """Calls torch.cat in all ways."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        whole, out = x.long(), torch.empty(0)
+        return [
+            torch.cat([x, x]), torch.cat((x, x), axis=-2), torch.cat([x, x], 2, out=out), out,
+            torch.cat(tensors=[x, x], dim=-2), torch.cat([x], -2), torch.cat([x, x, x], -2),
+            torch.cat([whole[:, :, :0], whole], -2), torch.cat([x[0], x[0]], -2),
+        ]  # fmt: skip
+
+
+def test_other_concatenations_stay(transformers: Any) -> None:
+    x, tool = torch.randn(1, 2, 4, 8), KVCacheTool(2, 4, residual=0)
+    with amanda.apply(tool):
+        found = Joins()(x)
+    for one, wanted in zip(found, Joins()(x), strict=True):
+        assert torch.equal(one, wanted)
+    assert not tool.caches
+
+
+def test_an_empty_tensor_of_four_axes_begins_a_cache() -> None:
+    x, tool = torch.randn(1, 2, 4, 8), KVCacheTool(2, 4, residual=0)
+    with amanda.apply(tool):
+        found = torch.cat([x[:, :, :0], x], 2)
+    assert torch.equal(found, quantized_states(x, 2, 4, "token"))
+    assert not tool.left
+
+
+def test_gradients_pass_straight_through() -> None:
+    x, tool = torch.randn(1, 2, 6, 8, requires_grad=True), KVCacheTool(2, 4, residual=2)
+    gradient = torch.randn(1, 2, 6, 8)
+    with amanda.apply(tool):
+        found = torch.cat([torch.tensor([]), x], -2)
+    found.backward(gradient)
+    assert torch.equal(x.grad, gradient)
+    assert torch.equal(found[:, :, :4], quantized_states(x.detach()[:, :, :4], 2, 4, "token"))
+    assert torch.equal(found[:, :, 4:], x[:, :, 4:])
+
+
+def test_double_precision_stays(transformers: Any) -> None:
+    x = torch.randn(1, 2, 4, 8, dtype=torch.float64)
+    least, most = x.numpy().min(-1, keepdims=True), x.numpy().max(-1, keepdims=True)
+    scale = (most - least) / 255
+    wanted = np.rint((x.numpy() - least) / scale) * scale + least
+    np.testing.assert_allclose(quantized_states(x, 8, 8, "token").numpy(), wanted, rtol=0, atol=1e-14)
+
+
 def test_channels_and_tokens_fit_groups(transformers: Any) -> None:
     model = made(transformers, "llama")
     with torch.no_grad(), amanda.apply(KVCacheTool()), pytest.raises(QuantizeError, match="have 16 channels"):

@@ -16,7 +16,7 @@ from torch import nn
 
 import amanda
 from amanda.drivers.onnxruntime import session_options
-from amanda.errors import ToolError
+from amanda.errors import ArtefactError, ToolError
 from amanda.tools.quantize import QuantizeError, QuantizeTool, convert
 
 PLAIN = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -240,6 +240,27 @@ def test_a_trained_network_has_the_simulations_accuracy(tmp_path: Path) -> None:
     assert result.after < 0.5 * result.before
 
 
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = network(tmp_path / "model.onnx"), tmp_path / "integers.onnx"
+    given, (tool, _) = path.read_bytes(), simulated(path, {"x": X})
+    out.hardlink_to(path)
+    write = onnx.save_model
+
+    def fail(model: Any, target: Path, **options: Any) -> None:
+        write(model, target, **options)
+        if target.name == out.name:
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(onnx, "save_model", fail)
+        with pytest.raises(OSError, match="no space left"):
+            convert(path, tool, out, force=True)
+    assert out.read_bytes() == path.read_bytes() == given
+    convert(path, tool, out, force=True)
+    assert path.read_bytes() == given != out.read_bytes()
+    assert sorted(one.name for one in tmp_path.iterdir()) == [out.name, path.name]
+
+
 def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = network(tmp_path / "model.onnx")
     tool, _ = simulated(path, {"x": X})
@@ -252,8 +273,12 @@ def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
     refused("has no scale", path, QuantizeTool(), out)
     refused("give the path of another ONNX file", path, tool)
-    refused("give the path of another ONNX file", path, tool, path)
-    refused("is there already", path, tool, network(tmp_path / "other.onnx"))
+    with pytest.raises(ArtefactError, match="is the model that is read"):
+        convert(path, tool, path)
+    with pytest.raises(ArtefactError, match="is there already"):
+        convert(path, tool, network(tmp_path / "other.onnx"))
+    with pytest.raises(ArtefactError, match="there is no folder"):
+        convert(path, tool, tmp_path / "none" / "integers.onnx")
     refused("is no ONNX file", tmp_path / "model.pt2", tool, out)
     refused("a float was given", path, 8.0, out)
     refused("give a NearestTool", nn.Linear(4, 4), tool)

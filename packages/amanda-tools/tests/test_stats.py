@@ -504,3 +504,18 @@ def test_memory_that_tensors_share_is_measured_whatever_the_order_of_its_axes() 
     for accumulator, view in zip(found, views, strict=True):
         assert_moments(accumulator.statistics(), view.numpy())
         assert_quantiles(accumulator, view.numpy(), 4096)
+
+
+@pytest.mark.parametrize("kind", [_accumulator.Moments, _arrays.Moments])
+@pytest.mark.parametrize(
+    ("given", "mean"), [([1e308] * 8192, 1e308), ([1e200] * 10, 1e200), ([1e308, -1e308] * 4096, 0.0)]
+)
+def test_a_mean_stays_finite_where_sums_overflow(kind: Any, given: Sequence[float], mean: float) -> None:
+    moments = kind()
+    for half in (given[: len(given) // 2], given[len(given) // 2 :]):
+        moments.add(np.array(half))
+    found = Statistics().merged(Statistics.of_vector(moments.numbers))
+    assert found.mean == pytest.approx(mean, rel=1e-12, abs=1e-12 * max(given))
+    assert not math.isnan(found.m2)
+    apart = Statistics(1, 1.7e308).merged(Statistics(1, -1.7e308))
+    assert (apart.mean, apart.m2) == (0.0, math.inf)

@@ -33,9 +33,15 @@ static const Sums NONE = {.least = INFINITY, .most = -INFINITY};
 
 static void merge(Sums *sums, const Sums *other) {
     int64_t count = sums->count + other->count;
-    if (other->count) {
+    if (other->count && !sums->count) { /* a square that overflows is not multiplied by 0 */
+        sums->mean = other->mean;
+        sums->squares = other->squares;
+        sums->magnitudes = other->magnitudes;
+        sums->least = other->least;
+        sums->most = other->most;
+    } else if (other->count) {
         double share = (double)other->count / (double)count, distance = other->mean - sums->mean;
-        sums->mean += distance * share;
+        sums->mean = isfinite(distance) ? sums->mean + distance * share : sums->mean * (1 - share) + other->mean * share;
         sums->squares += other->squares + distance * distance * (double)sums->count * share;
         sums->magnitudes += other->magnitudes;
         if (other->least < sums->least) sums->least = other->least;
@@ -69,6 +75,10 @@ static void merge(Sums *sums, const Sums *other) {
         }                                                                                                             \
         if (odd) return odd;                                                                                          \
         double mean = total / count;                                                                                  \
+        if (!isfinite(mean)) { /* the sum overflows, the mean of finite numbers does not */                           \
+            mean = 0;                                                                                                 \
+            for (int i = 0; i < count; i++) mean += (double)at[i] / count;                                            \
+        }                                                                                                             \
         _Pragma("omp simd reduction(+ : squares)")                                                                    \
         for (int i = 0; i < count; i++) {                                                                             \
             double distance = at[i] - mean;                                                                           \

@@ -39,6 +39,7 @@ class KVCacheTool(amanda.Tool):
         channel, which are quantised once a group is complete.
     residual: number of the last tokens that stay as they are.
 
+    Gradients pass rounding straight through.
     Raises QuantizeError for options that make no sense, and channels that are no multiple of the group.
     Source: Liu et al. 2024 (KIVI), sec. 3.
 
@@ -97,7 +98,7 @@ class KVCacheTool(amanda.Tool):
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
         place, module = self.place(context), context.get_scope()
-        if context["type"] == "cat":
+        if context["type"] == "cat" and context.get_input_names() == ("tensors", "dim"):
             context.replace_op(partial(self._cat, place, module))
         elif context.get_op_type() == "index_copy_" and context.get_inputs()[0].dim() == 4:
             self._left[place] = "it writes into a cache of fixed size; give generate a DynamicCache"
@@ -105,31 +106,31 @@ class KVCacheTool(amanda.Tool):
     def _cat(self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any) -> Tensor:
         """Return the concatenation, in which tokens that leave the residual window are quantised."""
         made: Tensor = original(tensors, dim)
-        if len(tensors) != 2 or tensors[1].dim() != 4 or dim not in (-2, 2):
+        if len(tensors) != 2 or made.dim() != 4 or dim not in (-2, 2) or not made.is_floating_point():
             return made
-        before, _ = tensors
-        begins = before.dim() == 1 and not before.numel()
+        tokens = made.shape[-2] - tensors[1].shape[-2]
+        if tokens > (self._caches[place].longest if place in self._caches else 0):
+            self._left[place] = (
+                f"it continues {tokens} tokens that the tool has not seen; begin a cache in the scope"
+            )
+            return made
         if place not in self._caches:
-            if not begins:
-                self._left[place] = (
-                    f"it continues {before.shape[-2]} tokens that the tool has not seen; begin a cache "
-                    "in the scope"
-                )
-                return made
             number = sum(one.module == module for one in self._caches.values())
             if number > 1 and len(set(self.axes)) > 1:
                 raise QuantizeError(
-                    f"{module} caches more than keys and values; let `keys` and `values` be the same"
+                    f"{module} caches more than keys and values, or is a path in two models: let `keys` and "
+                    "`values` be the same, or give each model a tool"
                 )
             self._left.pop(place, None)
             self._caches[place] = CachedStates(self, module, number)
-        return self._caches[place].quantised(made, 0 if begins else before.shape[-2])
+        return self._caches[place].quantised(made, tokens)
 
 
 class CachedStates:
     """Keys or values of one attention, of which a tool quantises the older tokens.
 
     shape: (batch, heads, tokens, channels) at the last step.  held: number of those tokens in integers.
+    longest: most tokens of a step.
     itemsize: bytes of a number that is not quantised.
     """
 
@@ -138,14 +139,16 @@ class CachedStates:
         self.axis = tool.axes[min(number, 1)]
         self._tool, self._signal, self._noise = tool, 0.0, 0.0
         self.shape: tuple[int, ...] = ()
-        self.held = self.itemsize = 0
+        self.held = self.longest = self.itemsize = 0
 
     def quantised(self, states: Tensor, before: int) -> Tensor:
-        """Return keys or values whose tokens that have left the residual window now are quantised.
+        """Quantise tokens of keys or values that have left the residual window now, in place; return them.
 
         before: number of tokens that were cached before.
         Raises QuantizeError for groups that do not fit.
         """
+        import torch
+
         tool, tokens = self._tool, states.shape[-2]
         if self.axis == "token" and states.shape[-1] % tool.group_size:
             raise QuantizeError(
@@ -159,14 +162,17 @@ class CachedStates:
             )
         first, last = (self._complete(count) for count in (before, tokens))
         self.shape, self.held, self.itemsize = tuple(states.shape), last, states.element_size()
+        self.longest = max(self.longest, tokens)
         if first == last:
             return states
-        leaving = states[..., first:last, :]
-        made = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
-        exact = leaving.detach().double()
-        self._signal += exact.square().sum().item()
-        self._noise += (made.detach() - exact).square().sum().item()
-        return states.slice_scatter(made, -2, first, last)
+        with torch.no_grad():
+            leaving = states[..., first:last, :]
+            made = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
+            exact = leaving.double()
+            self._signal += exact.square().sum().item()
+            self._noise += (made - exact).square().sum().item()
+            leaving.copy_(made)
+        return states
 
     def _complete(self, tokens: int) -> int:
         """Return how many of so many tokens are quantised."""
@@ -203,12 +209,15 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
     kept in the dtype of the states.
     Source: Liu et al. 2024 (KIVI), sec. 3.1, and Frantar et al. 2022 for groups.
     """
+    import torch
+
     if axis == "channel":
         return quantized_states(states.transpose(-1, -2), bits, group_size, "token").transpose(-1, -2)
-    groups = states.float().reshape(*states.shape[:-1], -1, group_size)
+    wide = torch.promote_types(states.dtype, torch.float32)
+    groups = states.to(wide).reshape(*states.shape[:-1], -1, group_size)
     levels = 2**bits - 1
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale, least = (one.to(states.dtype).float() for one in ((most - least) / levels, least))
+    scale, least = (one.to(states.dtype).to(wide) for one in ((most - least) / levels, least))
     steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
     made: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)
     return made

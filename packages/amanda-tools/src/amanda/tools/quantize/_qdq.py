@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import amanda
+from amanda.export.targets import check_target, whole
 from amanda.tools._libraries import ml_dtypes
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
@@ -118,7 +119,8 @@ def convert_file(
     told = {one.key: one.value for one in model.metadata_props}
     notes = json.dumps([*json.loads(told.get("amanda", "[]")), about])
     onnx.helper.set_model_props(model, {**told, "amanda": notes})
-    _save(model, target)
+    with whole(target, force) as new:
+        _save(model, new)
     left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
     result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
     if writer.has_narrow_products:
@@ -127,7 +129,10 @@ def convert_file(
 
 
 def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
-    """Return the path to write to.  Raises QuantizeError for what cannot be read or written."""
+    """Return the path to write to.
+
+    Raises QuantizeError for what cannot be read, ArtefactError for what cannot be written.
+    """
     if source.suffix != ".onnx":
         raise QuantizeError(f"{source} is no ONNX file (.onnx); export the model to one")
     if not isinstance(tool, QuantizeTool):
@@ -135,11 +140,11 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
             f"a {type(tool).__name__} was given for {source}; give a QuantizeTool that has the scales of a "
             "session of the file"
         )
-    if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
+    if out is None or Path(out).suffix != ".onnx":
         raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
-    if Path(out).exists() and not force:
-        raise QuantizeError(f"{out} is there already; force=True replaces it")
-    return Path(out)
+    target = Path(out)
+    check_target(source, target, force, is_folder=False)
+    return target
 
 
 def _onnx() -> Any:

@@ -5,6 +5,7 @@ The class has the face of `amanda.interceptor.Moments`.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools._libraries import numpy as np
@@ -42,7 +43,7 @@ class Moments:
             return False
         row = array.reshape(-1)
         for start in range(0, len(row), CACHED_BLOCK):
-            with np.errstate(invalid="ignore"):  # a signalling NaN
+            with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN, sums of large numbers
                 self._add(row[start : start + CACHED_BLOCK].astype(np.float64))
         return True
 
@@ -69,6 +70,8 @@ def _statistics(block: Array, finite: Array) -> Statistics:
     if not len(finite):
         return Statistics(nan=nan, inf=inf, negative_inf=negative_inf)
     mean = float(finite.mean())
+    if not math.isfinite(mean):  # the sum overflows
+        mean = float((finite / len(finite)).sum())
     return Statistics(
         len(finite), mean, float(np.square(finite - mean).sum()), float(np.abs(finite).sum()),
         float(finite.min()), float(finite.max()), nan, inf, negative_inf, zeros,

@@ -39,10 +39,14 @@ class Statistics:
         count = self.count + other.count
         share = other.count / count if count else 0.0
         distance = other.mean - self.mean
+        apart = distance * distance * self.count * share if self.count and other.count else 0.0
+        mean = self.mean + distance * share
+        if math.isinf(distance):
+            mean = self.mean * (1 - share) + other.mean * share
         return Statistics(
             count,
-            self.mean + distance * share,
-            self.m2 + other.m2 + distance * distance * self.count * share,
+            mean,
+            self.m2 + other.m2 + apart,
             self.absolute + other.absolute,
             min(self.least, other.least), max(self.most, other.most),
             self.nan + other.nan, self.inf + other.inf, self.negative_inf + other.negative_inf,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import amanda
@@ -35,6 +34,7 @@ class KerasModel(Subject):
 
         super().__init__(model)
         self.now = model
+        self._of_given: TensorMap[str] = TensorMap()
         if keras.backend.backend() != "tensorflow":
             raise PruneError(
                 f"ChannelPruneTool.prepare was given a Keras model on {keras.backend.backend()}; it removes "
@@ -66,10 +66,6 @@ class KerasModel(Subject):
             found[one.value.handle] = path
         return found
 
-    @cached_property
-    def _of_given(self) -> TensorMap[str]:
-        return self.handles()
-
     def _weights(self) -> dict[str, Any]:
         return {one.path: one for one in self.now.weights if "float" in str(one.dtype)}
 
@@ -83,6 +79,8 @@ class KerasModel(Subject):
 
     def masks(self, axes: Axes) -> Masks:
         """Return masks of weights, found by path and shape, in the type of what is read."""
+        # Within a call of a layer of mixed precision a weight is a cast one, which has no handle.
+        self._of_given = self.handles()
         found: dict[tuple[str, tuple[int | None, ...]], Any] = {}
         weights = self._weights()
         for path, axis, kept in axes:

@@ -47,7 +47,14 @@ class OnnxModel(Subject):
         held = {one.name for one in graph.initializer}
         self.inputs = [one.name for one in graph.input if one.name not in held]
         self.outputs = [one.name for one in graph.output]
-        self.opset = next(one.version for one in self.proto.opset_import if one.domain in ("", "ai.onnx"))
+        opsets = [one.version for one in self.proto.opset_import if one.domain in ("", "ai.onnx")]
+        if not opsets:
+            named = "a ModelProto" if model is given else model
+            raise PruneError(
+                f"ChannelPruneTool.prepare was given {named}, which is no ONNX model: it names no version of "
+                "ONNX's operators"
+            )
+        self.opset = opsets[0]
         self.nodes = {made_by(node): node for node in graph.node}
         self.read_in_bodies = dict(_read_in_bodies(self.proto))
         self._session: tuple[int, bool, Any] | None = None

@@ -89,12 +89,16 @@ class ChannelPruneTool(amanda.Tool):
                 '"l2", "random" or a function'
             )
         self._forget()
-        with subject.evaluating():
-            plan, smaller = made_plan(subject, example, kwargs, self._choice)
-            self._take(plan)
-            with amanda.apply(self):
-                result = subject(*example, **kwargs)
-        _check_same(subject.floats(result), subject.floats(smaller))
+        try:
+            with subject.evaluating():
+                plan, smaller = made_plan(subject, example, kwargs, self._choice)
+                self._take(plan)
+                with amanda.apply(self):
+                    result = subject(*example, **kwargs)
+            _check_same(subject.floats(result), subject.floats(smaller))
+        except BaseException:
+            self._forget()
+            raise
         return result
 
     def finalize(self, model: Any, remove: bool = False, optimizer: Any = None) -> ChannelPruneResult:
