@@ -335,3 +335,12 @@ def test_a_namespace_is_not_compared_with_a_string_in_silence() -> None:
     assert {namespace: 1}[Namespace("pytorch/2.13.0/eager")] == 1
     assert "pytorch" in namespace
     assert namespace[0] == "pytorch"
+
+
+def test_a_set_or_dict_of_frameworks_finds_a_namespace() -> None:
+    namespace = Namespace("pytorch/2.13.0/eager")
+    assert namespace in {"pytorch", "jax"}
+    assert namespace not in {"tensorflow"}
+    assert {"pytorch": 1, "jax": 2}[namespace] == 1  # type: ignore[index]
+    assert {namespace: 1}["pytorch"] == 1  # type: ignore[index]
+    assert len({namespace, Namespace("pytorch/2.13.0/graph"), Namespace("pytorch/2.13.0/eager")}) == 2

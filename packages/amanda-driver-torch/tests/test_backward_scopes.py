@@ -168,6 +168,23 @@ def test_a_dependency_that_another_tools_stands_for_is_open_with_its_dependent(
     assert set(read) == {"seen"}
 
 
+def test_routines_of_a_dependency_that_another_tools_stands_for_run_with_its_dependent(
+    t: Watched, u: Watched, log: list[str], passing: Any
+) -> None:
+    class Shared(Watched):
+        def stands_for(self) -> str:
+            return "shared"
+
+    for tool in (t, u):
+        tool.depends_on(Shared(f"for {tool.title}"))
+    passing([t, u], [u], [t], [t, u], [])
+    log.clear()
+    for tools in ([u], [t]):
+        passing([t, u], tools)
+    for name, passed in (("u", log[:4]), ("t", log[4:])):
+        assert passed == ["for t", name, "for t after", f"{name} after"]
+
+
 def test_an_analysis_that_fails_leaves_that_of_another_tool(
     t: Watched, u: Watched, log: list[str], passing: Any
 ) -> None:

@@ -590,3 +590,24 @@ def test_pieces_of_modules_are_joined() -> None:
     first = diff(lambda: loss(x), lambda: accumulated(0.1), by="module", rtol=1e-5).first
     assert first is not None
     assert (first.phase, first.module) == ("forward", "0")
+
+
+def test_modules_that_are_called_another_number_of_times_are_told() -> None:
+    shared = nn.Linear(8, 8)
+
+    class Calls(nn.Module):
+        def __init__(self, *scales: float) -> None:
+            super().__init__()
+            self.linear, self.scales = shared, scales
+
+        def forward(self, x: Tensor) -> Any:
+            return sum(self.linear(x * scale) for scale in self.scales)
+
+    x = torch.rand(3, 8)
+    for one, other in (((2, 1), (1,)), ((2, 1), (3, 2, 1))):
+        told = diff(Calls(*one), Calls(*other), x, by="module").told
+        assert told == (
+            "Modules that one run called more often than the other, of which the last outputs alone were "
+            "compared: linear",
+        )
+    assert diff(Calls(2, 1), Calls(2, 1), x, by="module").told == ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from amanda.errors import AmandaError
 from amanda.tools.diff import Command, Float64Tool, diff
 from amanda.tools.diff._bundle import opened
 from amanda.tools.dump import Dump, DumpTool
+from amanda.tools.stats import StatsTool
 
 
 def small() -> nn.Sequential:
@@ -258,3 +261,25 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
         pass
     with pytest.raises(AmandaError, match="ended with status 3"):
         diff(Command("-c 'import sys; sys.exit(3)'"), folder)
+
+
+def test_a_bundle_that_is_not_written_whole_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, program = tmp_path / "found.zip", small()
+    path.write_bytes(b"the one before")
+    tool = StatsTool()
+    with amanda.apply(tool):
+        program(X)
+    tool.result.save(tmp_path / "stats.json")
+    with pytest.raises(AmandaError, match="a bundle holds dumps, and a is a file of statistics"):
+        diff(tmp_path / "stats.json", program, X, bundle=path)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ZipFile, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        diff(program, program, X, bundle=path)
+    assert path.read_bytes() == b"the one before"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["found.zip", "stats.json"]

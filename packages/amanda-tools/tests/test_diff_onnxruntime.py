@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amanda.errors import AmandaError
 from amanda.tools.diff import diff
 
 pytest.importorskip("onnxscript")
@@ -113,3 +114,25 @@ def test_a_node_that_differs_in_two_files_is_named(exported: Path, tmp_path: Pat
     assert result.first is not None
     assert (result.first.type, result.first.module, result.first.inputs) == ("layer_norm", "norm", True)
     assert not diff(run(exported), run(exported))
+
+
+def test_nodes_without_modules_are_not_compared_with_a_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "first"], ["h"]),
+        onnx.helper.make_node("Relu", ["h"], ["r"]),
+        onnx.helper.make_node("MatMul", ["r", "second"], ["y"]),
+    ]
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, 4]) for name in "xy")
+    weights = [
+        onnx.numpy_helper.from_array(model[i].weight.detach().numpy().T.copy(), name)
+        for i, name in ((0, "first"), (2, "second"))
+    ]
+    made = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "graph", [x], [y], weights),
+        opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    values = torch.rand(3, 4)
+    with pytest.raises(AmandaError, match="have no op in common"):
+        diff(lambda: model(values), lambda: session.run(None, {"x": values.numpy()}))

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 import amanda
 from amanda.__main__ import main
 from amanda.errors import AmandaError
-from amanda.tools.diff import diff
+from amanda.tools.diff import Command, diff
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -217,3 +217,27 @@ def test_the_other_interpreter_has_another_version_of_a_library_or_no_amanda(
     sentence = capfd.readouterr().out.partition("\n")[0]
     assert sentence.startswith("b parts from a at layer_norm")
     assert "not one bit of it remains" in sentence
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("exit 3", "with status 3; give the interpreter"),
+        ("kill -9 $$", "with signal SIGKILL; give the interpreter"),
+        ("echo no library >&2; exit 127", "with status 127 (no library); give the interpreter"),
+    ],
+)
+def test_an_interpreter_that_does_not_run_is_said(tmp_path: Path, code: str, told: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{code}\n")
+    python.chmod(0o755)
+    with pytest.raises(AmandaError, match=f"{python} runs no Python code: it ended with ") as caught:
+        Command("train.py", python=str(python)).record(tmp_path / "dump")
+    assert told in str(caught.value)
+
+
+def test_a_program_that_a_signal_ends_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert main(["diff", "--a", str(program), "--b", str(program)]) == 2
+    assert "ended with signal SIGKILL" in capfd.readouterr().err

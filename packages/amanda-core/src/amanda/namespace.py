@@ -39,7 +39,9 @@ class Namespace(tuple[str, ...]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = tuple.__hash__
+    def __hash__(self) -> int:
+        """Return the hash of the framework's name, so that a set or dict of such names finds a namespace."""
+        return hash(self[0])
 
     def __str__(self) -> str:
         return "/".join(self)

@@ -110,10 +110,12 @@ class BackwardStep:
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
         self._fresh: list[tuple[Plan, BackwardDraft]] = []
         self._known: list[Actions] = []
+        self._open: list[AnyTool] = []
         self._missing: list[tuple[int, Plan, Sequence[AnyTool]]] = []  # each with its place among the known
         for plan in trace.plan.watching:
             known = plan.backward.actions.get(self.id)
             opened = self._opened(plan.layer)
+            self._open += opened
             missing = plan.unanalysed(self.id, opened) if state.cache else opened
             if known is None and missing and trace.gradients in plan.backward.complete:
                 self._reopen(plan)
@@ -172,7 +174,7 @@ class BackwardStep:
     def wanted(self) -> bool:
         """Return True if there is anything to do: hooks go nowhere else."""
         known = (action for actions in self._known for action in actions.all)
-        return bool(self._missing or any(self._state.is_open(action.tool) for action in known))
+        return bool(self._missing or any(map(self._is_open, known)))
 
     def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Return the gradients that shall enter the op instead of these."""
@@ -214,7 +216,7 @@ class BackwardStep:
         """Return the gradients that shall leave the op instead of these."""
         grads = list(grad_inputs)
         replacement = only_replacement(actions.replace for actions in self._known)
-        if replacement is not None and self._state.is_open(replacement.tool):
+        if replacement is not None and self._is_open(replacement):
             grads = self._replaced(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
         for plan, draft in self._fresh:
@@ -230,8 +232,12 @@ class BackwardStep:
             self._trace.pending.discard(self.id)
         return grads
 
+    def _is_open(self, action: Action) -> bool:
+        """Return True if the action's tool is open, or a tool that depends on it."""
+        return any(action.tool is tool for tool in self._open)
+
     def _run(self, action: Action, grads: list[Any]) -> list[Any]:
-        if not self._state.is_open(action.tool):
+        if not self._is_open(action):
             return grads
         shapes = self._shapes_so_far() if action.takes_shapes else None
         run, autodiff = self._trace.run, self._state.autodiff

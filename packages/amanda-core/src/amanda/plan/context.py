@@ -241,6 +241,8 @@ class OpContext(dict[str, Any]):
         """Call `func` on the op's inputs before each execution; what it returns takes their place.
 
         inputs: positions or names; None for all.  kwargs: given to every call of `func`.
+        In graphs, analysis routines that require outputs may call it, too: `func` runs behind the routines
+        that those without outputs have recorded, also of tools that depend on this one.
         """
         self._record(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
 

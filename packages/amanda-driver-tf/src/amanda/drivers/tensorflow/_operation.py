@@ -37,7 +37,9 @@ class Operation(backend.Operation):
         return None if self._graph_op is None else self._graph_op()
 
     def __getattr__(self, name: str) -> Any:
-        graph_op = None if name.startswith("_") else self.graph_op
+        if name.startswith("_"):  # also of a copy that is being made, which cannot be printed
+            raise AttributeError(f"an operation has no {name!r}")
+        graph_op = None if self._graph_op is None else self._graph_op()
         if graph_op is None:
             raise AttributeError(f"{self!r} has no {name!r}; a tf.Operation has, while its graph lives")
         return getattr(graph_op, name)

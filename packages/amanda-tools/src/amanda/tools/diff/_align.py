@@ -117,10 +117,15 @@ def _paths(run: Run) -> dict[str, None]:
 
 
 def _with_weights(run: Run) -> list[tuple[str, Hashable]]:
+    """Return modules with products, and a key of the first weight; the root is one if it has one product."""
     found: dict[str, Hashable] = {}
+    at_root = 0
     for index in run.indices("forward"):
         op = run.ops[index]
         weight: Entry | None = next((e for e in run.by_op[index] if e.role == "weight"), None)
         if weight is not None and is_compute(op.type):
             found.setdefault(dotted(op.module), (kind(op.type), weight.summary.statistics.elements))
+            at_root += not op.module
+    if at_root > 1:  # a graph without modules: what its last product gives is not what the first one does
+        found.pop("")
     return list(found.items())

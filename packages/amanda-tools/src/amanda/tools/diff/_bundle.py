@@ -22,18 +22,25 @@ _MEMBER = re.compile(r"(a|b|control)/(index\.json|tensors-\d+\.(safetensors|npz)
 
 
 def write_bundle(path: Path, runs: Mapping[str, Run], result: DiffResult) -> None:
-    """Write the dumps of runs and a result into one file.
+    """Write the dumps of runs and a result into one file, which is whole or as it was before.
 
     runs: by "a", "b" and "control".  Raises AmandaError for statistics, which have no tensors.
     """
-    with ZipFile(path, "w") as file:
-        names = {label: run.name for label, run in runs.items()}
-        file.writestr(_FOUND, json.dumps({**result.to_dict(), "runs": names}))
-        for label, run in runs.items():
-            if run.dump is None:
-                raise AmandaError(f"a bundle holds dumps, and {label} is a file of statistics: {run.name}")
-            for name in ("index.json", *run.dump.files):
-                file.write(run.dump.folder / name, f"{label}/{name}")
+    for label, run in runs.items():
+        if run.dump is None:
+            raise AmandaError(f"a bundle holds dumps, and {label} is a file of statistics: {run.name}")
+    names = {label: run.name for label, run in runs.items()}
+    dumps = {label: run.dump for label, run in runs.items() if run.dump is not None}
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with ZipFile(part, "w") as file:
+            file.writestr(_FOUND, json.dumps({**result.to_dict(), "runs": names}))
+            for label, dump in dumps.items():
+                for name in ("index.json", *dump.files):
+                    file.write(dump.folder / name, f"{label}/{name}")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextmanager

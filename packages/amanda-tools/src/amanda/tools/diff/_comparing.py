@@ -9,7 +9,7 @@ from itertools import chain, product
 from typing import get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import same_ops, within
+from amanda.tools.diff._align import is_compute, same_ops, within
 from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._heads import heads
@@ -44,6 +44,8 @@ class Comparing:
         executions of ops that the other run does not have."""
         self.shaped: list[str] = []
         """Modules that end in as many numbers, in an order that is not known."""
+        self.uneven: list[str] = []
+        """Modules that one run called more often than the other: their last outputs were compared."""
 
     def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
@@ -83,6 +85,9 @@ class Comparing:
             inside = [within(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
             calls = [[*visits(run, one)] for run, one in zip(self._runs, inside, strict=True)]
             if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
+                products = [self._products(run, one) for run, one in zip(self._runs, calls, strict=True)]
+                if products[0] != products[1] or not products[0]:
+                    self.uneven.append(name)
                 calls = [[[*chain(*one)]] for one in calls]
             for both in zip(*calls, strict=True):
                 yield from self._module_outputs(name, both)
@@ -90,6 +95,10 @@ class Comparing:
             for ones, others in zip(*gradients, strict=False):
                 for pair in self._paired(ones, others):
                     yield pair, self._comparison(pair, *self._judged(pair))
+
+    def _products(self, run: Run, calls: Sequence[Sequence[int]]) -> int:
+        """Return how many products and convolutions some calls of a module have."""
+        return sum(is_compute(run.ops[i].type) for i in chain(*calls))
 
     def _paired(self, ones: Sequence[Entry], others: Sequence[Entry]) -> Sequence[Pair]:
         """Pair one tensor of all executions of both runs; where one run has several for one, join them."""

@@ -119,6 +119,11 @@ def _compared(run: Run, other: Run, asked: _Asked) -> tuple[DiffResult, Comparin
     compared = comparing.in_order(comparing.modules(names))
     if comparing.shaped:
         told.append(f"Modules whose axes do not match, and were not compared: {_listed(comparing.shaped)}")
+    if comparing.uneven:
+        told.append(
+            "Modules that one run called more often than the other, of which the last outputs alone were "
+            f"compared: {_listed(comparing.uneven)}"
+        )
     told += _told_of_pieces(comparing)
     return DiffResult(run.name, other.name, compared, modules=list(names), told=told), comparing
 

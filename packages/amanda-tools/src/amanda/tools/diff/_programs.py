@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,7 @@ class Command:
             raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
         if done.returncode:
             self._check_interpreter()
-            raise AmandaError(f"{self.line!r} ended with status {done.returncode}")
+            raise AmandaError(f"{self.line!r} ended with {_status(done.returncode)}")
         found = folder if (folder / "index.json").exists() else folder / "rank0"
         if not (found / "index.json").exists():
             raise AmandaError(f"{self.line!r} executed no op that could be compared")
@@ -114,16 +115,29 @@ class Command:
         if self.python == sys.executable:
             return
         code = "import amanda.__main__, amanda.tools.dump"
-        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True)
-        if tried.returncode:
-            reason = tried.stderr.strip().rpartition("\n")[2]
+        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True, errors="replace")
+        reason = tried.stderr.strip().rpartition("\n")[2]
+        if "ImportError" in reason or "ModuleNotFoundError" in reason:
             raise AmandaError(
                 f"{self.python} does not have Amanda ({reason}); install it there, with the driver of the "
                 f"framework: {self.python} -m pip install amanda-tools amanda-driver-torch"
             )
+        if tried.returncode:
+            raise AmandaError(
+                f"{self.python} runs no Python code: it ended with {_status(tried.returncode)}"
+                f"{reason and f' ({reason})'}; give the interpreter of an environment that has Amanda"
+            )
 
 
 Program = Function | Command
+
+
+def _status(code: int) -> str:
+    """Return the status of a process in words, or the signal that ended the process."""
+    try:
+        return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
 
 
 def _kept(max_bytes: int) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""The operation that `get_op` gives: attributes of the graph's one, copies, and pickles."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import tensorflow as tf
+
+import amanda
+from amanda.drivers.tensorflow._operation import Operation
+
+
+@pytest.fixture
+def operations() -> dict[str, Operation]:
+    """Operations by mode: one of a function's graph, which is gone, and one of eager mode."""
+    found: dict[str, Operation] = {}
+    tool = amanda.Tool()
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "Relu":
+            found[context.namespace[-1]] = context.get_op()
+
+    tool.add_inst_for_op(analyse)
+    with amanda.apply(tool):
+        tf.function(tf.nn.relu)(tf.ones(2))
+        tf.nn.relu(tf.ones(2))
+    gc.collect()
+    return found
+
+
+def test_an_operation_of_a_living_graph_has_the_attributes_of_tensorflow() -> None:
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [2])
+        node = tf.nn.relu(x).op
+        operation = Operation("Relu", node.name, node)
+        assert operation.inputs[0].name == x.name
+        assert operation.node_def.op == "Relu"
+        assert not hasattr(operation, "no_such_attribute")
+        assert not hasattr(operation, "_c_op")
+        for made in (copy.copy(operation), copy.deepcopy(operation)):
+            assert made == operation
+            assert made.graph_op is node
+
+
+def test_an_operation_without_a_graph_is_copied_and_pickled(operations: dict[str, Operation]) -> None:
+    eager = operations["eager"]
+    for made in (copy.copy(eager), copy.deepcopy(eager), pickle.loads(pickle.dumps(eager))):
+        assert made == eager
+        assert (made.type, made.name, made.graph_op) == ("Relu", "Relu", None)
+    assert len(operations) == 2
+    for operation in operations.values():
+        assert copy.copy(operation) == operation
+    with pytest.raises(AttributeError, match=r"<Relu> has no 'inputs'; a tf\.Operation has"):
+        _ = eager.inputs
+
+
+def test_an_operation_that_is_not_made_yet_lacks_its_attributes() -> None:
+    empty = Operation.__new__(Operation)
+    with pytest.raises(AttributeError):
+        _ = empty.type
+    with pytest.raises(AttributeError):
+        _ = empty.graph_op
