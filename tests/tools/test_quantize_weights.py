@@ -122,6 +122,34 @@ def gptq_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None, block: int)
     return rounded.float()
 
 
+def act_order_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
+    """GPTQ as optimal brain quantisation, one column after the other by decreasing diagonal of H.
+
+    After each column the others take the least squares update, with the inverse Hessian of the columns that
+    are left (eqs. 2 and 3 of the paper), which no Cholesky factor and no permuted matrix computes here.
+    """
+    whole, w, x = w, w.double().clone(), x.double()
+    hessian = 2 * x.T @ x / len(x)
+    diagonal = hessian.diagonal().clone()
+    dead = diagonal == 0
+    w[:, dead], hessian[dead, dead] = 0, 1
+    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    # As in the authors' code one scale for all columns knows of columns whose inputs are 0.
+    groups = [whole] if size is None else w.float().split(size, 1)
+    ranges = [range_by_hand(one, grid) for one in groups]
+    rest = sorted(range(w.shape[1]), key=lambda column: -float(diagonal[column]))
+    rounded = torch.zeros_like(w)
+    while rest:
+        inverse = torch.linalg.inv(hessian[rest][:, rest])
+        column = rest[0]
+        scale, zero = (one[:, 0].double() for one in ranges[column // (size or w.shape[1])])
+        rounded[:, column] = round_by_hand(w[:, column], scale, zero, grid)
+        error = (w[:, column] - rounded[:, column]) / inverse[0, 0]
+        w[:, rest] -= error[:, None] * inverse[0]
+        rest.pop(0)
+    return rounded.float()
+
+
 def awq_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
     """The authors' grid search over the exponent of the activations, by the outputs' error."""
     magnitude, best, found = x.abs().mean(0), float("inf"), w
@@ -196,6 +224,32 @@ def test_both_functions_give_what_the_algorithms_by_hand_do(
 
     s = awq_scales(matrix, x.abs().mean(0), x.T @ x / len(x), rounded)
     assert torch.allclose(rounded(matrix * s) / s, awq_by_hand(matrix, x, grid, size), atol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "size", "symmetric"), ALL)
+@pytest.mark.parametrize("block", [128, 8])
+def test_act_order_gives_the_columns_of_the_paper_by_decreasing_hessian(
+    bits: int, size: int | None, symmetric: bool, block: int
+) -> None:
+    torch.manual_seed(bits)
+    grid, matrix = Grid.of(bits, symmetric), torch.randn(24, 36)
+    x = torch.randn(200, 36) @ torch.randn(36, 36) * torch.rand(36)
+    x[:, 5] = 0
+    hessian = 2 * x.double().T @ x.double() / len(x)
+    codes = gptq(matrix, hessian, grid, size or 36, block=block, act_order=True)
+    wanted = act_order_by_hand(matrix, x, grid, size)
+    assert torch.allclose(dequantized(*codes).float(), wanted, atol=1e-6)
+    assert not torch.allclose(gptq_by_hand(matrix, x, grid, size, block), wanted, atol=1e-2)
+
+
+def test_act_order_stores_integers_in_the_order_of_inputs() -> None:
+    model, grid = Network(), Grid.of(4, symmetric=False)
+    inputs = [patches(model, x) for x in BATCHES]
+    expected = {
+        name: act_order_by_hand(matrix, torch.cat([one[name] for one in inputs]), grid, 4)
+        for name, matrix in matrices(model).items()
+    }
+    check(GPTQTool(4, 4, symmetric=False, act_order=True), expected)
 
 
 @pytest.mark.parametrize(("bits", "size", "symmetric"), OPTIONS)
@@ -390,6 +444,7 @@ def test_parts_of_one_parameter_have_their_own_integers() -> None:
         (lambda: NearestTool(group_size=0), "group_size is 0"),
         (lambda: GPTQTool(damping=0), "damping is 0"),
         (lambda: GPTQTool(block=0), "block is 0"),
+        (lambda: GPTQTool(act_order="static"), "act_order is 'static'"),  # type: ignore[arg-type]
         (lambda: AWQTool(steps=0), "steps is 0"),
         (lambda: SmoothQuantTool(alpha=2), "alpha is 2"),
     ],
