@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -281,6 +282,113 @@ def test_nearest_weights_are_those_by_hand_and_those_of_quantize(
     for name, matrix in matrices(other).items():
         wanted = in_form(name, nearest_by_hand(matrix, Grid.of(bits, symmetric), size), model)
         assert torch.allclose(model.get_parameter(name), wanted, atol=1e-6), name
+
+
+BATCHES_OF_IDS = [torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+TURNS = [
+    *(
+        [f"model.layers.{i}.{one}" for one in names]
+        for i in range(2)
+        for names in (
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            ["self_attn.o_proj"],
+            ["mlp.gate_proj", "mlp.up_proj"],
+            ["mlp.down_proj"],
+        )
+    ),
+    ["lm_head"],
+]
+
+
+@pytest.fixture
+def llama(example: Any) -> Any:
+    """A small Llama of random weights for a seed."""
+    example("models").let_torchvision_load()
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.3,
+    )  # fmt: skip
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(config).eval()
+
+    return made
+
+
+def run_ids(model: Any) -> None:
+    for ids in BATCHES_OF_IDS:
+        model(input_ids=ids)
+
+
+def quantise_in_order_by_hand(model: Any, grid: Grid, size: int) -> None:
+    """Do as `true_sequential` of the authors' code: hooks note inputs in a run for each turn."""
+    for names in TURNS:
+        rows: dict[Any, list[Tensor]] = {model.get_submodule(name): [] for name in names}
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, given, rows=rows: rows[layer].append(given[0]))
+            for layer in rows
+        ]
+        run_ids(model)
+        for hook in hooks:
+            hook.remove()
+        for layer, given in rows.items():
+            layer.weight.copy_(gptq_by_hand(layer.weight, torch.cat(given).flatten(0, -2), grid, size, 128))
+
+
+@torch.no_grad()
+def test_calibration_in_order_gives_the_weights_of_the_loop_by_hand(llama: Any, capfd: Any) -> None:
+    model, other, tool = llama(0), llama(0), GPTQTool(4, 16, symmetric=False, type="linear")
+    with amanda.apply(tool) as scope:
+        tool.calibrate_in_order(lambda: run_ids(model))
+    assert scope.report == []
+    assert tool.result.left == {}
+    assert any(note.startswith("Calibrated in 9 runs, each weight") for note in tool.result.notes())
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(TURNS)
+    for turn, line in zip(TURNS, lines, strict=True):
+        assert line.endswith(f"{', '.join(f'{name}.weight' for name in turn)}: quantised")
+    tool.finalize(model)
+    quantise_in_order_by_hand(other, Grid.of(4, symmetric=False), 16)
+    for name, wanted in other.named_parameters():
+        # A tie that sums of another order turn changes later inputs a little.
+        apart = ~torch.isclose(model.get_parameter(name), wanted, atol=1e-5)
+        assert apart.float().mean() < 0.005, name
+
+
+@torch.no_grad()
+def test_calibration_in_order_loses_less_than_of_all_weights_at_once(llama: Any) -> None:
+    fresh = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(9))
+    errors = {True: 0.0, False: 0.0}
+    for seed in range(4):
+        for in_order in errors:
+            model, tool = llama(seed), GPTQTool(3, 16, type="linear")
+            wanted = model(input_ids=fresh).logits
+            with amanda.apply(tool):
+                if in_order:
+                    tool.calibrate_in_order(partial(run_ids, model), progress=False)
+                else:
+                    with tool.calibrating():
+                        run_ids(model)
+                errors[in_order] += float((model(input_ids=fresh).logits - wanted).norm() / wanted.norm())
+    assert errors[True] < 0.98 * errors[False], errors
+
+
+def test_a_run_that_can_not_be_repeated_is_an_error_that_says_so() -> None:
+    model, tool = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), GPTQTool(4, None)
+    once = iter([torch.randn(16, 8)])
+    message = r"call 2 of run read no weight that waits .* executes all batches each time"
+    with amanda.apply(tool):
+        with pytest.raises(QuantizeError, match=message):
+            tool.calibrate_in_order(lambda: [model(x) for x in once], progress=False)
+        with pytest.raises(QuantizeError, match=r"0\.weight was not calibrated"):
+            model(torch.randn(1, 8))
+        with pytest.raises(QuantizeError, match="call 1 of run read no weight"):
+            tool.calibrate_in_order(lambda: None, progress=False)
+        tool.calibrate_in_order(lambda: model(torch.ones(16, 8)), progress=False)
+    assert tool.result.calibration.startswith("in 2 runs")
 
 
 def test_gptq_and_awq_lose_less_than_rounding() -> None:
