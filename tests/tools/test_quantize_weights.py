@@ -284,7 +284,7 @@ def test_nearest_weights_are_those_by_hand_and_those_of_quantize(
         assert torch.allclose(model.get_parameter(name), wanted, atol=1e-6), name
 
 
-BATCHES_OF_IDS = [torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+BATCHES_OF_IDS = [torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 TURNS = [
     *(
         [f"model.layers.{i}.{one}" for one in names]
@@ -308,7 +308,7 @@ def llama(example: Any) -> Any:
 
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.3,
+        num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.15,
     )  # fmt: skip
 
     def made(seed: int) -> Any:
@@ -360,11 +360,11 @@ def test_calibration_in_order_gives_the_weights_of_the_loop_by_hand(llama: Any, 
 
 @torch.no_grad()
 def test_calibration_in_order_loses_less_than_of_all_weights_at_once(llama: Any) -> None:
-    fresh = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(9))
+    fresh = torch.randint(64, (32, 32), generator=torch.Generator().manual_seed(99))
     errors = {True: 0.0, False: 0.0}
     for seed in range(4):
         for in_order in errors:
-            model, tool = llama(seed), GPTQTool(3, 16, type="linear")
+            model, tool = llama(seed), GPTQTool(2, None, type="linear")
             wanted = model(input_ids=fresh).logits
             with amanda.apply(tool):
                 if in_order:
@@ -373,7 +373,7 @@ def test_calibration_in_order_loses_less_than_of_all_weights_at_once(llama: Any)
                     with tool.calibrating():
                         run_ids(model)
                 errors[in_order] += float((model(input_ids=fresh).logits - wanted).norm() / wanted.norm())
-    assert errors[True] < 0.98 * errors[False], errors
+    assert errors[True] < 0.98 * errors[False], errors  # of coarse integers, whose errors reach far
 
 
 def test_a_run_that_can_not_be_repeated_is_an_error_that_says_so() -> None:
