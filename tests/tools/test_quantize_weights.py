@@ -17,6 +17,7 @@ from amanda.tools.quantize.weights import (
     GPTQTool,
     NearestTool,
     SmoothQuantTool,
+    awq_clipped,
     awq_scales,
     dequantized,
     gptq,
@@ -164,6 +165,24 @@ def awq_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
     return found
 
 
+def awq_clipped_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
+    """The authors' grid search over the largest weight of a group, by the part of outputs that it makes."""
+    size = size or w.shape[1]
+    made = []
+    for group, inputs in zip(w.split(size, 1), x.double().split(size, 1), strict=True):
+        most = group.abs().amax(1, keepdim=True)
+        best, found = torch.full_like(most, 1e9, dtype=torch.float64), group
+        for i in range(10):
+            limit = most * (1 - i / 20)
+            clipped = torch.minimum(torch.maximum(group, -limit), limit)
+            rounded = nearest_by_hand(clipped, grid, None)
+            error = (inputs @ (rounded - group).double().T).square().mean(0)[:, None]
+            found = torch.where(error < best, rounded, found)
+            best = torch.minimum(error, best)
+        made.append(found)
+    return torch.cat(made, 1)
+
+
 def in_form(name: str, matrix: Tensor, model: nn.Module) -> Tensor:
     shape = model.get_parameter(name).shape
     return matrix.T if name == "mixing" else matrix.reshape(shape)
@@ -262,6 +281,35 @@ def test_awq_gives_the_weights_of_the_search_by_hand(bits: int, size: int | None
         for name, matrix in matrices(model).items()
     }
     check(AWQTool(bits, size, symmetric), expected)
+
+
+@pytest.mark.parametrize(("bits", "size", "symmetric"), OPTIONS)
+def test_awq_clips_as_the_search_by_hand(bits: int, size: int | None, symmetric: bool) -> None:
+    torch.manual_seed(bits)
+    grid, matrix = Grid.of(bits, symmetric), torch.randn(24, 36) ** 3
+    x = torch.randn(200, 36) @ torch.randn(36, 36)
+
+    def rounded(matrix: Tensor) -> Tensor:
+        return nearest_by_hand(matrix, grid, size)
+
+    gram = x.double().T @ x.double() / len(x)
+    found = rounded(awq_clipped(matrix, gram, rounded, size or 36))
+    assert torch.allclose(found, awq_clipped_by_hand(matrix, x, grid, size), atol=1e-5)
+    assert torch.equal(found, rounded(matrix)) == (bits == 8), "with fine steps the limit is the largest"
+
+
+def test_awq_clips_the_scaled_weight() -> None:
+    model, grid = Network(), Grid.of(3, symmetric=False)
+    expected = {}
+    for name, matrix in matrices(model).items():
+        rows = torch.cat([patches(model, x)[name] for x in BATCHES])
+
+        def rounded(matrix: Tensor) -> Tensor:
+            return nearest_by_hand(matrix, grid, 4)
+
+        s = awq_scales(matrix, rows.abs().mean(0), rows.T @ rows / len(rows), rounded)
+        expected[name] = awq_clipped_by_hand(matrix * s, rows / s, grid, 4) / s
+    check(AWQTool(3, 4, symmetric=False, clip=True), expected)
 
 
 @pytest.mark.parametrize(("bits", "size", "symmetric"), ALL)
@@ -554,6 +602,7 @@ def test_parts_of_one_parameter_have_their_own_integers() -> None:
         (lambda: GPTQTool(block=0), "block is 0"),
         (lambda: GPTQTool(act_order="static"), "act_order is 'static'"),  # type: ignore[arg-type]
         (lambda: AWQTool(steps=0), "steps is 0"),
+        (lambda: AWQTool(clip=1), "clip is 1"),  # type: ignore[arg-type]
         (lambda: SmoothQuantTool(alpha=2), "alpha is 2"),
     ],
 )
