@@ -536,6 +536,28 @@ def test_integers_survive_state_dict() -> None:
         assert torch.equal(model(BATCHES[0]), wanted)
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_calibration_begins_anew_after_state_was_loaded(in_order: bool) -> None:
+    found = []
+    for loads in (False, True):
+        torch.manual_seed(0)
+        model, tool = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), GPTQTool(3, None)
+        if loads:
+            former = GPTQTool(3, None)
+            met_with(former, model, torch.eye(8))
+            tool.load_state_dict(former.state_dict())
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) ** 3
+        with amanda.apply(tool), torch.no_grad():
+            if in_order:
+                tool.calibrate_in_order(partial(model, x), progress=False)
+            else:
+                with tool.calibrating():
+                    model(x)
+            found.append(model(x))
+        assert tool.result.left == {}
+    assert torch.equal(*found)
+
+
 def test_what_is_left_is_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 8, 3), nn.Flatten(), nn.Linear(24, 10))

@@ -92,6 +92,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     def __init__(self, *selection: Any) -> None:
         super().__init__(*selection)
         self.is_calibrating, self.calibration = False, ""
+        self.settled: set[CalibratedWeight] = set()
         self.add_inst_for_op(self._analyse)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
@@ -119,7 +120,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self.renew()
         for weight in self.weights:
             weight.is_left = False
-        self.is_calibrating, self.calibration = True, ""
+        self.is_calibrating, self.calibration, self.settled = True, "", set()
         try:
             yield
         finally:
@@ -132,7 +133,9 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         return True
 
     def on_read(self, weight: CalibratedWeight, present: Present) -> None:
-        """Raise QuantizeError for a weight that no calibration has reached."""
+        """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
+        if self.is_calibrating and weight.is_ready and weight not in self.settled:
+            weight.updated = -1
         if not (weight.is_ready or weight.is_left or self.is_calibrating):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
@@ -144,6 +147,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         import torch
 
         samples = weight.samples
+        self.settled.add(weight)
         weight.is_left = samples is None or weight.misfit != UNREAD
         place = f"{weight.type} of {weight.module or weight.source}"
         if samples is None or weight.is_left:
@@ -182,7 +186,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     def _add(self, x: Any, value: Any, find: Any, rows: Any, run: dict[str, Any]) -> None:
         weight = find(value, origin(run)) if self.is_calibrating else None
-        if not isinstance(weight, CalibratedWeight) or weight.is_ready or weight.is_left or not x.numel():
+        if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
             return
         found = rows(x.detach())
         found = found if found.dtype.itemsize >= 4 else found.float()

@@ -86,7 +86,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
                         weight.samples = None
                     shown.done("left" if all(one.is_left for one in turn.weights) else "quantised")
                 for weight in self.weights:
-                    if not (weight.is_ready or weight.is_left):
+                    if weight not in self.settled:
                         self.settle(weight)
         except BaseException:
             self.renew()
