@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ def met(tool: Any, model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
     return found
 
 
-TOOLS = {
+TOOLS: dict[str, Any] = {
     "rtn": NearestTool,
     "gptq": GPTQTool,
+    "ordered": partial(GPTQTool, act_order=True),
     "awq": AWQTool,
 }
 
@@ -143,16 +145,17 @@ def test_integers_are_packed_by_bits(bits: int) -> None:
 CASES = [(8, None, True), (4, 32, True), (4, 32, False), (3, 32, True), (8, None, False)]
 
 
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize(("bits", "size", "symmetric"), CASES)
 def test_a_checkpoint_is_read_by_compressed_tensors(
-    tmp_path: Path, bits: int, size: int | None, symmetric: bool
+    tmp_path: Path, bits: int, size: int | None, symmetric: bool, act_order: bool
 ) -> None:
     library = pytest.importorskip("compressed_tensors", reason="`nox -s recipes` has compressed-tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
     model = network()
-    tool = GPTQTool(bits, size, symmetric, exclude="2")
+    tool = GPTQTool(bits, size, symmetric, act_order=act_order, exclude="2")
     met(tool, model)
     save_compressed(tmp_path, model, tool)
     told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from amanda.tools.quantize.weights import (
     GPTQTool,
     NearestTool,
     SmoothQuantTool,
+    awq_clipped,
     awq_scales,
     dequantized,
     gptq,
@@ -122,6 +124,34 @@ def gptq_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None, block: int)
     return rounded.float()
 
 
+def act_order_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
+    """GPTQ as optimal brain quantisation, one column after the other by decreasing diagonal of H.
+
+    After each column the others take the least squares update, with the inverse Hessian of the columns that
+    are left (eqs. 2 and 3 of the paper), which no Cholesky factor and no permuted matrix computes here.
+    """
+    whole, w, x = w, w.double().clone(), x.double()
+    hessian = 2 * x.T @ x / len(x)
+    diagonal = hessian.diagonal().clone()
+    dead = diagonal == 0
+    w[:, dead], hessian[dead, dead] = 0, 1
+    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    # As in the authors' code one scale for all columns knows of columns whose inputs are 0.
+    groups = [whole] if size is None else w.float().split(size, 1)
+    ranges = [range_by_hand(one, grid) for one in groups]
+    rest = sorted(range(w.shape[1]), key=lambda column: -float(diagonal[column]))
+    rounded = torch.zeros_like(w)
+    while rest:
+        inverse = torch.linalg.inv(hessian[rest][:, rest])
+        column = rest[0]
+        scale, zero = (one[:, 0].double() for one in ranges[column // (size or w.shape[1])])
+        rounded[:, column] = round_by_hand(w[:, column], scale, zero, grid)
+        error = (w[:, column] - rounded[:, column]) / inverse[0, 0]
+        w[:, rest] -= error[:, None] * inverse[0]
+        rest.pop(0)
+    return rounded.float()
+
+
 def awq_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
     """The authors' grid search over the exponent of the activations, by the outputs' error."""
     magnitude, best, found = x.abs().mean(0), float("inf"), w
@@ -133,6 +163,24 @@ def awq_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
         if loss < best:
             best, found = loss, rounded / s
     return found
+
+
+def awq_clipped_by_hand(w: Tensor, x: Tensor, grid: Grid, size: int | None) -> Tensor:
+    """The authors' grid search over the largest weight of a group, by the part of outputs that it makes."""
+    size = size or w.shape[1]
+    made = []
+    for group, inputs in zip(w.split(size, 1), x.double().split(size, 1), strict=True):
+        most = group.abs().amax(1, keepdim=True)
+        best, found = torch.full_like(most, 1e9, dtype=torch.float64), group
+        for i in range(10):
+            limit = most * (1 - i / 20)
+            clipped = torch.minimum(torch.maximum(group, -limit), limit)
+            rounded = nearest_by_hand(clipped, grid, None)
+            error = (inputs @ (rounded - group).double().T).square().mean(0)[:, None]
+            found = torch.where(error < best, rounded, found)
+            best = torch.minimum(error, best)
+        made.append(found)
+    return torch.cat(made, 1)
 
 
 def in_form(name: str, matrix: Tensor, model: nn.Module) -> Tensor:
@@ -198,6 +246,32 @@ def test_both_functions_give_what_the_algorithms_by_hand_do(
     assert torch.allclose(rounded(matrix * s) / s, awq_by_hand(matrix, x, grid, size), atol=1e-6)
 
 
+@pytest.mark.parametrize(("bits", "size", "symmetric"), ALL)
+@pytest.mark.parametrize("block", [128, 8])
+def test_act_order_gives_the_columns_of_the_paper_by_decreasing_hessian(
+    bits: int, size: int | None, symmetric: bool, block: int
+) -> None:
+    torch.manual_seed(bits)
+    grid, matrix = Grid.of(bits, symmetric), torch.randn(24, 36)
+    x = torch.randn(200, 36) @ torch.randn(36, 36) * torch.rand(36)
+    x[:, 5] = 0
+    hessian = 2 * x.double().T @ x.double() / len(x)
+    codes = gptq(matrix, hessian, grid, size or 36, block=block, act_order=True)
+    wanted = act_order_by_hand(matrix, x, grid, size)
+    assert torch.allclose(dequantized(*codes).float(), wanted, atol=1e-6)
+    assert not torch.allclose(gptq_by_hand(matrix, x, grid, size, block), wanted, atol=1e-2)
+
+
+def test_act_order_stores_integers_in_the_order_of_inputs() -> None:
+    model, grid = Network(), Grid.of(4, symmetric=False)
+    inputs = [patches(model, x) for x in BATCHES]
+    expected = {
+        name: act_order_by_hand(matrix, torch.cat([one[name] for one in inputs]), grid, 4)
+        for name, matrix in matrices(model).items()
+    }
+    check(GPTQTool(4, 4, symmetric=False, act_order=True), expected)
+
+
 @pytest.mark.parametrize(("bits", "size", "symmetric"), OPTIONS)
 def test_awq_gives_the_weights_of_the_search_by_hand(bits: int, size: int | None, symmetric: bool) -> None:
     model, grid = Network(), Grid.of(bits, symmetric)
@@ -207,6 +281,35 @@ def test_awq_gives_the_weights_of_the_search_by_hand(bits: int, size: int | None
         for name, matrix in matrices(model).items()
     }
     check(AWQTool(bits, size, symmetric), expected)
+
+
+@pytest.mark.parametrize(("bits", "size", "symmetric"), OPTIONS)
+def test_awq_clips_as_the_search_by_hand(bits: int, size: int | None, symmetric: bool) -> None:
+    torch.manual_seed(bits)
+    grid, matrix = Grid.of(bits, symmetric), torch.randn(24, 36) ** 3
+    x = torch.randn(200, 36) @ torch.randn(36, 36)
+
+    def rounded(matrix: Tensor) -> Tensor:
+        return nearest_by_hand(matrix, grid, size)
+
+    gram = x.double().T @ x.double() / len(x)
+    found = rounded(awq_clipped(matrix, gram, rounded, size or 36))
+    assert torch.allclose(found, awq_clipped_by_hand(matrix, x, grid, size), atol=1e-5)
+    assert torch.equal(found, rounded(matrix)) == (bits == 8), "with fine steps the limit is the largest"
+
+
+def test_awq_clips_the_scaled_weight() -> None:
+    model, grid = Network(), Grid.of(3, symmetric=False)
+    expected = {}
+    for name, matrix in matrices(model).items():
+        rows = torch.cat([patches(model, x)[name] for x in BATCHES])
+
+        def rounded(matrix: Tensor) -> Tensor:
+            return nearest_by_hand(matrix, grid, 4)
+
+        s = awq_scales(matrix, rows.abs().mean(0), rows.T @ rows / len(rows), rounded)
+        expected[name] = awq_clipped_by_hand(matrix * s, rows / s, grid, 4) / s
+    check(AWQTool(3, 4, symmetric=False, clip=True), expected)
 
 
 @pytest.mark.parametrize(("bits", "size", "symmetric"), ALL)
@@ -227,6 +330,113 @@ def test_nearest_weights_are_those_by_hand_and_those_of_quantize(
     for name, matrix in matrices(other).items():
         wanted = in_form(name, nearest_by_hand(matrix, Grid.of(bits, symmetric), size), model)
         assert torch.allclose(model.get_parameter(name), wanted, atol=1e-6), name
+
+
+BATCHES_OF_IDS = [torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+TURNS = [
+    *(
+        [f"model.layers.{i}.{one}" for one in names]
+        for i in range(2)
+        for names in (
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            ["self_attn.o_proj"],
+            ["mlp.gate_proj", "mlp.up_proj"],
+            ["mlp.down_proj"],
+        )
+    ),
+    ["lm_head"],
+]
+
+
+@pytest.fixture
+def llama(example: Any) -> Any:
+    """A small Llama of random weights for a seed."""
+    example("models").let_torchvision_load()
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.15,
+    )  # fmt: skip
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(config).eval()
+
+    return made
+
+
+def run_ids(model: Any) -> None:
+    for ids in BATCHES_OF_IDS:
+        model(input_ids=ids)
+
+
+def quantise_in_order_by_hand(model: Any, grid: Grid, size: int) -> None:
+    """Do as `true_sequential` of the authors' code: hooks note inputs in a run for each turn."""
+    for names in TURNS:
+        rows: dict[Any, list[Tensor]] = {model.get_submodule(name): [] for name in names}
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, given, rows=rows: rows[layer].append(given[0]))
+            for layer in rows
+        ]
+        run_ids(model)
+        for hook in hooks:
+            hook.remove()
+        for layer, given in rows.items():
+            layer.weight.copy_(gptq_by_hand(layer.weight, torch.cat(given).flatten(0, -2), grid, size, 128))
+
+
+@torch.no_grad()
+def test_calibration_in_order_gives_the_weights_of_the_loop_by_hand(llama: Any, capfd: Any) -> None:
+    model, other, tool = llama(0), llama(0), GPTQTool(4, 16, symmetric=False, type="linear")
+    with amanda.apply(tool) as scope:
+        tool.calibrate_in_order(lambda: run_ids(model))
+    assert scope.report == []
+    assert tool.result.left == {}
+    assert any(note.startswith("Calibrated in 9 runs, each weight") for note in tool.result.notes())
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(TURNS)
+    for turn, line in zip(TURNS, lines, strict=True):
+        assert line.endswith(f"{', '.join(f'{name}.weight' for name in turn)}: quantised")
+    tool.finalize(model)
+    quantise_in_order_by_hand(other, Grid.of(4, symmetric=False), 16)
+    for name, wanted in other.named_parameters():
+        # A tie that sums of another order turn changes later inputs a little.
+        apart = ~torch.isclose(model.get_parameter(name), wanted, atol=1e-5)
+        assert apart.float().mean() < 0.005, name
+
+
+@torch.no_grad()
+def test_calibration_in_order_loses_less_than_of_all_weights_at_once(llama: Any) -> None:
+    fresh = torch.randint(64, (32, 32), generator=torch.Generator().manual_seed(99))
+    errors = {True: 0.0, False: 0.0}
+    for seed in range(4):
+        for in_order in errors:
+            model, tool = llama(seed), GPTQTool(2, None, type="linear")
+            wanted = model(input_ids=fresh).logits
+            with amanda.apply(tool):
+                if in_order:
+                    tool.calibrate_in_order(partial(run_ids, model), progress=False)
+                else:
+                    with tool.calibrating():
+                        run_ids(model)
+                errors[in_order] += float((model(input_ids=fresh).logits - wanted).norm() / wanted.norm())
+    assert errors[True] < 0.98 * errors[False], errors  # of coarse integers, whose errors reach far
+
+
+def test_a_run_that_can_not_be_repeated_is_an_error_that_says_so() -> None:
+    model, tool = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), GPTQTool(4, None)
+    once = iter([torch.randn(16, 8)])
+    message = r"call 2 of run read no weight that waits .* executes all batches each time"
+    with amanda.apply(tool):
+        with pytest.raises(QuantizeError, match=message):
+            tool.calibrate_in_order(lambda: [model(x) for x in once], progress=False)
+        with pytest.raises(QuantizeError, match=r"0\.weight was not calibrated"):
+            model(torch.randn(1, 8))
+        with pytest.raises(QuantizeError, match="call 1 of run read no weight"):
+            tool.calibrate_in_order(lambda: None, progress=False)
+        tool.calibrate_in_order(lambda: model(torch.ones(16, 8)), progress=False)
+    assert tool.result.calibration.startswith("in 2 runs")
 
 
 def test_gptq_and_awq_lose_less_than_rounding() -> None:
@@ -326,6 +536,28 @@ def test_integers_survive_state_dict() -> None:
         assert torch.equal(model(BATCHES[0]), wanted)
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_calibration_begins_anew_after_state_was_loaded(in_order: bool) -> None:
+    found = []
+    for loads in (False, True):
+        torch.manual_seed(0)
+        model, tool = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), GPTQTool(3, None)
+        if loads:
+            former = GPTQTool(3, None)
+            met_with(former, model, torch.eye(8))
+            tool.load_state_dict(former.state_dict())
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) ** 3
+        with amanda.apply(tool), torch.no_grad():
+            if in_order:
+                tool.calibrate_in_order(partial(model, x), progress=False)
+            else:
+                with tool.calibrating():
+                    model(x)
+            found.append(model(x))
+        assert tool.result.left == {}
+    assert torch.equal(*found)
+
+
 def test_what_is_left_is_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 8, 3), nn.Flatten(), nn.Linear(24, 10))
@@ -390,7 +622,9 @@ def test_parts_of_one_parameter_have_their_own_integers() -> None:
         (lambda: NearestTool(group_size=0), "group_size is 0"),
         (lambda: GPTQTool(damping=0), "damping is 0"),
         (lambda: GPTQTool(block=0), "block is 0"),
+        (lambda: GPTQTool(act_order="static"), "act_order is 'static'"),  # type: ignore[arg-type]
         (lambda: AWQTool(steps=0), "steps is 0"),
+        (lambda: AWQTool(clip=1), "clip is 1"),  # type: ignore[arg-type]
         (lambda: SmoothQuantTool(alpha=2), "alpha is 2"),
     ],
 )

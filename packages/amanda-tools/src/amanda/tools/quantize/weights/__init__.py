@@ -10,7 +10,7 @@ save_compressed("folder", model, gptq)
 """
 
 from amanda.tools.quantize._convert import convert
-from amanda.tools.quantize.weights._awq import AWQTool, awq_scales
+from amanda.tools.quantize.weights._awq import AWQTool, awq_clipped, awq_scales
 from amanda.tools.quantize.weights._compressed import save_compressed
 from amanda.tools.quantize.weights._convert import ConvertResult, model_bytes
 from amanda.tools.quantize.weights._gptq import GPTQTool, gptq
@@ -21,6 +21,6 @@ from amanda.tools.quantize.weights._smoothquant import SmoothQuantTool, smoothin
 
 __all__ = [
     "AWQTool", "Codes", "ConvertResult", "GPTQTool", "NearestTool", "QuantizedWeights", "SmoothQuantTool",
-    "awq_scales", "convert", "dequantized", "gptq", "model_bytes", "quantized", "save_compressed",
-    "smoothing",
+    "awq_clipped", "awq_scales", "convert", "dequantized", "gptq", "model_bytes", "quantized",
+    "save_compressed", "smoothing",
 ]  # fmt: skip

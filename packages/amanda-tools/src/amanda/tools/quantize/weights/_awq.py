@@ -21,10 +21,12 @@ class AWQTool(IntegerTool, CalibratedTool):
     bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
     symmetric: signed integers with zero as zero point, else unsigned ones.
     steps: number of exponents of the activations between 0 and 1 that are tried.
+    clip: True to shrink the range of each group, too: see `awq_clipped`.  The authors' code does so for all
+    layers but queries and keys, which `exclude` and a second tool leave out.
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
 
-    Ops read the integers' weight divided by the scales of the inputs again; each op has its own scales, and
-    weights are not clipped.  Raises QuantizeError for options that make no sense.
+    Ops read the integers' weight divided by the scales of the inputs again; each op has its own scales.
+    Raises QuantizeError for options that make no sense.
 
     >>> awq = AWQTool(bits=4, group_size=32)
     """
@@ -35,13 +37,16 @@ class AWQTool(IntegerTool, CalibratedTool):
         group_size: int | None = 128,
         symmetric: bool = True,
         steps: int = 20,
+        clip: bool = False,
         type: list[str] | str | None = None,
         module: list[str] | str | None = None,
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__(bits, group_size, symmetric, type, module, exclude)
         check_count("steps", steps, "exponents, such as 20")
-        self._steps = steps
+        if not isinstance(clip, bool):
+            raise QuantizeError(f"clip is {clip!r}; give True or False")
+        self._steps, self._clip = steps, clip
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
         """Make room for the integers of a weight and the scales of its inputs."""
@@ -58,11 +63,13 @@ class AWQTool(IntegerTool, CalibratedTool):
         def rounded(matrix: Tensor) -> Tensor:
             return dequantized(*quantized(matrix, self.grid, size))
 
-        scales = awq_scales(
-            matrix, samples.magnitudes / samples.count, samples.gram / samples.count, rounded, self._steps
-        )
+        gram = samples.gram / samples.count
+        scales = awq_scales(matrix, samples.magnitudes / samples.count, gram, rounded, self._steps)
         weight["smoothing"] = scales
-        self.write(weight, matrix, quantized(matrix * scales, self.grid, size))
+        scaled = matrix * scales
+        if self._clip:
+            scaled = awq_clipped(scaled, gram / (scales * scales[:, None]), rounded, size)
+        self.write(weight, matrix, quantized(scaled, self.grid, size))
 
 
 def awq_scales(
@@ -90,3 +97,29 @@ def awq_scales(
             f"the errors of all {steps} exponents overflow {gram.dtype}: scale the inputs down"
         )
     return best
+
+
+def awq_clipped(
+    matrix: Tensor, gram: Tensor, rounded: Callable[[Tensor], Tensor], size: int, steps: int = 20
+) -> Tensor:
+    """Return a matrix whose groups of so many inputs are clipped to what gives the least squared error.
+
+    The limits are 1, 1 - 1 / steps, ... of the largest magnitude of a group, to above a half of it; the error
+    is that of the part of an output that comes from the group.
+    matrix: (outputs, K).  gram: (K, K), mean products of pairs of the inputs.  rounded: quantises and
+    dequantises a matrix.
+    Source: `auto_clip_layer` of the authors' code of Lin et al. 2023, with all inputs instead of a sample.
+    """
+    import torch
+
+    groups = matrix.reshape(len(matrix), -1, size)
+    grams = torch.stack([one[:, i * size : (i + 1) * size] for i, one in enumerate(gram.split(size))])
+    most = groups.abs().amax(-1, keepdim=True)
+    best, least = groups, torch.full_like(most, torch.inf)
+    for step in range(steps // 2):
+        limit = most * (1 - step / steps)
+        clipped = groups.clamp(-limit, limit)
+        error = (rounded(clipped.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
+        loss = (torch.einsum("ogi,gij->ogj", error, grams) * error).sum(-1, keepdim=True)
+        best, least = clipped.where(loss < least, best), loss.minimum(least)
+    return best.reshape(matrix.shape)

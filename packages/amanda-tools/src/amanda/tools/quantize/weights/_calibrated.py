@@ -84,12 +84,15 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     weight_type = CalibratedWeight
     framework = "PyTorch"
     leaves_rows = ROWS
+    calibration: str
+    """How the last calibration went, for people; "" before one is complete."""
     wants_gram: ClassVar[bool] = True
     """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
 
     def __init__(self, *selection: Any) -> None:
         super().__init__(*selection)
-        self.is_calibrating = False
+        self.is_calibrating, self.calibration = False, ""
+        self.settled: set[CalibratedWeight] = set()
         self.add_inst_for_op(self._analyse)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
@@ -105,31 +108,46 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
+        with self.collecting():
+            yield
+            for weight in self.weights:
+                self.settle(weight)
+        self.calibration = "all weights by inputs from the model as it is"
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Return a context that begins a calibration anew; `settle` makes the states within."""
         self.renew()
         for weight in self.weights:
             weight.is_left = False
-        self.is_calibrating = True
+        self.is_calibrating, self.calibration, self.settled = True, "", set()
         try:
             yield
-            for weight in self.weights:
-                self._settle(weight)
         finally:
             self.is_calibrating = False
             for weight in self.weights:
                 weight.samples = None
 
+    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+        """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
+        return True
+
     def on_read(self, weight: CalibratedWeight, present: Present) -> None:
-        """Raise QuantizeError for a weight that no calibration has reached."""
+        """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
+        if self.is_calibrating and weight.is_ready and weight not in self.settled:
+            weight.updated = -1
         if not (weight.is_ready or weight.is_left or self.is_calibrating):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
                 f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
             )
 
-    def _settle(self, weight: CalibratedWeight) -> None:
+    def settle(self, weight: CalibratedWeight) -> None:
+        """Make the state of a weight of the inputs that were collected, or leave it with the reason."""
         import torch
 
         samples = weight.samples
+        self.settled.add(weight)
         weight.is_left = samples is None or weight.misfit != UNREAD
         place = f"{weight.type} of {weight.module or weight.source}"
         if samples is None or weight.is_left:
@@ -168,10 +186,12 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     def _add(self, x: Any, value: Any, find: Any, rows: Any, run: dict[str, Any]) -> None:
         weight = find(value, origin(run)) if self.is_calibrating else None
-        if not isinstance(weight, CalibratedWeight) or not x.numel():
+        if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
             return
         found = rows(x.detach())
         found = found if found.dtype.itemsize >= 4 else found.float()
+        if not self.takes(weight, found):
+            return
         if weight.samples is None:
             weight.samples = Samples(value, found, self.wants_gram)
         weight.samples.add(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class QuantizedWeights(WeightResult):
-    """The weights that were quantised, with their bits and the number of weights that share a scale."""
+    """The weights that were quantised, with their bits and the number of weights that share a scale.
+
+    calibration: how they were calibrated; "" for none, and for integers that were loaded.
+    """
 
     name: ClassVar[str] = "quantized_weights"
     title = "Quantised weights"
@@ -29,12 +32,22 @@ class QuantizedWeights(WeightResult):
 
     def __init__(self, tool: IntegerTool) -> None:
         self._tool = tool
+        self.calibration = tool.calibration if isinstance(tool, CalibratedTool) else ""
         super().__init__(tool)
 
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
         bits = None if weight.is_left else self._tool.grid.bits
         return (*super().row(weight), bits, None if weight.is_left else self._tool.size(weight))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals, what was left, and how weights were calibrated."""
+        return {**super().facts(), "calibration": self.calibration}
+
+    def notes(self) -> Sequence[str]:
+        """Return totals, how weights were calibrated, and what was left."""
+        first, *others = super().notes()
+        return [first, *([f"Calibrated {self.calibration}."] if self.calibration else []), *others]
 
 
 class IntegerTool(WeightTool[CalibratedWeight]):
