@@ -113,7 +113,7 @@ def awq_clipped(
     import torch
 
     groups = matrix.reshape(len(matrix), -1, size)
-    grams = torch.stack([one[:, i * size : (i + 1) * size] for i, one in enumerate(gram.split(size))])
+    grams = torch.stack([gram[i : i + size, i : i + size] for i in range(0, len(gram), size)])
     most = groups.abs().amax(-1, keepdim=True)
     best, least = groups, torch.full_like(most, torch.inf)
     for step in range(steps // 2):
