@@ -16,7 +16,7 @@ from torch import nn
 
 import amanda
 from amanda.drivers.onnxruntime import session_options
-from amanda.errors import ArtefactError, ToolError
+from amanda.errors import ToolError
 from amanda.tools.quantize import QuantizeError, QuantizeTool, convert
 
 PLAIN = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -273,12 +273,11 @@ def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
     refused("has no scale", path, QuantizeTool(), out)
     refused("give the path of another ONNX file", path, tool)
-    with pytest.raises(ArtefactError, match="is the model that is read"):
-        convert(path, tool, path)
-    with pytest.raises(ArtefactError, match="is there already"):
-        convert(path, tool, network(tmp_path / "other.onnx"))
-    with pytest.raises(ArtefactError, match="there is no folder"):
-        convert(path, tool, tmp_path / "none" / "integers.onnx")
+    refused("give the path of another ONNX file", path, tool, path)
+    refused("is there already", path, tool, network(tmp_path / "other.onnx"))
+    refused("there is no folder", path, tool, tmp_path / "none" / "integers.onnx")
+    (tmp_path / "folder.onnx").mkdir()
+    refused("a folder is there", path, tool, tmp_path / "folder.onnx", force=True)
     refused("is no ONNX file", tmp_path / "model.pt2", tool, out)
     refused("a float was given", path, 8.0, out)
     refused("give a NearestTool", nn.Linear(4, 4), tool)

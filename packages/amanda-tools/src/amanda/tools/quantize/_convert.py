@@ -25,7 +25,7 @@ def convert(
 
     The result has a row for each converted tensor.  The module is for inference.
     Raises QuantizeError for another model or tool, a package that is not installed, and scales of another
-    model; ArtefactError where `out` cannot be written, which leaves what is there.
+    model, and where `out` cannot be written; then what is there stays.
     """
     if isinstance(model, (str, os.PathLike)):
         from amanda.tools.quantize._qdq import convert_file

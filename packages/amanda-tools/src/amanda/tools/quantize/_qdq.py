@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import amanda
-from amanda.export.targets import check_target, whole
 from amanda.tools._libraries import ml_dtypes
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
@@ -119,8 +118,11 @@ def convert_file(
     told = {one.key: one.value for one in model.metadata_props}
     notes = json.dumps([*json.loads(told.get("amanda", "[]")), about])
     onnx.helper.set_model_props(model, {**told, "amanda": notes})
-    with whole(target, force) as new:
-        _save(model, new)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        _save(model, Path(folder, target.name))
+        # The data that belong to the file come before it, so that it never lacks them.
+        for one in sorted(Path(folder).iterdir(), key=lambda one: one.name == target.name):
+            one.replace(target.parent / one.name)
     left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
     result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
     if writer.has_narrow_products:
@@ -129,10 +131,7 @@ def convert_file(
 
 
 def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
-    """Return the path to write to.
-
-    Raises QuantizeError for what cannot be read, ArtefactError for what cannot be written.
-    """
+    """Return the path to write to.  Raises QuantizeError for what cannot be read or written."""
     if source.suffix != ".onnx":
         raise QuantizeError(f"{source} is no ONNX file (.onnx); export the model to one")
     if not isinstance(tool, QuantizeTool):
@@ -140,10 +139,14 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
             f"a {type(tool).__name__} was given for {source}; give a QuantizeTool that has the scales of a "
             "session of the file"
         )
-    if out is None or Path(out).suffix != ".onnx":
+    if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
         raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
     target = Path(out)
-    check_target(source, target, force, is_folder=False)
+    if target.is_dir() or not target.parent.is_dir():
+        why = "a folder is there" if target.is_dir() else f"there is no folder {target.parent}"
+        raise QuantizeError(f"{target} cannot be written: {why}")
+    if target.exists() and not force:
+        raise QuantizeError(f"{target} is there already; force=True replaces it")
     return target
 
 
