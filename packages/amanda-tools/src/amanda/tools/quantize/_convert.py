@@ -28,7 +28,7 @@ def convert(
     model, and where `out` cannot be written; then what is there stays.
     """
     if isinstance(model, (str, os.PathLike)):
-        from amanda.tools.quantize._qdq import convert_file
+        from amanda.tools.quantize._onnx_file import convert_file
 
         return convert_file(Path(model), tool, out, force)
     if out is not None:

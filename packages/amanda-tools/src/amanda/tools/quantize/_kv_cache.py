@@ -137,7 +137,9 @@ class CachedStates:
     def __init__(self, tool: KVCacheTool, module: str, number: int) -> None:
         self.module, self.tensor = module, ("keys", "values")[number] if number < 2 else f"states {number}"
         self.axis = tool.axes[min(number, 1)]
-        self._tool, self._signal, self._noise = tool, 0.0, 0.0
+        self._tool = tool
+        self._signal: Any = 0.0  # tensors where the states are: a step does not wait for the device
+        self._noise: Any = 0.0
         self.shape: tuple[int, ...] = ()
         self.held = self.longest = self.itemsize = 0
 
@@ -169,8 +171,8 @@ class CachedStates:
             leaving = states[..., first:last, :]
             made = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
             exact = leaving.double()
-            self._signal += exact.square().sum().item()
-            self._noise += (made - exact).square().sum().item()
+            self._signal += exact.square().sum()
+            self._noise += (made - exact).square().sum()
             leaving.copy_(made)
         return states
 
@@ -196,8 +198,12 @@ class CachedStates:
 
     @property
     def sqnr(self) -> float | None:
-        """Signal-to-quantisation-noise ratio in dB of the quantised tokens; None before there are some."""
-        return sqnr(self._signal, self._noise) if self._signal or self._noise else None
+        """Signal-to-quantisation-noise ratio in dB of the quantised tokens; None before there are some.
+
+        Waits for the device.
+        """
+        signal, noise = float(self._signal), float(self._noise)
+        return sqnr(signal, noise) if signal or noise else None
 
 
 def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis) -> Tensor:

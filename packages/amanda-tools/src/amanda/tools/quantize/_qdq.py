@@ -1,39 +1,23 @@
-"""ONNX files with QuantizeLinear and DequantizeLinear nodes: scales of a tool, integers as weights."""
+"""QuantizeLinear and DequantizeLinear nodes in a graph of ONNX, with integers as weights."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
-from importlib.metadata import version
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import amanda
-from amanda.tools._libraries import ml_dtypes
 from amanda.tools._libraries import numpy as np
-from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
+from amanda.tools.quantize._fake import Scale
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
 from amanda.tools.quantize._options import Options
-from amanda.tools.quantize._tool import QuantizeTool
-from amanda.tools.quantize.weights._convert import ConvertResult
+from amanda.tools.quantize._stored_weight import element_type, initializer, stored_weight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 Key: TypeAlias = tuple[str, str, tuple[str, ...], tuple[str, ...]]
-
-_NARROW = (
-    "ONNX Runtime's kernel for products with weights of 4 bits rounds their inputs to 8 bits; a session with "
-    'the entry session.qdq_matmulnbits_accuracy_level "1" leaves them as they are.'
-)
-
-_LARGE = 1 << 30
-"""Bytes of a model above which its data are written beside it: protocol buffers end at 2 GB."""
 
 
 class QuantizedInput(NamedTuple):
@@ -48,156 +32,9 @@ class QuantizedInput(NamedTuple):
     value: NDArray[Any] | None
 
 
-class InputsTool(amanda.Tool):
-    """Notes the quantised inputs of each node of a file, by their positions; writes nothing."""
-
-    def __init__(self, quantize: QuantizeTool) -> None:
-        super().__init__()
-        self._quantize = quantize
-        self.nodes: dict[Key, dict[int, QuantizedInput]] = {}
-        self.depends_on(quantize)
-        self.add_inst_for_op(self._note)
-
-    def write_parts(
-        self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
-    ) -> None:
-        """Analyse a file; called by `amanda.instrument`."""
-        analyse(self)
-
-    def _note(self, context: amanda.OpContext) -> None:
-        place = self._quantize.quantized_op(context)
-        if place is None:
-            return
-        found = {}
-        for (position, item), quantizer in place.quantizers.items():
-            scale = quantizer.scale()
-            if item is not None or scale is None:
-                raise QuantizeError(
-                    f"{quantizer.name} of {place.name} is a list, which has no nodes of its own; "
-                    "leave its type out of `type`"
-                )
-            value = np.asarray(context.get_value(position)) if quantizer.is_weight else None
-            dtype = str(context["dtype"](context.get_inputs()[position]))
-            found[position] = QuantizedInput(quantizer.name, scale, dtype, value)
-        key = key_of(context.get_op().node)
-        if found and _told(self.nodes.setdefault(key, found)) != _told(found):
-            raise QuantizeError(
-                f"two nodes have the name of {place.name}, its inputs and its outputs, and other scales; "
-                "give the nodes of the file names"
-            )
-
-
-def _told(found: Mapping[int, QuantizedInput]) -> Any:
-    return {i: (one.scale.scale.tolist(), one.scale.zero_point.tolist()) for i, one in found.items()}
-
-
 def key_of(node: NodeProto) -> Key:
     """Return type, name, inputs and outputs of a node."""
     return node.op_type, node.name, tuple(node.input), tuple(node.output)
-
-
-def convert_file(
-    source: Path, tool: Any, out: str | os.PathLike[str] | None, force: bool = False
-) -> ConvertResult:
-    """Write a copy of an ONNX file that computes with integers where `tool` simulates them."""
-    target = _checked(source, tool, out, force)
-    onnx = _onnx()
-    model = _readied(onnx.load(source), tool.options)
-    with tempfile.TemporaryDirectory(prefix="amanda") as folder:
-        plain = Path(folder, source.name)
-        _save(model, plain)
-        found = InputsTool(tool)
-        done = amanda.instrument(plain, found, out=Path(folder, "parts"))
-    if waiting := tool.waiting_state():
-        raise QuantizeError(f"no op of {source} has the scales of {', '.join(waiting[:4])}: of another model")
-    if not found.nodes:
-        raise QuantizeError(f"none of the {done.analysed} ops of {source} is quantised: {tool.options.types}")
-    writer = QdqWriter(model, found.nodes, tool.options)
-    writer.write()
-    about = {"amanda-tools": version("amanda-tools"), "tools": ["quantize"], "model": source.name}
-    told = {one.key: one.value for one in model.metadata_props}
-    notes = json.dumps([*json.loads(told.get("amanda", "[]")), about])
-    onnx.helper.set_model_props(model, {**told, "amanda": notes})
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        _save(model, Path(folder, target.name))
-        # The data that belong to the file come before it, so that it never lacks them.
-        for one in sorted(Path(folder).iterdir(), key=lambda one: one.name == target.name):
-            one.replace(target.parent / one.name)
-    left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
-    result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
-    if writer.has_narrow_products:
-        result.remarks = [_NARROW]
-    return result
-
-
-def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
-    """Return the path to write to.  Raises QuantizeError for what cannot be read or written."""
-    if source.suffix != ".onnx":
-        raise QuantizeError(f"{source} is no ONNX file (.onnx); export the model to one")
-    if not isinstance(tool, QuantizeTool):
-        raise QuantizeError(
-            f"a {type(tool).__name__} was given for {source}; give a QuantizeTool that has the scales of a "
-            "session of the file"
-        )
-    if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
-        raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
-    target = Path(out)
-    if target.is_dir() or not target.parent.is_dir():
-        why = "a folder is there" if target.is_dir() else f"there is no folder {target.parent}"
-        raise QuantizeError(f"{target} cannot be written: {why}")
-    if target.exists() and not force:
-        raise QuantizeError(f"{target} is there already; force=True replaces it")
-    return target
-
-
-def _onnx() -> Any:
-    try:
-        import onnx
-    except ImportError as error:
-        raise QuantizeError(
-            "convert reads ONNX files with onnx and the driver: pip install amanda-driver-onnxruntime"
-        ) from error
-    return onnx
-
-
-def _readied(model: ModelProto, options: Options) -> ModelProto:
-    """Return a model without local functions, of a version of ONNX that has the types of the grids."""
-    from onnx import inliner, version_converter
-
-    found = next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), 0)
-    wanted = _opset(options)
-    if model.functions:
-        model = inliner.inline_local_functions(model)
-    if found >= wanted:
-        return model
-    try:
-        return version_converter.convert_version(model, wanted)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise QuantizeError(
-            f"the model is of ONNX opset {found}, the nodes need opset {wanted}, and ONNX cannot convert it: "
-            f"{reason}; export it with opset {wanted}"
-        ) from error
-
-
-def _opset(options: Options) -> int:
-    """Return the first version of ONNX whose nodes have all grids of the options."""
-    if options.group_size is not None:
-        return 21
-    given = (options.weight_bits, options.activation_bits)
-    bits = [one for each in given for one in (each.values() if isinstance(each, Mapping) else [each])]
-    numbers = [one for one in bits if isinstance(one, int)]
-    if any(one <= 4 or one > 8 for one in numbers):
-        return 21
-    return 13 if len(numbers) == len([one for one in bits if one is not None]) else 19
-
-
-def element_type(grid: Grid) -> tuple[str, int]:
-    """Return the name of the least type of ONNX that holds a grid, and its bits."""
-    if isinstance(grid, FloatGrid):
-        return {"float8_e4m3fn": "FLOAT8E4M3FN", "float8_e5m2": "FLOAT8E5M2"}[grid.dtype], 8
-    bits = next(bits for bits in (4, 8, 16) if grid.bits <= bits)
-    return f"{'INT' if grid.low < 0 else 'UINT'}{bits}", bits
 
 
 class QdqWriter:
@@ -331,7 +168,7 @@ class QdqWriter:
     def _held(self, graph: GraphProto, name: str, array: Any, kind: str) -> str:
         """Put an array into a graph, and return its name there."""
         new = self._name(name)
-        graph.initializer.append(_tensor(new, np.asarray(array), kind))
+        graph.initializer.append(initializer(new, np.asarray(array), kind))
         return new
 
     def _name(self, wanted: str) -> str:
@@ -341,69 +178,6 @@ class QdqWriter:
             name = f"{wanted}_{count}"
         self._taken.add(name)
         return name
-
-
-class StoredWeight(NamedTuple):
-    """The integers of a weight, with scales and zero points in the shape that DequantizeLinear reads.
-
-    axis: of the scales; None of one scale.  block: size of groups along the axis, 0 without groups.
-    order: axes of the weight in the order in which `codes` has them, where groups made rows of it.
-    """
-
-    codes: NDArray[Any]
-    scale: NDArray[Any]
-    zero_point: NDArray[Any]
-    axis: int | None
-    block: int
-    order: tuple[int, ...]
-
-
-def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWeight:
-    """Return the numbers of the grid that stand for a weight, as fake quantisation rounds it.
-
-    Raises QuantizeError where scales differ along several axes.
-    """
-    s, z, grid, axes, groups = scale
-    order = tuple(range(value.ndim))
-    fake = np.asarray(fake_quantize_for_good(value, {None: scale}, rounding))
-    if groups is None:
-        apart = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
-        if len(apart) > 1:
-            raise QuantizeError(
-                f"a weight of shape {value.shape} has scales along its axes {apart}, and DequantizeLinear "
-                "knows those of one axis; let per_channel be False"
-            )
-        axis = apart[0] if apart else None
-        spread = [-1 if i == axis else 1 for i in order]
-        codes = fake / s.reshape(spread if apart else ()) + z.reshape(spread if apart else ())
-        return StoredWeight(_codes(codes, grid), s, z, axis, 0, order)
-    rows = groups.split(fake) / s[:, None] + z[:, None]
-    axes_in_order, count = groups.axes(value.ndim)
-    outputs = prod(value.shape[axis] for axis in axes_in_order[:count])
-    codes, s, z = (one.reshape(outputs, -1) for one in (rows, s, z))
-    if value.ndim == 2 and axes_in_order == (1, 0):  # the inputs come first
-        return StoredWeight(_codes(codes.T, grid), s.T, z.T, 0, groups.size, order)
-    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, axes_in_order)
-
-
-def _codes(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:
-    return np.ascontiguousarray(numbers if isinstance(grid, FloatGrid) else np.rint(numbers))
-
-
-def _tensor(name: str, array: NDArray[Any], kind: str) -> TensorProto:
-    """Return an initializer of numbers that a type of ONNX holds."""
-    from onnx import TensorProto
-
-    if kind in ("INT4", "UINT4"):
-        flat = np.append(array.astype(np.int8).reshape(-1), np.zeros(array.size % 2, np.int8)).view(np.uint8)
-        raw = (flat[::2] & 15) | (flat[1::2] << 4)
-    else:
-        names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
-        dtype = names.get(kind, kind.lower())
-        raw = array.astype(getattr(ml_dtypes, dtype) if kind.startswith("FLOAT8") else dtype)
-    return TensorProto(
-        name=name, data_type=getattr(TensorProto, kind), dims=array.shape, raw_data=raw.tobytes()
-    )
 
 
 def _bodies(node: NodeProto) -> Iterator[GraphProto]:
@@ -444,22 +218,3 @@ def _drop_unread(graph: GraphProto, kept: Iterable[str] = ()) -> set[str]:
 
 _MOVES = {"Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Cast"}
 """Types of nodes by which weights reach their readers."""
-
-
-def _save(model: ModelProto, path: Path) -> None:
-    import onnx
-
-    large = model.ByteSize() >= _LARGE
-    onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a model and of its data."""
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
-    data = {
-        entry.value for one in model.graph.initializer for entry in one.external_data
-        if entry.key == "location"
-    }  # fmt: skip
-    return sum(one.stat().st_size for one in (path, *(path.parent / name for name in data)))
