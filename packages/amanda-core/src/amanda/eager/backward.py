@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
 
 
+_NOTHING = Actions()
+
+
 def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
     if ops.reader is None or trace.facts is None:
         return None
@@ -127,13 +130,13 @@ class BackwardStep:
                     trace.pending.add(self.id)
                 if missing:
                     self._missing.append((len(self._known), plan, missing))
-            self._known.append(known or Actions())
+            self._known.append(_NOTHING if known is None else known)
 
     def _opened(self, layer: Layer) -> Sequence[AnyTool]:
         """Return the tools with backward routines that are open, and those that they depend on."""
-        tools, state = layer.backward_tools, self._state
-        opened = [tool for tool in tools if layer is state.layer or state.is_open(tool)]
-        return tools if len(opened) == len(tools) else _with_dependencies(opened, tools)
+        if layer is self._state.layer:
+            return layer.backward_tools
+        return _with_dependencies([*filter(self._state.is_open, layer.backward_tools)], layer.backward_tools)
 
     def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
         names = ", ".join(type(tool).__name__ for tool in tools)
@@ -201,8 +204,10 @@ class BackwardStep:
 
         draft: Draft[Actions] | Actions
         if self._state.cache:
-            numbers = [tool._amanda.number for tool in tools]
-            draft = plan.layer.drafts.share((plan, self.id, *numbers), known, begin)
+            key: tuple[Any, ...] = plan, self.id
+            if tools is not plan.layer.backward_tools:
+                key = *key, *(tool._amanda.number for tool in tools)
+            draft = plan.layer.drafts.share(key, known, begin)
         else:
             draft = begin()
         if isinstance(draft, Actions):
@@ -270,4 +275,6 @@ class BackwardStep:
 
 def _with_dependencies(chosen: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
     """Return those of `tools` that are chosen, or that a chosen one depends on."""
+    if len(chosen) == len(tools):
+        return tools
     return [tool for tool in tools if any(tool is one or depends(one, tool) for one in chosen)]

@@ -56,16 +56,21 @@ class AnalysisPart(NamedTuple):
 class BackwardDraft(Draft[Actions]):
     """Actions at a backward op that some tools analyse, and those of tools that have analysed it before."""
 
-    __slots__ = ("_recorded", "_source")
+    __slots__ = ("_layer", "_record", "_recorded")
     _keeping = interceptor.Lock()
 
     def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], anew: bool) -> None:
         """source: the plan of the layer.  anew: whether no earlier analysis counts."""
-        layer, earlier = source.layer, source.backward.partial.get(facts.backward_op_id or 0, {})
-        self._source = source
-        self._recorded: Recorded = {
+        layer = self._layer = source.layer
+        self._record = source.backward
+        self._recorded: Recorded | None = None  # all tools together need not be told apart
+        if len(tools) == len(layer.backward_tools):
+            super().__init__(Actions(), OpContext(facts, layer.analyse, source.context))
+            return
+        earlier = {} if anew else self._record.partial.get(facts.backward_op_id or 0, {}).copy()
+        self._recorded = {
             (point, i): actions
-            for (point, i), actions in ({} if anew else earlier.copy()).items()
+            for (point, i), actions in earlier.items()
             if not any(layer.routines[point][i].tool is one for one in tools)
         }
         analyse = partial(layer.analyse, part=AnalysisPart(tools, self._recorded))
@@ -73,24 +78,28 @@ class BackwardDraft(Draft[Actions]):
         self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
 
     def _add(self, recorded: Sequence[Action]) -> None:
+        if self._recorded is None:
+            super()._add(recorded)
+            return
         whole = Actions.of(self._recorded)
         self.plan.before, self.plan.replace, self.plan.after = whole.before, whole.replace, whole.after
 
     def keep(self) -> None:
         """Keep the actions for later passes, with those that other threads have kept meanwhile."""
-        id, record, layer = self.context.get_backward_op_id(), self._source.backward, self._source.layer
+        id, record, layer = self.context.get_backward_op_id(), self._record, self._layer
         assert id is not None
-        count = sum(len(layer.routines[point]) for point in layer.routines if point.is_backward)
         with self._keeping:
-            kept = self._recorded
-            if len(kept) < count:
-                if id in record.actions and id not in record.partial:
-                    return  # another thread, or pass, had all tools
-                kept = record.partial.setdefault(id, {})
-                kept.update(self._recorded)
-            record.actions[id] = Actions.of(kept)
-            if len(kept) == count:
+            if self._recorded is None:
+                record.actions[id] = self.plan
                 record.partial.pop(id, None)
+                return
+            if id in record.actions and id not in record.partial:
+                return  # another thread, or pass, had all tools
+            kept = record.partial.setdefault(id, {})
+            kept.update(self._recorded)
+            record.actions[id] = Actions.of(kept)
+            if len(kept) == sum(len(layer.routines[point]) for point in layer.routines if point.is_backward):
+                del record.partial[id]
 
 
 class Drafts:
