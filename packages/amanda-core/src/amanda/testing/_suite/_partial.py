@@ -27,7 +27,7 @@ SCOPES = [
 
 
 class PartialTests:
-    """Of a forward op's tools, those that are open see its backward ops."""
+    """Backward ops are seen by the tools of their forward op that are open."""
 
     @needs("backward")
     @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])

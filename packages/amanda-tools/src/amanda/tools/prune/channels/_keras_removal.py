@@ -19,7 +19,7 @@ _SIZES = {
     "SeparableConv1D": ("filters", -1), "SeparableConv2D": ("filters", -1), "Dense": ("units", -1),
     "Embedding": ("output_dim", -1),
 }  # fmt: skip
-"""Of layers, the entry of the config that says how many channels they make, and the axis of their kernel."""
+"""Entry of a layer's config with the number of its channels, and the axis of its kernel, by class."""
 
 _OF_INPUTS = ("BatchNormalization", "DepthwiseConv1D", "DepthwiseConv2D", "LayerNormalization", "PReLU")
 """Layers whose weights are as long as what they are given."""

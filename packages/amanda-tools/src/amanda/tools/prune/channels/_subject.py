@@ -1,4 +1,4 @@
-"""What pruning of channels asks of a model of any framework."""
+"""Interface between the pruning of channels and the models of a framework."""
 
 from __future__ import annotations
 

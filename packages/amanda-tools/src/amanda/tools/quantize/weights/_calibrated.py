@@ -85,7 +85,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     framework = "PyTorch"
     leaves_rows = ROWS
     calibration: str
-    """How the last calibration went, for people; "" before one is complete."""
+    """Sentence on the last calibration; "" before one is complete."""
     wants_gram: ClassVar[bool] = True
     """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
 
