@@ -44,6 +44,11 @@ FAULTS = {
     r"Op.__init__\(\) got an unexpected keyword argument 'input_ops'": "its class Op has no such argument",
 }
 """Errors that a tool has with the original, too, and the fault in words."""
+TRIGGERED = {"on_op_call", "after_op_call", "on_backward_op_call", "after_backward_op_call"}
+"""Events that a scope of the original triggers, in `conversion/pytorch_updater.py` and `conversion/tf.py`.
+
+Others are left from an earlier interface; `amanda.adapter.apply(model, tool)` triggers some of them.
+"""
 RUNS, PACKAGE, NAME, FAULT, NOTHING, ERROR = (
     "runs", "missing package", "no counterpart", "fault of the original", "did nothing", "error",
 )  # fmt: skip
@@ -435,7 +440,7 @@ def outcome(found: Found, framework: str, roots: Sequence[Path], verbose: bool) 
     except Exception as error:
         if verbose:
             traceback.print_exc()
-        return Outcome(found, framework, *_reason(error))
+        return Outcome(found, framework, *_reason(error, found))
     if not counts["registered"]:
         return Outcome(found, framework, FAULT, "registers no routine")
     did = f"{counts['analyses']} analyses, {counts['actions']} actions, {counts['runs']} runs of routines"
@@ -447,7 +452,7 @@ _STEPS = (("registered", "analyses"), ("actions", "runs"))
 """Numbers of which the second has to be something if the first is."""
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _reason(error: BaseException, found: Found) -> tuple[str, str]:
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -462,8 +467,27 @@ def _reason(error: BaseException) -> tuple[str, str]:
         if fault is not None:
             return FAULT, fault
         if isinstance(one, AttributeError) and "'register_event'" in str(one):
+            idle = _events_of(found) - TRIGGERED
+            if idle:
+                return FAULT, f"{', '.join(sorted(idle))}: no scope of the original triggers it"
             return NAME, "Tool.register_event"
     return ERROR, said
+
+
+def _events_of(found: Found) -> set[str]:
+    """Return the names of the events that a class registers for."""
+    classes = [
+        node
+        for node in ast.walk(ast.parse(_READERS[found.path.suffix](found.path)))
+        if isinstance(node, ast.ClassDef)
+    ]
+    (kind,) = (node for node in classes if (node.name, node.lineno) == (found.name, found.line))
+    calls = [
+        node
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_event"
+    ]
+    return {ast.unparse(call.args[0]).rpartition(".")[2] for call in calls}
 
 
 def roots_of(checkout: Path) -> list[Path]:

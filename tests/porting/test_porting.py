@@ -395,6 +395,12 @@ CHECKOUT = {
 
             def test(self, context: amanda.EventContext): ...
 
+        class Calls(amanda.Tool):
+            def __init__(self):
+                self.register_event(amanda.event.on_op_call, self.test)
+
+            def test(self, context): ...
+
         class Fails(amanda.Tool):
             def __init__(self):
                 self.add_inst_for_op(lambda context: context.get_inputs()[7])
@@ -421,12 +427,12 @@ def test_the_count_says_why_a_tool_does_not_run(tmp_path: Path) -> None:
     script = Path(__file__).with_name("count.py")
     ran = children.run([sys.executable, script, tmp_path, "--least", "0.5"])
     kinds = {line[23:].split()[0]: line[:22].strip() for line in ran.stdout.splitlines() if ":" in line[23:]}
-    found = {name: kinds.get(name) for name in ("Counts", "Logs", "Events", "Fails", "Idle")}
+    found = {name: kinds.get(name) for name in ("Counts", "Logs", "Events", "Calls", "Fails", "Idle")}
     assert found == {
-        "Counts": "runs", "Logs": "missing package", "Events": "no counterpart", "Fails": "error",
-        "Idle": "did nothing",
+        "Counts": "runs", "Logs": "missing package", "Events": "fault of the original",
+        "Calls": "no counterpart", "Fails": "error", "Idle": "did nothing",
     }, ran.stdout + ran.stderr  # fmt: skip
-    assert "1 of 4 tools that can run do run (5 in all)" in ran.stdout
+    assert "1 of 4 tools that can run do run (6 in all)" in ran.stdout
     assert ran.returncode == 1
 
 
