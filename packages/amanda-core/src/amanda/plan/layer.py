@@ -12,7 +12,7 @@ from amanda.plan.analysis import AnalysisPart, Drafts
 from amanda.plan.hooks import hooks
 from amanda.plan.lifetime import mortality
 from amanda.plan.notes import add_note, describe
-from amanda.plan.order import routines_at, takes_part
+from amanda.plan.order import routines_at, same, takes_part
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
@@ -97,6 +97,10 @@ class Layer:
             if part is not None:
                 part.recorded[point, i] = tuple(context._actions[first:])
         hooks.tell("amanda_op_analysed", context=context)
+
+    def has(self, tool: AnyTool) -> bool:
+        """Return True if a tool, or one that stands for it, is applied in this layer or in one around."""
+        return any(one is tool for one in self.applied) or any(same(one, tool) for one in self.applied)
 
     def is_sized(self, op_id: int | None) -> bool:
         """Return True if the shapes of an op's inputs decide its plan; None for any op of a graph."""

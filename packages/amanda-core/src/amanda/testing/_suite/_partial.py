@@ -23,10 +23,14 @@ SCOPES = [
     ("t>u", "tu", "t", "t"),
     ("t>u", "tu", "u", "u"),
     ("tu", "tu", "u>t", "tu"),
+    ("cd", "bcd", "d", "bd"),
+    ("b>d", "bd", "d", "bd"),
+    ("b>d", "bd", "b", "b"),
+    ("d", "ed", "b>d", "ed"),
 ]
 """Tools of a forward and of a backward pass, each with those whose routines run in the backward pass.
 
-Those after ">" are of a scope within.
+Those after ">" are of a scope within.  c depends on b, d on e; b and e stand for each other.
 """
 
 NESTS = [["bt"], ["b>t"], ["b", "b>t"], ["t", "b>t", "bt"], ["e>t"], ["e", "e>t"], ["f>t"], ["f>g>t"]]
@@ -69,7 +73,9 @@ class PartialTests(Gaps):
     ) -> None:
         for forward, whole, backward, part in SCOPES:
             log: list[str] = []
-            tools = {name: _passing(name, sample.relu_backward, log) for name in "tu"}
+            tools = {name: _passing(name, sample.relu_backward, log) for name in "tubced"}
+            tools["c"].depends_on(tools["b"])
+            tools["d"].depends_on(tools["e"])
             relu = sample.module(lambda x: sample.relu(x))
             for opened, run in ((backward, part), (forward, whole), (backward, part)):
                 with _scope(tools, forward, cache):
