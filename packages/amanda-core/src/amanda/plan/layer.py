@@ -12,7 +12,7 @@ from amanda.plan.analysis import AnalysisPart, Drafts
 from amanda.plan.hooks import hooks
 from amanda.plan.lifetime import mortality
 from amanda.plan.notes import add_note, describe
-from amanda.plan.order import routines_at, same, takes_part
+from amanda.plan.order import routines_at, same
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
@@ -67,9 +67,10 @@ class Layer:
         mortality.layers.add(self)
 
     def _joining(self, point: InstrumentationPoint) -> list[AnyTool]:
-        """Return the tools of the layers around that take part at a point for tools of this layer alone."""
-        around = self.chain[-2].applied if len(self.chain) > 1 else ()
-        return [tool for tool in around if not takes_part(tool, point, around)]
+        """Return the tools of the layers around that may take part at a point for tools of this layer alone."""
+        around = self.chain[:-1]
+        seen = [one.tool for layer in around for one in layer.routines[point]]
+        return [tool for layer in around for tool in layer.tools if not any(tool is one for one in seen)]
 
     def analyse(
         self, context: OpContext, point: InstrumentationPoint, part: AnalysisPart | None = None
