@@ -48,10 +48,12 @@ class Draft(Generic[P]):
         is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP  # contexts begin as copies there
         if is_first or not (source.around or source.layer.routines[point]):
             return context.trigger_callback(point)
-        key, begun = (context.get_backward_op_id(), point), dict(context)
-        for one in source.around:
-            _take_over(context, one.written.get(key, {}))
-        given = dict(context)
+        key = context.get_backward_op_id(), point
+        begun = given = dict(context)
+        if source.around:
+            for one in source.around:
+                _take_over(context, one.written.get(key, {}))
+            given = dict(context)
         recorded = context.trigger_callback(point)
         changes = _changes(given, context)
         if changes:
