@@ -67,7 +67,7 @@ class Layer:
         mortality.layers.add(self)
 
     def _joining(self, point: InstrumentationPoint) -> list[AnyTool]:
-        """Return the tools of the layers around that may take part at a point for tools of this layer alone."""
+        """Return the tools of layers around that may take part at a point for tools of this layer alone."""
         around = self.chain[:-1]
         seen = [one.tool for layer in around for one in layer.routines[point]]
         return [tool for layer in around for tool in layer.tools if not any(tool is one for one in seen)]
