@@ -24,7 +24,8 @@ def facts() -> OpFacts:
 
 def draft(layer: Layer) -> Draft[Plan]:
     context = OpContext(facts(), layer.analyse)
-    return Draft(Plan(layer, context), context)
+    plan = Plan(layer, context)
+    return Draft(plan, context, plan)
 
 
 def test_a_draft_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:

@@ -1,5 +1,6 @@
 """Backward passes in scopes with some of the tools of the forward pass."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -341,3 +342,59 @@ def test_a_checkpoint_is_recomputed_with_the_values_of_its_tools_in_another_scop
         y.backward()
     assert x.grad is not None
     assert torch.allclose(x.grad, 2 * (1 - (2 * x.detach()).tanh() ** 2), atol=1e-6)
+
+
+class Starting(torch.autograd.Function):
+    """An op whose backward op starts another backward pass; below 60 of them autograd takes a thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, innermost: Callable[[], None]) -> Tensor:
+        ctx.depth, ctx.innermost = depth, innermost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        Starting.run(ctx.depth - 1, ctx.innermost)
+        return *grads, None, None
+
+    @classmethod
+    def run(cls, depth: int, innermost: Callable[[], None]) -> None:
+        if depth == 0:
+            innermost()
+            return
+        with torch.enable_grad():
+            y = cls.apply(leaf(1), depth, innermost)
+        y.backward()
+
+
+@pytest.mark.parametrize("depth", [0, 61, 62])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_recomputed_on_a_thread_of_autograd_in_the_scope_of_the_backward_pass(
+    reentrant: bool, depth: int
+) -> None:
+    threads: list[int] = []
+    x, module = leaf(1, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+
+    def forward(x: Tensor) -> Tensor:
+        threads.append(threading.get_ident())
+        return module(x)  # type: ignore[no-any-return]
+
+    tool = Executed()
+    with amanda.apply(tool):
+        y = torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant).sum()
+    tool.runs.clear()
+    with amanda.apply(tool):
+        Starting.run(depth, y.backward)
+    assert (len(set(threads)) > 1) is (depth > 0)
+    assert [tool.runs[name] for name in ("linear", "tanh", "TanhBackward0", "AddmmBackward0")] == [1] * 4
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_thread_of_autograd_that_recomputes_what_ran_outside_of_scopes_is_reported(reentrant: bool) -> None:
+    x, module = leaf(1, 2), torch.nn.Tanh()
+    y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum()
+    tool = Executed()
+    with amanda.apply(tool) as scope:
+        Starting.run(61, y.backward)
+    assert not tool.runs["tanh"]
+    assert [entry.what for entry in scope.report if entry.what.startswith("thread ")]

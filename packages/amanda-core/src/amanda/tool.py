@@ -69,7 +69,10 @@ class Tool:
     def add_closing_inst_for_op(
         self, callback: AnalysisRoutine, backward: bool = False, require_outputs: bool = False
     ) -> None:
-        """Register a routine that runs after those of every tool that depends on this one."""
+        """Register a routine that runs after those of every tool that depends on this one in its scope.
+
+        It runs ahead of the routines of dependents in a scope within.
+        """
         self._register(callback, backward, require_outputs, None, closing=True)
 
     def _register(
@@ -108,8 +111,9 @@ class Tool:
     def stands_for(self) -> Hashable:
         """Name the tools of which any one may stand for all, where several are applied together.
 
-        Tools whose names are equal do the same for those that depend on them, so that the first alone runs;
-        one that was restricted, or whose routines are wrapped, stands for none.
+        Tools whose names are equal do the same for those that depend on them, so that the first alone runs,
+        also where that is of a scope around; one that was restricted, or whose routines are wrapped, stands
+        for none.
         None, which is the default, is for a tool that nothing stands for.
         """
         return None

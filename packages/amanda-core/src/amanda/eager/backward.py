@@ -133,10 +133,10 @@ class BackwardStep:
             self._known.append(_NOTHING if known is None else known)
 
     def _opened(self, layer: Layer) -> Sequence[AnyTool]:
-        """Return the tools with backward routines that are open, and those that they depend on."""
+        """Return the tools with backward routines in a layer that are open."""
         if layer is self._state.layer:
             return layer.backward_tools
-        return _with_dependencies([*filter(self._state.is_open, layer.backward_tools)], layer.backward_tools)
+        return [*filter(self._state.is_open, layer.backward_tools)]
 
     def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
         names = ", ".join(type(tool).__name__ for tool in tools)
@@ -238,7 +238,7 @@ class BackwardStep:
         return grads
 
     def _is_open(self, action: Action) -> bool:
-        """Return True if the action's tool is open, or a tool that depends on it."""
+        """Return True if the action's tool is open."""
         return any(action.tool is tool for tool in self._open)
 
     def _run(self, action: Action, grads: list[Any]) -> list[Any]:

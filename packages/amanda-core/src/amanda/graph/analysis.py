@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.plan.action import InstrumentationPoint
-from amanda.plan.analysis import Analysis
+from amanda.plan.analysis import Analysis, BackwardDraft
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Actions, Plan
@@ -67,19 +67,20 @@ class GraphAnalysis:
         backward_id = facts.backward_op_id
         assert backward_id is not None
         several: list[Actions] = []
-        fresh: list[tuple[Actions, OpContext]] = []
+        fresh: list[BackwardDraft] = []
         plan = self.plans.get(facts.op_id)
         for one in () if plan is None or self.closed else plan.watching:
             known = one.backward.actions.get(backward_id)
             if known is None:
-                known = one.backward.actions[backward_id] = Actions()
-                context = OpContext(facts, one.layer.analyse, one.context)
-                known.add(context.trigger_callback(InstrumentationPoint.BEFORE_BACKWARD_OP))
-                fresh.append((known, context))
+                draft = BackwardDraft(facts, one, one.layer.backward_tools, False)
+                draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
+                fresh.append(draft)
+                known = draft.plan
             several.append(known)
         facts.grad_inputs = list(grad_inputs)
-        for known, context in fresh:
-            known.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
+        for draft in fresh:
+            draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
+            draft.keep()
         self._facts.append(facts)
         return Actions.merged(several)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ref
@@ -10,7 +10,7 @@ from weakref import ref
 from amanda import interceptor
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
-from amanda.plan.plan import Actions, Plan, Recorded
+from amanda.plan.plan import DELETED, Actions, Changes, Plan, Recorded
 
 if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
@@ -24,11 +24,13 @@ P = TypeVar("P", bound="Actions | Plan")
 class Draft(Generic[P]):
     """A plan that is being made: each point of the op is analysed once, by whichever thread comes first."""
 
-    __slots__ = ("__weakref__", "_done", "_lock", "context", "plan")
+    __slots__ = ("__weakref__", "_done", "_lock", "_source", "context", "plan")
 
-    def __init__(self, plan: P, context: OpContext) -> None:
+    def __init__(self, plan: P, context: OpContext, source: Plan) -> None:
+        """source: the plan of the layer."""
         self.plan = plan
         self.context = context
+        self._source = source
         self._lock = interceptor.Lock()
         self._done: set[InstrumentationPoint] = set()
 
@@ -37,13 +39,49 @@ class Draft(Generic[P]):
         with self._lock:
             if point not in self._done:
                 self.context._facts = facts
-                self._add(self.context.trigger_callback(point))
+                self._add(self._triggered(point))
                 self._done.add(point)
+
+    def _triggered(self, point: InstrumentationPoint) -> Sequence[Action]:
+        """Run the analyses on what those of the scopes around have written; note what they write."""
+        context, source = self.context, self._source
+        is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP  # contexts begin as copies there
+        if is_first or not (source.around or source.layer.routines[point]):
+            return context.trigger_callback(point)
+        key = context.get_backward_op_id(), point
+        begun = given = dict(context)
+        if source.around:
+            for one in source.around:
+                _take_over(context, one.written.get(key, {}))
+            given = dict(context)
+        recorded = context.trigger_callback(point)
+        changes = _changes(given, context)
+        if changes:
+            source.written[key] = {**source.written.get(key, {}), **changes}
+        if point is InstrumentationPoint.AFTER_FORWARD_OP:
+            source.undone = _changes(context, begun)
+        return recorded
 
     def _add(self, recorded: Sequence[Action]) -> None:
         if recorded:
             own = self.plan.own if isinstance(self.plan, Plan) else self.plan
             own.add(recorded)
+
+
+def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> Changes:
+    """Return what leads from one state of a context to another."""
+    changes = {key: value for key, value in second.items() if first.get(key, DELETED) is not value}
+    changes.update(dict.fromkeys(first.keys() - second.keys(), DELETED))
+    return changes
+
+
+def _take_over(context: OpContext, changes: Changes) -> None:
+    """Change a context as another was changed."""
+    for key, value in changes.items():
+        if value is DELETED:
+            context.pop(key, None)
+        else:
+            context[key] = value
 
 
 class AnalysisPart(NamedTuple):
@@ -56,25 +94,24 @@ class AnalysisPart(NamedTuple):
 class BackwardDraft(Draft[Actions]):
     """Actions at a backward op that some tools analyse, and those of tools that have analysed it before."""
 
-    __slots__ = ("_layer", "_record", "_recorded")
+    __slots__ = ("_recorded",)
     _keeping = interceptor.Lock()
 
     def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], anew: bool) -> None:
-        """source: the plan of the layer.  anew: whether no earlier analysis counts."""
-        layer = self._layer = source.layer
-        self._record = source.backward
+        """anew: whether no earlier analysis counts."""
+        layer = source.layer
         self._recorded: Recorded | None = None  # all tools together need not be told apart
         if len(tools) == len(layer.backward_tools):
-            super().__init__(Actions(), OpContext(facts, layer.analyse, source.context))
+            super().__init__(Actions(), OpContext(facts, layer.analyse, source.context), source)
             return
-        earlier = {} if anew else self._record.partial.get(facts.backward_op_id or 0, {}).copy()
+        earlier = {} if anew else source.backward.partial.get(facts.backward_op_id or 0, {}).copy()
         self._recorded = {
             (point, i): actions
             for (point, i), actions in earlier.items()
             if not any(layer.routines[point][i].tool is one for one in tools)
         }
         analyse = partial(layer.analyse, part=AnalysisPart(tools, self._recorded))
-        super().__init__(Actions(), OpContext(facts, analyse, source.context))
+        super().__init__(Actions(), OpContext(facts, analyse, source.context), source)
         self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
 
     def _add(self, recorded: Sequence[Action]) -> None:
@@ -86,7 +123,7 @@ class BackwardDraft(Draft[Actions]):
 
     def keep(self) -> None:
         """Keep the actions for later passes, with those that other threads have kept meanwhile."""
-        id, record, layer = self.context.get_backward_op_id(), self._record, self._layer
+        id, record, layer = self.context.get_backward_op_id(), self._source.backward, self._source.layer
         assert id is not None
         with self._keeping:
             if self._recorded is None:
@@ -164,7 +201,10 @@ class Analysis:
 
         def begin() -> Draft[Plan]:
             context = OpContext(self.facts, layer.analyse, None if outer is None else outer.context)
-            return Draft(Plan(layer, context, outer), context)
+            if outer is not None:
+                _take_over(context, outer.undone)
+            plan = Plan(layer, context, outer)
+            return Draft(plan, context, plan)
 
         draft: Draft[Plan] | Plan
         if cache:

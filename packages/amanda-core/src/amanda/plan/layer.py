@@ -12,7 +12,7 @@ from amanda.plan.analysis import AnalysisPart, Drafts
 from amanda.plan.hooks import hooks
 from amanda.plan.lifetime import mortality
 from amanda.plan.notes import add_note, describe
-from amanda.plan.order import routines_at
+from amanda.plan.order import routines_at, same
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
@@ -32,7 +32,7 @@ class Layer:
     sized: ids of the ops where they have.
     writers: ids of the ops that write into tensors that they are given.
     intercepts: whether any tool asks for that.
-    backward_tools: those that have routines for backward ops.
+    backward_tools: those whose routines for backward ops run in this layer.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     drafts: the plans that threads make at this moment.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
@@ -43,7 +43,10 @@ class Layer:
         self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
         applied = [tool for layer in self.chain for tool in layer.tools]
         self.applied = tuple(applied)
-        self.routines = {point: routines_at(point, self.tools, applied) for point in InstrumentationPoint}
+        self.routines = {
+            point: routines_at(point, (*self._joining(point), *self.tools), applied)
+            for point in InstrumentationPoint
+        }
         self.guards: list[Analysis] = [*(parent.guards if parent else ())]
         for routines in self.routines.values():
             self.guards += [one for one in routines if one.guard is not None]
@@ -53,7 +56,7 @@ class Layer:
         self.by_callables = any(callable(one.guard) for one in self.guards)
         self.intercepts = any(tool.intercepts for tool in applied)
         backward = [one.tool for point in self.routines if point.is_backward for one in self.routines[point]]
-        self.backward_tools = tuple(tool for tool in self.tools if any(tool is one for one in backward))
+        self.backward_tools = tuple(tool for tool in applied if any(tool is one for one in backward))
         self.wants_backward = bool(self.backward_tools)
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
@@ -62,6 +65,12 @@ class Layer:
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         mortality.layers.add(self)
+
+    def _joining(self, point: InstrumentationPoint) -> list[AnyTool]:
+        """Return the tools of layers around that may take part at a point for tools of this layer alone."""
+        around = self.chain[:-1]
+        seen = [one.tool for layer in around for one in layer.routines[point]]
+        return [tool for layer in around for tool in layer.tools if not any(tool is one for one in seen)]
 
     def analyse(
         self, context: OpContext, point: InstrumentationPoint, part: AnalysisPart | None = None
@@ -89,6 +98,10 @@ class Layer:
             if part is not None:
                 part.recorded[point, i] = tuple(context._actions[first:])
         hooks.tell("amanda_op_analysed", context=context)
+
+    def has(self, tool: AnyTool) -> bool:
+        """Return True if a tool, or one that stands for it, is applied in this layer or in one around."""
+        return any(one is tool for one in self.applied) or any(same(one, tool) for one in self.applied)
 
     def is_sized(self, op_id: int | None) -> bool:
         """Return True if the shapes of an op's inputs decide its plan; None for any op of a graph."""

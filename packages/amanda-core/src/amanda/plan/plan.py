@@ -19,6 +19,12 @@ Recorded = dict[tuple[InstrumentationPoint, int], tuple[Action, ...]]
 """Actions by the analysis routine that recorded them: its point, and its place in the layer's order there."""
 
 
+Changes = dict[str, Any]
+"""Values that analyses wrote into a context, by key; `DELETED` for a key that they deleted."""
+
+DELETED = object()
+
+
 class Actions:
     """The actions at one op, or at one backward op: before it, instead of it, after it."""
 
@@ -120,9 +126,12 @@ class Plan(Actions):
     context: what their forward analyses put in; backward contexts start from it.
     watches: True if a layer has routines for backward ops.
     backward: what is known of the backward ops, if it `watches`.
+    written: changes of the context by the layer's own tools after the op, and at backward ops: by the id of
+    the backward op, if any, and the point.
+    undone: what leads from the context back to how it was before the op.
     """
 
-    __slots__ = ("_around", "_runs", "backward", "context", "layer", "own", "watches")
+    __slots__ = ("_around", "_runs", "backward", "context", "layer", "own", "undone", "watches", "written")
 
     def __init__(self, layer: Layer, context: OpContext, outer: Plan | None = None) -> None:
         super().__init__()
@@ -133,6 +142,13 @@ class Plan(Actions):
         self._runs: Runs | None = None
         self.watches: bool = layer.wants_backward or (outer is not None and outer.watches)
         self.backward = BackwardRecord() if self.watches else _UNWATCHED
+        self.written: dict[tuple[int | None, InstrumentationPoint], Changes] = {}
+        self.undone: Changes = {}
+
+    @property
+    def around(self) -> tuple[Plan, ...]:
+        """Return the plan of each layer around, the outermost first."""
+        return self._around
 
     @property
     def chain(self) -> tuple[Plan, ...]:

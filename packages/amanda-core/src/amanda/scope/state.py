@@ -50,8 +50,8 @@ class State:
         return self.cache and not self.autodiff
 
     def is_open(self, tool: AnyTool) -> bool:
-        """Return True if a scope with that tool is open."""
-        return self.layer is not None and any(one is tool for one in self.layer.applied)
+        """Return True if a scope with that tool is open, or with one that stands for the tool."""
+        return self.layer is not None and self.layer.has(tool)
 
     def report(self, what: str, reason: str, where: str = "") -> None:
         """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""

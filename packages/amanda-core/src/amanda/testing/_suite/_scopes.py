@@ -163,6 +163,19 @@ class ScopeTests:
             sample.backward(inside)
         assert len(grads) == 1
 
+    @needs("backward", "call_sites")
+    def test_a_checkpoint_whose_scope_has_closed_runs_with_the_tools_of_the_backward_pass(
+        self, sample: Sample
+    ) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+        with amanda.apply(relu):
+            y = sample.checkpoint(lambda value: sample.relu(value), x)
+        with amanda.apply(relu):
+            sample.backward(y)
+        assert len(relu.ids) == 2
+        assert len(set(relu.ids)) == 1
+
     def test_a_scope_is_a_decorator_and_a_handle(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         x = sample.tensor([1.0])

@@ -21,12 +21,14 @@ from amanda.backend import (
     Trace,
 )
 from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
+from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._graphs import relieve
 from ._hooks import Hooks, place_hooks_quickly, remove_all
 from ._leaves import tell
 from ._overrides import Unseen
+from ._requirements import found
 from ._saved import end_traceback_in_torch
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -92,6 +94,9 @@ class Autograd(EagerDriver):
     def _followed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            if (around := of_pass()) is not None:
+                with in_force(around):
+                    return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
@@ -120,6 +125,18 @@ class Autograd(EagerDriver):
 
 
 _RUN = "_engine_run_backward"
+_is_kept, _kept = found("_C._is_key_in_tls"), found("_C._get_obj_in_tls")
+
+
+def of_pass() -> interceptor.Activation | None:
+    """Return what is in force where the backward pass of a thread began that the engine has started.
+
+    None on other threads, and of a torch that does not bring the caller's context to these.
+    """
+    if interceptor.ACTIVATION.get(None) is not None or _is_kept is None or not _is_kept("context"):
+        return None
+    activation: interceptor.Activation | None = _kept("context").get(interceptor.ACTIVATION)
+    return activation
 
 
 def _expect_second_order(state: State) -> None:

@@ -55,6 +55,8 @@ OPTIONAL = {
     "place on a view had saved it says less",
     "_C.Future.add_done_callback": "what follows a collective is done outside of the scope",
     "_C.Future.then": "what follows a collective is done outside of the scope",
+    "_C._get_obj_in_tls": "what autograd's threads recompute is not seen after the scope of the forward pass",
+    "_C._is_key_in_tls": "what autograd's threads recompute is not seen after the scope of the forward pass",
     "_C._parse_dispatch_key": "routines cost a multiple of the time",
     "autograd.function._HookMixin._register_hook": "routines of backward ops cost twice the time",
     "_guards.TracingContext.try_get": "graphs by dynamo record the ops of routines",

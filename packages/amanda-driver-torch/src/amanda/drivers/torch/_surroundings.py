@@ -4,14 +4,17 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Attributes, replayed
+from amanda.scope import in_force
 
 from ._asked import OP_BY_OP, asks_for_graphs, has_stances
+from ._autograd import of_pass
 from ._collectives import tell_of_reducers
 from ._control_flow import UTILS, run_map_op_by_op
 from ._op_by_op import tell
@@ -72,10 +75,10 @@ class Surroundings:
         forward = found("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return generator(replayed(fn), *args, **kwargs)
+            return generator(_recomputed(fn), *args, **kwargs)
 
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, replayed(run_function), *args)
+            return forward(ctx, _recomputed(run_function), *args)
 
         if generator is not None:
             attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
@@ -108,6 +111,19 @@ class Surroundings:
         taken.append(torch.compiler.set_stance("force_eager"))
         Surroundings.stance_before = getattr(taken[0], "prev", None)
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+
+
+def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs as it would here, also on a thread of autograd's engine."""
+    again = replayed(function)
+
+    @functools.wraps(function, updated=())
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        around = of_pass()
+        with nullcontext() if around is None else in_force(around):
+            return again(*args, **kwargs)
+
+    return function if again is function else recompute
 
 
 def _leave_stance(taken: Sequence[Any]) -> None:

@@ -1,0 +1,167 @@
+"""Random programs of nested scopes do what a model says of them: what tools see, and which routines run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+
+import amanda
+from amanda.testing import FakeDriver, attached, fake
+
+OPS = ("relu", "relu", "ReluBackward", "ReluBackward")
+INSERTIONS = ("insert_before_op", "insert_after_op", "insert_before_backward_op", "insert_after_backward_op")
+LAST = len(INSERTIONS)
+
+
+class Seen(NamedTuple):
+    """Keys of its dependencies that a tool saw at a point, and the point where each was written last."""
+
+    tool: Piece
+    point: int
+    written: dict[str, int]
+
+
+class Piece(amanda.Tool):
+    """Writes its key at some points, and runs a routine there; tools of one key stand for each other."""
+
+    def __init__(
+        self, key: str, points: Sequence[int], follows: bool, on: Sequence[Piece], log: list[object]
+    ) -> None:
+        super().__init__()
+        self.key, self.points, self.on, self.follows_dependents, self.log = key, points, on, follows, log
+        self.keys: set[str] = {one.key for one in on}.union(*(one.keys for one in on))
+        self.depends_on(*on)
+        for point in points:
+            self.add_inst_for_op(partial(self.analyse, point), point > 1, point % 2 == 1)
+
+    def stands_for(self) -> str:
+        return self.key
+
+    def analyse(self, point: int, context: amanda.OpContext) -> None:
+        op = context.get_op() if point < 2 else context.get_backward_op()
+        if op.__name__ == OPS[point]:
+            self.log.append(Seen(self, point, {key: context[key] for key in self.keys & context.keys()}))
+            context[self.key] = point
+            getattr(context, INSERTIONS[point])(lambda *_: self.log.append((self, point)))
+
+
+Layers = list[list[Piece]]
+
+
+def pieces(chance: random.Random, log: list[object]) -> list[Piece]:
+    """Return tools of which some follow, depend on others, or stand for each other."""
+    made: list[list[Piece]] = []
+    for number in range(chance.randint(3, 5)):
+        follows = chance.random() < 0.3
+        points = range(LAST) if follows else sorted(chance.sample(range(LAST), chance.randint(0, LAST)))
+        below = chance.sample(made, min(number, chance.randint(0, 2)))
+        alike = range(chance.choice([1, 1, 2]))
+        made.append(
+            [Piece(f"key {number}", points, follows, [*map(chance.choice, below)], log) for _ in alike]
+        )
+    return [piece for alike in made for piece in alike]
+
+
+def layers(scopes: Sequence[Sequence[Piece]]) -> Layers:
+    """Return the tools that join in each scope: dependencies first, none for which one stands already."""
+    found: Layers = []
+    for scope in scopes:
+        joined: list[Piece] = []
+
+        def visit(tool: Piece, joined: list[Piece] = joined) -> None:
+            if tool.key not in {one.key for one in joined}:
+                for one in tool.on:
+                    visit(one)
+                joined.append(tool)
+
+        for tool in scope:
+            visit(tool)
+        open_already = {one.key for layer in found for one in layer}
+        found.append([one for one in joined if one.key not in open_already])
+    return found
+
+
+def taking_part(found: Layers, point: int) -> list[tuple[int, Piece]]:
+    """Return the layer and the tool of each routine of a point, in order.
+
+    A tool that follows runs in the first layer in which a dependent does, or where it has none.
+    """
+    order: list[tuple[int, Piece]] = []
+    for depth in range(len(found)):
+        applied = [tool for layer in found[: depth + 1] for tool in layer]
+        for tool in applied:
+            above = [one for one in applied if tool.key in one.keys and not one.follows_dependents]
+            awaits = tool.follows_dependents and above and not any(point in one.points for one in above)
+            if point in tool.points and not awaits and tool not in [one for _, one in order]:
+                order.append((depth, tool))
+    return order
+
+
+def written_for(found: Layers, tool: Piece, point: int) -> dict[str, int] | None:
+    """Return where the keys that a tool sees at a point were written last; None where it takes no part."""
+    depth = next((depth for depth, one in taking_part(found, point) if one is tool), None)
+    if depth is None:
+        return None
+    before = [(at, *one) for at in range(point + 1) for one in taking_part(found, at)]
+    return {one.key: at for at, within, one in before if within <= depth and one.key in tool.keys}
+
+
+def ran(found: Layers, point: int, opened: Layers | None = None) -> list[tuple[Piece, int]]:
+    """Return the routines of a point that run where the tools of `opened` are open; of all tools if None."""
+    keys = None if opened is None else {one.key for layer in opened for one in layer}
+    return [(one, point) for _, one in taking_part(found, point) if keys is None or one.key in keys]
+
+
+@contextmanager
+def entered(scopes: Sequence[Sequence[Piece]], cached: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for tools in scopes:
+            stack.enter_context(amanda.apply(*tools))
+        if not cached:
+            stack.enter_context(amanda.cache_disabled())
+        yield
+
+
+class Calling(fake.Module):
+    """A module that calls a function, so that its ops are the same each time."""
+
+    def __init__(self, forward: Callable[[fake.Tensor], fake.Tensor]) -> None:
+        self.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tools_of_nested_scopes_see_and_do_what_the_model_says(seed: int) -> None:
+    chance, log = random.Random(seed), list[object]()
+    tools = pieces(chance, log)
+    nests = [
+        [chance.sample(tools, chance.randint(1, min(3, len(tools)))) for _ in range(chance.randint(1, 3))]
+        for _ in range(3)
+    ]
+    plain = Calling(lambda x: fake.relu(x))
+    again = Calling(lambda x: fake.checkpoint(lambda value: fake.relu(value), x))
+    for number in range(6):
+        nest, other = chance.choice(nests), chance.choice([None, chance.choice(nests)])
+        cached, recomputes = chance.random() < 0.85, chance.random() < 0.4
+        forward, backward = layers(nest), layers(nest if other is None else other)
+        log.clear()
+        with attached(FakeDriver), ExitStack() as scope:
+            scope.enter_context(entered(nest, cached))
+            y = (again if recomputes else plain)(fake.tensor([1.0], requires_grad=True))
+            if other is not None:
+                scope.close()
+                scope.enter_context(entered(other, cached))
+            log.append("backward")
+            fake.sum(y).backward()
+        whole = backward if recomputes else forward  # a checkpoint runs with the tools of the backward pass
+        expected = [*ran(forward, 0), *ran(forward, 1), "backward"]
+        expected += [*ran(whole, 0), *ran(whole, 1)] if recomputes else []
+        expected += [*ran(whole, 2, backward), *ran(whole, 3, backward)]
+        assert [one for one in log if not isinstance(one, Seen)] == expected, (seed, number)
+        for tool, point, written in (one for one in log if isinstance(one, Seen)):
+            known = [written_for(found, tool, point) for found in (forward, whole)]
+            assert written in known, (seed, number, tool.key, point)
