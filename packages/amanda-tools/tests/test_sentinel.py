@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ from amanda.tools.sentinel._budget import Budget
 from amanda.tools.sentinel._ranks import compared
 
 X = torch.rand(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(nn.Module):
@@ -243,8 +251,8 @@ def test_nothing_is_installed_between_watched_steps() -> None:
         assert seen[-1] == bool(attachment._attached)
 
     sentinel = SentinelTool(budget=0.2)
-    train(300, sentinel, each=each)
-    assert 0 < sum(seen) == sentinel.result.counts.watched < 300
+    train(100, sentinel, each=each)
+    assert 0 < sum(seen) == sentinel.result.counts.watched < 100
 
 
 def test_forward_ops_are_analysed_over_several_steps_as_far_as_the_budget_goes() -> None:
@@ -253,7 +261,7 @@ def test_forward_ops_are_analysed_over_several_steps_as_far_as_the_budget_goes()
     def each(step: int, net: Net) -> None:
         forward.append(sum(op.phase == "forward" for op in sentinel.result.ops))
 
-    train(400, sentinel, each=each)
+    train(200, sentinel, each=each)
     whole = watching()
     train(1, whole)
     assert len(sentinel.result.ops) == len(whole.result.ops)
