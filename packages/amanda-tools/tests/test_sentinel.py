@@ -246,6 +246,7 @@ def test_nothing_is_installed_between_watched_steps() -> None:
     from amanda.scope.attachment import attachment
 
     seen = []
+
     def each(step: int, net: Net) -> None:
         seen.append(interceptor.active() is not None)
         assert seen[-1] == bool(attachment._attached)
@@ -314,7 +315,9 @@ def test_ops_that_vary_are_named_in_the_result(monkeypatch: pytest.MonkeyPatch) 
     sentinel = watching()
     train(3, sentinel)
     assert not sentinel.result
-    assert "Nondeterministic ops, which are no alarms: batch_norm (forward) of norm." in sentinel.result.notes()
+    assert (
+        "Nondeterministic ops, which are no alarms: batch_norm (forward) of norm." in sentinel.result.notes()
+    )
 
 
 def test_inputs_of_an_execution_that_raised_are_not_those_of_the_next() -> None:

@@ -50,7 +50,7 @@ class SentinelTool(amanda.Tool):
     def __init__(
         self,
         budget: float | None = 0.01,
-        share: float = 0.05,
+        share: float = 0.1,
         threshold: float = 12.0,
         window: int = 64,
         ranks: bool = True,
