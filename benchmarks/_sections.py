@@ -10,8 +10,8 @@ from _tables import against, grid
 
 STATES = (
     "torch alone", "torch alone, again", "after import amanda", "after scopes", "after all",
-    "sentinel, step not watched", "scope in another thread", "disabled in a scope", "empty tool", "before + after",
-    "TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks",
+    "sentinel, step not watched", "scope in another thread", "disabled in a scope", "empty tool",
+    "before + after", "TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks",
 )  # fmt: skip
 """Rows of the tables of instructions."""
 

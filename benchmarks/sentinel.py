@@ -38,7 +38,7 @@ ROUNDS, STEPS = 60, 5
 
 
 def benchmark() -> dict[str, Any]:
-    """Return, by model, seconds of steps, the cost of a run within the budget, and the faults that were found."""
+    """Return, by model, seconds of steps, what a run with a budget spent, and the faults that were found."""
     pin_to_one_core()
     logging.getLogger("amanda").setLevel(logging.CRITICAL)  # alarms are expected
     found: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from amanda.errors import ToolError
 from amanda.tools.inject import InjectTool
 from amanda.tools.results import load
 from amanda.tools.select import select
-from amanda.tools.sentinel import SentinelError, SentinelTool
-from amanda.tools.sentinel import _again
+from amanda.tools.sentinel import SentinelError, SentinelTool, _again
 from amanda.tools.sentinel._again import compared as compare
 from amanda.tools.sentinel._alarms import Spikes
 from amanda.tools.sentinel._budget import Budget
@@ -266,7 +266,7 @@ def test_forward_ops_are_analysed_over_several_steps_as_far_as_the_budget_goes()
     whole = watching()
     train(1, whole)
     assert len(sentinel.result.ops) == len(whole.result.ops)
-    assert max(after - before for before, after in zip(forward, forward[1:], strict=False)) < forward[-1] / 2
+    assert max(after - before for before, after in pairwise(forward)) < forward[-1] / 2
     assert not sentinel.result
 
 

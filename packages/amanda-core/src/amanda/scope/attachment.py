@@ -49,7 +49,7 @@ class Installed(Protocol):
 
 
 class Attachment:
-    """Attaches drivers when the first scope of the process that intercepts opens, detaches them after the last.
+    """Attaches drivers when the first scope that intercepts opens, detaches them after the last.
 
     installed: finds them; `amanda.plugins` puts itself there.
     guests: driver classes that are used though no distribution registers them.

@@ -30,7 +30,10 @@ class Budget:
         self._plain: deque[float] = deque(maxlen=31)
         self._costs: deque[float] = deque(maxlen=7)
         self._reserve = 0.0
-        """The cost of forward ops that were new, which is about that of their backward ops: these come at once."""
+        """Cost of analysing forward ops so far, until a step is watched to its end.
+
+        Their backward ops cost about as much, all in one step.
+        """
 
     def step_ended(self, seconds: float, inside: float, watched: bool, exhausted: bool = False) -> None:
         """Count a step; seconds: that it took, inside: of them in the tool's own code.

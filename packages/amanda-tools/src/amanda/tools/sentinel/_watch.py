@@ -38,8 +38,9 @@ def _timed(routine: Compute) -> Compute:
 class Watch(amanda.Tool):
     """Watches ops of PyTorch while its scope is open; `end_step` gives the norms, in order.
 
-    share: of the executions, which are looked at: norms are taken, and ops that can be are hashed and run again.
-    on_alarm: is given alarms at once.  on_exhausted: is called as a forward op is to be analysed beyond the allowance.
+    share: of the executions, of which norms are taken, and which are hashed and run again where they can be.
+    on_alarm: is given alarms at once.
+    on_exhausted: is called where a forward op is to be analysed beyond the allowance.
     """
 
     def __init__(
