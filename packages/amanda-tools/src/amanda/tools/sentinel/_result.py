@@ -131,8 +131,8 @@ class SentinelResult(Result):
             notes.append(f"Executions that were watched and not run again: {reasons}.")
         varying = [f"{op.type} ({op.phase}) of {op.module}" for op in self.ops if op.left == VARIES]
         if varying:
-            more = f" and {len(varying) - 5:,} more" if len(varying) > 5 else ""
-            notes.append(f"Nondeterministic ops, which are no alarms: {', '.join(varying[:5])}{more}.")
+            rest = f" and {len(varying) - 5:,} more" if len(varying) > 5 else ""
+            notes.append(f"Nondeterministic ops, which are no alarms: {', '.join(varying[:5])}{rest}.")
         if self.passed:
             budget = "without a budget" if self._budget is None else f"with a budget of {self._budget:.1%}"
             notes.append(f"Watching took {self.spent / self.passed:.2%} of {self.passed:,.1f} s, {budget}.")

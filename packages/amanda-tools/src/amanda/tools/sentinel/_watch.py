@@ -60,7 +60,7 @@ class Watch(amanda.Tool):
         self.seconds = 0.0
         """Time in the analysis of ops and in looking at them since the step began."""
         self.allowance = math.inf
-        """The seconds after which no further forward op is analysed."""
+        """The seconds after which one more forward op is analysed, and no further one."""
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
         self.add_inst_for_op(self._forward)
         self.add_inst_for_op(self._backward, backward=True)
