@@ -56,6 +56,8 @@ def main() -> None:
     from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks, scope_elsewhere, switched_off
     from _tools import FORWARD, Inserting
 
+    from amanda.tools.sentinel import SentinelTool
+
     empty, routines, patch = Inserting(), Inserting(*FORWARD), MonkeyPatch()
     for tool in (empty, routines):
         with amanda.apply(tool):
@@ -69,6 +71,7 @@ def main() -> None:
         count("TorchFunctionMode", FunctionMode)
         count("TorchDispatchMode", DispatchMode)
         count("monkey-patch", lambda: patch)
+        count("sentinel, step not watched", lambda: amanda.apply(SentinelTool()))
         count("module hooks", lambda: module_hooks(linear))
         count("after all")
         # Last: with a second thread the C library begins to lock.

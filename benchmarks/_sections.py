@@ -10,8 +10,8 @@ from _tables import against, grid
 
 STATES = (
     "torch alone", "torch alone, again", "after import amanda", "after scopes", "after all",
-    "scope in another thread", "disabled in a scope", "empty tool", "before + after", "TorchFunctionMode",
-    "TorchDispatchMode", "monkey-patch", "module hooks",
+    "sentinel, step not watched", "scope in another thread", "disabled in a scope", "empty tool",
+    "before + after", "TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks",
 )  # fmt: skip
 """Rows of the tables of instructions."""
 
@@ -34,9 +34,9 @@ def by_example(models: Results) -> dict[str, Any]:
     return {f"{name}, {one['example']}": one["seconds"] for name, one in models.items()}
 
 
-def named(shares: Results) -> list[str]:
-    """Return for each share of ops run again how many ops with a fault were named."""
-    return [f"{one['named']} of {one['made']}" for one in shares.values()]
+def named(faults: Results) -> list[str]:
+    """Return for each fault how many of the ops that had one were named."""
+    return [f"{one['named']} of {one['made']}" for one in faults.values()]
 
 
 def code(program: str) -> str:

@@ -514,6 +514,9 @@ def test_ops_are_not_intercepted_for_tools_that_ask_for_none() -> None:
 
     with amanda.apply(Opens()):
         assert interceptor.active() is None
+        assert not attachment._attached
         with amanda.apply(amanda.Tool(), Opens()):
             assert interceptor.active() is not None
+            assert attachment._attached
         assert interceptor.active() is None
+        assert not attachment._attached

@@ -33,7 +33,7 @@ class Tool:
     follows_dependents = False
     """True if its routines run only at points where a tool that depends on it has one."""
     intercepts = True
-    """False for a tool that opens scopes of its own: a scope of such tools alone intercepts no op."""
+    """False for a tool that opens scopes of its own: for such tools alone no driver is attached."""
 
     _amanda: Registry
 

@@ -1,4 +1,4 @@
-"""Attachment, while any scope is open: of all drivers that have their framework loaded, and to threads."""
+"""Attachment, while any scope intercepts: of all drivers that have their framework loaded, and to threads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Installed(Protocol):
 
 
 class Attachment:
-    """Attaches drivers when the first scope of the process opens, detaches them after the last closes.
+    """Attaches drivers when the first scope that intercepts opens, detaches them after the last.
 
     installed: finds them; `amanda.plugins` puts itself there.
     guests: driver classes that are used though no distribution registers them.
@@ -61,32 +61,37 @@ class Attachment:
         self.guests: list[type[Driver]] = []
         self._lock = threading.RLock()
         self._scopes: list[Scope] = []
+        self._intercepting: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
         self._broken: dict[str, str] = {}  # what of, and why
         self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
 
-    def open(self, scope: Scope) -> None:
-        """Count a scope in."""
+    def open(self, scope: Scope, intercepts: bool) -> None:
+        """Count a scope in; intercepts: whether any of its tools does."""
         with self._lock:
             self._scopes.append(scope)
-            if len(self._scopes) == 1:
+            if not intercepts:
+                return
+            self._intercepting.append(scope)
+            if len(self._intercepting) == 1:
                 self._threads.attach()
                 self._attach_loaded()
                 self._await_others()
                 if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
                     self._broken["drivers"] = reason
-            watch(self._scopes)
+            watch(self._intercepting)
             for what, reason in self._broken.items():
                 scope.report.add(what, reason)
 
     def close(self, scope: Scope) -> None:
         """Count a scope out."""
         with self._lock:
-            if scope in self._scopes:
-                self._scopes.remove(scope)
-            if not self._scopes:
+            for scopes in (self._scopes, self._intercepting):
+                if scope in scopes:
+                    scopes.remove(scope)
+            if not self._intercepting:
                 try:
                     for driver in self._attached:
                         driver.closing(scope.report)
@@ -96,7 +101,7 @@ class Attachment:
     def abandon(self) -> list[Scope]:
         """Detach everything in a forked child; return the scopes that were open."""
         self._lock = threading.RLock()
-        scopes, self._scopes = self._scopes, []
+        scopes, self._scopes, self._intercepting = self._scopes, [], []
         self._detach_all()
         return scopes
 
@@ -112,7 +117,7 @@ class Attachment:
         """Attach a driver now; report one that fails to the open scopes."""
         with self._lock:
             driver = self.driver(kind)
-            if driver in self._attached or not self._scopes:
+            if driver in self._attached or not self._intercepting:
                 return
             self._attached.append(driver)
             try:
@@ -124,7 +129,7 @@ class Attachment:
                     raise
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
                 self._broken[kind.__name__] = reason
-                for scope in self._scopes:
+                for scope in self._intercepting:
                     scope.report.add(kind.__name__, reason)
                 return
             if type(driver).switched is not Driver.switched:

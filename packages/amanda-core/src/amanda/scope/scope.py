@@ -87,7 +87,7 @@ class Scope:
         self._joined = tuple(tools)
         layer = layer_of(tools, outer.layer) if tools else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
-        attachment.open(self)
+        attachment.open(self, layer is None or layer.intercepts)
         activation = state.activation()
         self._open = True
         for (

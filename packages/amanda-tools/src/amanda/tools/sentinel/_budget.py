@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
 _ENOUGH = 3
-"""Steps that were not watched, of which the first watched one has to wait until its cost is known."""
+"""Steps that were not watched, after which one may be."""
+_BURST = 0.1
+"""Share of a step that a watched one may spend on ops that are new."""
 _STALL = 10
 """A watched step that took longer than this many times the tool's own work was held up by something else."""
 
@@ -16,9 +19,9 @@ class Budget:
 
     share: of the time since the beginning; None for all steps.
 
-    What watching costs is the longer of the time in the tool's own code, and what a watched step took beyond
-    the median of the others.  The first step is watched; another one is once the time that has passed has
-    earned what the steps before have cost, and what this one will.
+    The cost of a watched step is the longer of the time in the tool's own code, and the time of the step
+    beyond the median of the others.  A step is watched once the time that has passed has earned the cost of
+    the steps before, and the one that is expected.
     """
 
     def __init__(self, share: float | None) -> None:
@@ -26,35 +29,41 @@ class Budget:
         self.passed = self.spent = 0.0
         self._plain: deque[float] = deque(maxlen=31)
         self._costs: deque[float] = deque(maxlen=7)
-        self._first: tuple[float, float] | None = None
+        self._reserve = 0.0
+        """Cost of analysing forward ops so far, until a step is watched to its end.
 
-    def step_ended(self, seconds: float, inside: float, watched: bool) -> None:
-        """Count a step; seconds: that it took, inside: of them in the tool's own code."""
+        Their backward ops cost about as much, all in one step.
+        """
+
+    def step_ended(self, seconds: float, inside: float, watched: bool, exhausted: bool = False) -> None:
+        """Count a step; seconds: that it took, inside: of them in the tool's own code.
+
+        exhausted: whether watching ended in its midst, at the allowance.
+        """
         self.passed += seconds
         if not watched:
             self.spent += inside
             self._plain.append(seconds - inside)
-            if self._first is not None and len(self._plain) == _ENOUGH:
-                self._count(*self._first)
-        elif len(self._plain) < _ENOUGH and self.share is not None:
-            self._first = seconds, inside
-        else:
-            self._count(seconds, inside)
-
-    def _count(self, seconds: float, inside: float) -> None:
-        """Count the cost of a watched step."""
+            return
         beyond = seconds - median(self._plain) if self._plain else inside
         cost = max(inside, min(beyond, _STALL * inside))
         self.spent += cost
         self._costs.append(cost)
+        self._reserve = self._reserve + cost if exhausted else 0.0
+
+    @property
+    def allowance(self) -> float:
+        """The seconds after which a watched step analyses no further forward ops."""
+        return math.inf if self.share is None else _BURST * median(self._plain)
 
     def allows(self) -> bool:
         """Return True if the next step may be watched."""
         if self.share is None:
             return True
-        if self.passed and not self._costs:
+        if len(self._plain) < _ENOUGH:
             return False
-        return self.spent + (median(self._costs) if self._costs else 0.0) <= self.share * self.passed
+        expected = median(self._costs) if self._costs else self.allowance
+        return self.spent + expected + self._reserve <= self.share * self.passed
 
     def interval(self, seconds: float) -> int:
         """Return the number of steps after which work of so many seconds may be done again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -86,16 +87,21 @@ def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def difference(given: Sequence[Any], again: Sequence[Any]) -> str:
     """Return how many elements of results differ from those of another run, and the first of them."""
+    import torch
+
     for i, (a, b) in enumerate(zip(given, again, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"output {i} is {tuple(a.shape)} {a.dtype}, and {tuple(b.shape)} {b.dtype} when run again"
         wrong = (bits(a) != bits(b)).nonzero()[:, 0]
         if len(wrong):
             at = int(wrong[0]) // (2 if a.is_complex() else 1)
-            values = [x.detach().reshape(-1)[at].item() for x in (a, b)]
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            x, y = (one.detach().reshape(-1) for one in (a, b))
+            share = float((x.to(wide) - y.to(wide)).abs().max() / y.to(wide).abs().max())
+            size = f", by at most {share:.1e} of the largest" if math.isfinite(share) else ""
             return (
                 f"{len(wrong):,} of {a.numel():,} elements of output {i} differ from those of a run with the "
-                f"same inputs, the first at {at:,}: {values[0]!r} instead of {values[1]!r}"
+                f"same inputs{size}, the first at {at:,}: {x[at].item()!r} instead of {y[at].item()!r}"
             )
     return f"{len(given)} outputs, and {len(again)} when run again"
 

@@ -13,6 +13,8 @@ from amanda.tools.kit import OpRecord
 from amanda.tools.results import Column, Result, shortened
 from amanda.tools.sentinel._alarms import Alarm, Spikes
 
+VARIES = "gave other bits at each run"
+"""Why an op is not run again that turned out to be nondeterministic."""
 _number = "{:,}".format
 
 
@@ -20,7 +22,7 @@ _number = "{:,}".format
 class Watched(OpRecord):
     """One op that was watched.
 
-    left: why it is not run again; "" if it is.  executions: that were watched.  recomputed: that were run
+    left: why it is not run again; "" if it is.  executions: in watched steps.  recomputed: that were run
     again.  corrupt: of these, with other bits.  norms: of each output or gradient.  last: the last norm.
     hash: of the first output, with the step at which it was taken last.
     """
@@ -127,6 +129,10 @@ class SentinelResult(Result):
         if self.left:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left.items())
             notes.append(f"Executions that were watched and not run again: {reasons}.")
+        varying = [f"{op.type} ({op.phase}) of {op.module}" for op in self.ops if op.left == VARIES]
+        if varying:
+            rest = f" and {len(varying) - 5:,} more" if len(varying) > 5 else ""
+            notes.append(f"Nondeterministic ops, which are no alarms: {', '.join(varying[:5])}{rest}.")
         if self.passed:
             budget = "without a budget" if self._budget is None else f"with a budget of {self._budget:.1%}"
             notes.append(f"Watching took {self.spent / self.passed:.2%} of {self.passed:,.1f} s, {budget}.")

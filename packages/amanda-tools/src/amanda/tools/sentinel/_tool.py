@@ -30,11 +30,11 @@ class SentinelTool(amanda.Tool):
     """Watch training steps of PyTorch within a time budget; `result` has the alarms, `clear` starts anew.
 
     A step ends with the step of any optimizer of torch.optim, or with a call of `step`.  In a watched step
-    the tool computes the norms of all forward and backward outputs, and runs a share of the ops again on the
-    same inputs.  In other steps no op is intercepted.
+    the tool looks at a share of the forward and backward ops: it computes norms of their outputs, and runs
+    them again on the same inputs.  In other steps no driver of Amanda is attached.
 
     budget: share of the training time that watching may take; None to watch every step.
-    share: share of the ops of a watched step that are hashed and run again.
+    share: share of the ops of a watched step that the tool looks at; all of one step after a NaN was found.
     threshold: robust deviations above the median at which a norm is a spike.  window: number of executions
         in the median.
     ranks: compare gradients and parameters of the ranks of torch.distributed.
@@ -50,7 +50,7 @@ class SentinelTool(amanda.Tool):
     def __init__(
         self,
         budget: float | None = 0.01,
-        share: float = 0.25,
+        share: float = 0.1,
         threshold: float = 12.0,
         window: int = 64,
         ranks: bool = True,
@@ -78,7 +78,7 @@ class SentinelTool(amanda.Tool):
     def clear(self) -> None:
         """Drop alarms, norms and times; steps are counted from 0."""
         share, seed, compiled = self._watching
-        self._watch = Watch(share, seed, self._alarm)
+        self._watch = Watch(share, seed, self._alarm, self._close)
         for admits in self._admissions:
             self._watch.restrict(admits)
         self._step_scope = amanda.apply(self._watch, compiled=compiled)
@@ -88,6 +88,8 @@ class SentinelTool(amanda.Tool):
         self._told: set[tuple[str, ...]] = set()
         self._optimizers: WeakSet[Any] = WeakSet()
         self._dropped = 0
+        self._closer: bool | None = None
+        """True if the next step is watched whole, for the first NaN; False once that is done."""
         self._remarks: dict[str, None] = {}
         self._begun, self._inside = perf_counter(), 0.0
 
@@ -170,9 +172,17 @@ class SentinelTool(amanda.Tool):
     def _begin_step(self) -> None:
         self._begun, self._inside = perf_counter(), 0.0
         self._watch.step = self._counts.steps
-        if self._budget.allows():
+        if self._closer or self._budget.allows():
+            self._watch.share = 1.0 if self._closer else self._watching[0]
+            self._watch.allowance = math.inf if self._closer else self._budget.allowance
+            self._closer = False if self._closer else self._closer
             self._scope = self._step_scope
             self._scope.start()
+
+    def _close(self) -> None:
+        """Close the scope of a watched step, at its end or once its allowance is spent on new ops."""
+        if self._scope is not None and not self._scope.closed:
+            self._scope.stop()
 
     def _before_update(self, optimizer: Any, *given: Any) -> None:
         """Compare the ranks, which hold the same gradients by now."""
@@ -197,12 +207,12 @@ class SentinelTool(amanda.Tool):
             )
             return
         begun = perf_counter()
-        watched = self._scope is not None
+        watched, exhausted = self._scope is not None, self._scope is not None and self._scope.closed
         alarms = self._judge()
         now = perf_counter()
         self._inside += now - begun + self._watch.seconds
         self._watch.seconds = 0.0
-        self._budget.step_ended(now - self._begun, self._inside, watched)
+        self._budget.step_ended(now - self._begun, self._inside, watched, exhausted)
         self._counts.steps += 1
         self._counts.watched += watched
         self._begin_step()
@@ -213,8 +223,8 @@ class SentinelTool(amanda.Tool):
         """Close the scope of a watched step, and return its alarms."""
         if self._scope is None:
             return []
-        scope, self._scope = self._scope, None
-        scope.stop()
+        self._close()
+        self._scope = None
         _, threshold, window, *_ = self._options
         overflowed, self._watch.overflowed = self._watch.overflowed, False
         norms = self._watch.end_step()
@@ -225,6 +235,8 @@ class SentinelTool(amanda.Tool):
                 values = _pytorch.read([one.value for one in norms])
             alarms, followed = judged(self._counts.steps, norms, values, threshold, window)
             self._counts.followed += followed
+            if self._closer is None and self._watch.share < 1 and any(one.kind == "nan" for one in alarms):
+                self._closer = True
             self._take(alarms, stop=False)
         return [one for one in self._alarms if one.step == self._counts.steps]
 
