@@ -179,7 +179,7 @@ class FakeQuantGraph:
     def __init__(self, function: Any) -> None:
         self._inputs = [one.name for one in function.inputs]
         self._outputs = [one.name for one in function.outputs]
-        self._definition = function.graph.as_graph_def()
+        self._definition, self._shapes = function.graph.as_graph_def(), function.graph.get_tensor_by_name
         self._nodes = {one.name: one for one in self._definition.node}
         self._known: dict[Any, str] = {}
         self.made: list[Marked] = []
@@ -189,7 +189,8 @@ class FakeQuantGraph:
         node, place = self._nodes.get(name), found.place
         if node is None:
             raise QuantizeError(
-                f"{place.name} is in a tf.function of its own, {name}; call the ops of the layer without it"
+                f"{place.name} is in a tf.function of its own, {name}, "
+                "which the converter inlines under other names; leave the module out by amanda.tools.select"
             )
         for (position, item), quantizer in place.quantizers.items():
             scale = quantizer.scale()
@@ -226,9 +227,11 @@ class FakeQuantGraph:
         """Let a node read a weight whose integers the converter can see."""
         axes, shape, name = scale.axes, value.shape, f"{node.name}/weight/quantised"
         self.made.append(Marked(place, "weight", scale, name, value.nbytes))
-        if node.op == "MatMul" and index == 1 and axes and not node.attr["transpose_a"].b:
-            self._write_product(node, name, value.T if node.attr["transpose_b"].b else value, scale)
-            return
+        if node.op in _PRODUCTS and axes and index == 1 and value.ndim == 2:
+            of_input, of_weight = _PRODUCTS[node.op]
+            if not node.attr[of_input].b:
+                self._write_product(node, name, value.T if node.attr[of_weight].b else value, scale)
+                return
         if axes and tuple(axes) != tuple(range(axes[0], len(shape))):
             raise QuantizeError(
                 f"the weight of {place.name} has scales along its axes {list(axes)}, and its shape is {shape}; "
@@ -250,9 +253,9 @@ class FakeQuantGraph:
             "Conv2D", f"{name}/product", [x, self._fake(name, values, scale)], T=_float32(), strides=[1] * 4,
             padding=b"VALID",
         )  # fmt: skip
-        name = node.name
-        node.name = f"{name}/unread"
-        self._reshaped(name, made, (-1, outputs))
+        shape = [-1 if size is None else size for size in self._shapes(f"{node.name}:0").shape]
+        product, node.name = node.name, f"{node.name}/unread"
+        self._reshaped(product, made, shape)
 
     def _fake(self, name: str, value: str, scale: Scale) -> str:
         ends = [np.float32((end - scale.zero_point) * scale.scale) for end in (scale.grid.low, scale.grid.high)]
@@ -280,6 +283,10 @@ class FakeQuantGraph:
             held = tf.compat.v1.AttrValue.ListValue(i=value) if field == "list" else value
             node.attr[key].CopyFrom(tf.compat.v1.AttrValue(**{field: held}))
         return name
+
+
+_PRODUCTS = {"MatMul": ("transpose_a", "transpose_b"), "BatchMatMulV2": ("adj_x", "adj_y")}
+"""Types of products, and their attributes that transpose the input and the weight."""
 
 
 def _float32() -> int:
@@ -321,15 +328,17 @@ class LiteFile:
                 kind, output = kinds[one.opcodeIndex], graph.tensors[one.outputs[0]]
                 if kind in _MOVES or output.type != self._schema.TensorType.FLOAT32:
                     continue
-                read = [kinds[made[i].opcodeIndex] for i in one.inputs if i in made]
-                has_scales = bool(read) and set(read) == {"DEQUANTIZE"}
-                found[f"{kind} of {_names(output)[0]}"] = _NO_OUTPUT if has_scales else _NO_INPUT
+                read = {kinds[made[i].opcodeIndex] for i in one.inputs if i in made}
+                readers = {kinds[each.opcodeIndex] for each in graph.operators if one.outputs[0] in each.inputs}
+                why = _NO_KERNEL if readers == {"QUANTIZE"} else _NO_OUTPUT
+                found[f"{kind} of {_names(output)[0]}"] = why if read == {"DEQUANTIZE"} else _NO_INPUT
         return found
 
 
 _MOVES = {"DEQUANTIZE", "RESHAPE", "TRANSPOSE", "SQUEEZE", "EXPAND_DIMS"}
 _NO_OUTPUT = "no op that reads its output is quantised, so that the output has no scale"
 _NO_INPUT = "its inputs have no scales"
+_NO_KERNEL = "the converter finds no kernel of integers for it"
 
 
 def _names(tensor: Any) -> list[str]:
