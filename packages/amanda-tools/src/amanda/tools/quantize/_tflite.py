@@ -90,8 +90,8 @@ def convert_keras(
         whole.write_bytes(made)
         whole.replace(target)
     file = LiteFile(made)
-    rows = [row for node in graph.made for row in file.rows(node)]
-    return ConvertResult(target, rows, before, len(made), dict(tool.result.left) | file.left())
+    rows = [row for one in graph.made for row in file.rows(one)]
+    return ConvertResult(target, rows, before, len(made), dict(tool.result.left) | file.left(graph.made))
 
 
 def _check_options(options: Options) -> None:
@@ -145,7 +145,7 @@ def _converted(function: Any, quantise: bool = True) -> bytes:
     """Return the file that TensorFlow's converter makes of a function."""
     import tensorflow as tf
 
-    converter = tf.lite.TFLiteConverter.from_concrete_functions([function])
+    converter = tf.lite.TFLiteConverter.from_concrete_functions([function], tf.Module())
     if quantise:  # where nodes of fake quantisation give scales, the converter takes no others
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
     try:
@@ -168,6 +168,12 @@ class Marked(NamedTuple):
     scale: Scale
     node: str = ""
     before: int | None = None
+
+    @property
+    def layer(self) -> str:
+        """Return the module of the op, or the source line."""
+        place = next(self.place.rows())
+        return place.module or place.source
 
 
 class FakeQuantGraph:
@@ -192,11 +198,17 @@ class FakeQuantGraph:
                 f"{place.name} is in a tf.function of its own, {name}, "
                 "which the converter inlines under other names; leave the module out by amanda.tools.select"
             )
-        for (position, item), quantizer in place.quantizers.items():
-            scale = quantizer.scale()
+        scales = [(*key, one, one.scale()) for key, one in place.quantizers.items()]
+        activations = [scale for *_, one, scale in scales if scale is not None and not one.is_weight]
+        if node.op in (*_PRODUCTS, "Einsum") and len(activations) > 1 and any(map(_zero_point, activations)):
+            raise QuantizeError(
+                f"{place.name} multiplies two activations, of which one has a zero point; TensorFlow Lite's "
+                "XNNPACK computes such products wrongly: let symmetric_activations be True"
+            )
+        for position, item, quantizer, scale in scales:
             assert scale is not None
             if node.attr["T"].type != _float32():
-                raise QuantizeError(f"{place.name} is in another type than float32; {_KERNELS} that of it")
+                raise QuantizeError(f"{place.name} is in another type than float32; {_KERNELS} float32")
             index = position + (item or 0)
             if quantizer.is_weight:
                 self._write_weight(node, index, found.weights[position], place, scale)
@@ -308,8 +320,7 @@ class LiteFile:
 
     def rows(self, one: Marked) -> Iterator[tuple[Any, ...]]:
         """Yield the row of a tensor that is integers in the file."""
-        place = next(one.place.rows())
-        told = place.module or place.source, f"{one.tensor}, int8", 8
+        told = one.layer, f"{one.tensor}, int8", 8
         if one.before is None:
             if any(map(partial(_has_scale, one.scale), self._integers)):
                 yield *told, None, None, None
@@ -317,8 +328,9 @@ class LiteFile:
             count = one.scale.scale.size
             yield *told, one.before // 4 // count, one.before, one.before // 4 + 4 * count
 
-    def left(self) -> dict[str, str]:
-        """Return reasons why ops compute in floating point, by the op and the name of its output."""
+    def left(self, marks: Sequence[Marked]) -> dict[str, str]:
+        """Return reasons why ops compute in floating point, by the op and its module or output."""
+        modules = {one.node: one.layer for one in marks if one.node}
         names = {code: name for name, code in vars(self._schema.BuiltinOperator).items()}
         found = {}
         for graph in self._model.subgraphs:
@@ -331,7 +343,8 @@ class LiteFile:
                 read = {kinds[made[i].opcodeIndex] for i in one.inputs if i in made}
                 readers = {kinds[each.opcodeIndex] for each in graph.operators if one.outputs[0] in each.inputs}
                 why = _NO_KERNEL if readers == {"QUANTIZE"} else _NO_OUTPUT
-                found[f"{kind} of {_names(output)[0]}"] = why if read == {"DEQUANTIZE"} else _NO_INPUT
+                known = [modules[n] for i in one.inputs for n in _names(graph.tensors[i]) if n in modules]
+                found[f"{kind} of {[*known, *_names(output)][0]}"] = why if read == {"DEQUANTIZE"} else _NO_INPUT
         return found
 
 
@@ -350,5 +363,9 @@ def _has_scale(scale: Scale, tensor: Any) -> bool:
     found = tensor.quantization
     if found is None or found.scale is None or len(found.scale) != 1:
         return False
-    zero_point = scale.zero_point - scale.grid.low - 128
-    return bool(np.isclose(found.scale[0], scale.scale, 1e-6) and found.zeroPoint[0] == zero_point)
+    return bool(np.isclose(found.scale[0], scale.scale, 1e-6) and found.zeroPoint[0] == _zero_point(scale))
+
+
+def _zero_point(scale: Scale) -> int:
+    """Return the zero point of an activation among signed integers."""
+    return int(scale.zero_point) - scale.grid.low - 128
