@@ -39,7 +39,7 @@ def convert(
         return convert_keras(model, tool, out, force)
     if out is not None:
         raise QuantizeError(
-            f"out is {out!r}, which is for Keras models and ONNX files; a {type(model).__name__} was given"
+            f"out is {out!r}, which is for ONNX files and Keras models; a {type(model).__name__} was given"
         )
     from amanda.tools.quantize.weights._convert import convert_module
 
