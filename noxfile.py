@@ -396,8 +396,8 @@ def recipes(session: nox.Session) -> None:
     share(session)
     install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    files = "tests/tools/test_quantize_converted.py"
-    chosen = (*WITH_SLOW, "tests/docs", files, "-k", "recipes or checkpoint", *session.posargs)
+    files = "tests/tools/test_quantize_converted.py", "packages/amanda-tools/tests/test_quantize_qdq.py"
+    chosen = (*WITH_SLOW, "tests/docs", *files, "-k", "recipes or checkpoint or openvino", *session.posargs)
     session.run("python", "-m", "pytest", *chosen, env=env)
 
 

@@ -112,6 +112,31 @@ def test_a_file_computes_what_the_simulation_does(
         np.testing.assert_allclose(outputs(result.model, feed, FUSED), wanted, rtol=0, atol=1e-5 * most)
 
 
+GROUPS = [
+    {"weight_bits": 4, "group_size": 4, "activation_bits": None, "symmetric_weights": symmetric}
+    for symmetric in (True, False)
+]
+
+
+@pytest.mark.parametrize("options", [*(options for options, _ in GRIDS + COARSE), *GROUPS])
+def test_openvino_computes_what_the_simulation_does(tmp_path: Path, options: dict[str, Any]) -> None:
+    openvino = pytest.importorskip("openvino", reason="`nox -s recipes` has openvino")
+    path, feed = network(tmp_path / "model.onnx"), {"x": X}
+    tool, wanted = simulated(path, feed, **options)
+    result = convert(path, tool, tmp_path / "integers.onnx")
+    settings = {"INFERENCE_PRECISION_HINT": "f32"}  # else floats are bfloat16 where the processor has it
+    compiled = openvino.Core().compile_model(result.model, "CPU", settings)
+    # OpenVINO leaves activations of 16 bits as they are.
+    close = (2e-4 if options.get("activation_bits") == 16 else 1e-5) * np.abs(wanted).max()
+    np.testing.assert_allclose(compiled(feed)[0], wanted, rtol=0, atol=close)
+    facts = [one.get_rt_info() for one in compiled.get_runtime_model().get_ordered_ops()]
+    kinds = [(one["layerType"].value, one["runtimePrecision"].value) for one in facts]
+    products = [kind for layer, kind in kinds if layer in ("Convolution", "FullyConnected")]
+    assert len(products) == 4
+    if options.get("weight_bits", 8) == 8 and options.get("symmetric_weights", True):
+        assert set(products) <= {"u8", "i8"}
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_are_blocks(tmp_path: Path, symmetric: bool) -> None:
     path, feed = network(tmp_path / "model.onnx"), {"x": X}

@@ -21,7 +21,6 @@ from amanda.tools.quantize import (
     QuantizeError,
     QuantizeTool,
     choose_qparams,
-    convert,
     extremes,
     fake_quantize,
 )
@@ -330,9 +329,3 @@ def test_slices_that_the_data_choose_have_scales_of_their_own(mode: str, method:
             kernel = fake_quantize(kernel, *choose_qparams(*extremes(kernel, (3,)), grid), grid, (3,))
         np.testing.assert_allclose(one.reshape(-1), kernel.reshape(4, 4).sum(0), rtol=1e-4)
     assert bool(tool.result.left) == (method == "lsq")
-
-
-def test_keras_models_are_converted_as_files() -> None:
-    network = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
-    with pytest.raises(QuantizeError, match=r"a Sequential of Keras was given.*model\.export"):
-        convert(network, QuantizeTool())

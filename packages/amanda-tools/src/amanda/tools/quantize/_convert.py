@@ -1,4 +1,4 @@
-"""Integers in the place of simulated ones: in a module's memory, or in an ONNX file."""
+"""Integers in the place of simulated ones: in a module's memory, or in a file of ONNX or TensorFlow Lite."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def convert(
     """Make the integers that a tool simulates real; outputs are the simulation's within kernels' rounding.
 
     model: a torch.nn.Module, whose linear layers get tensors of torchao in place, by a NearestTool, GPTQTool
-        or AWQTool that has met the module; or the path of an ONNX file, of which a copy is written to `out`
-        with integer weights and QuantizeLinear and DequantizeLinear nodes, by a QuantizeTool with the scales
-        of a session of the file.
-    out: path of the new ONNX file.  force: replace a file that is there.
+        or AWQTool that has met the module; a model of Keras, of which a file of TensorFlow Lite is written to
+        `out`, by a QuantizeTool that was calibrated with the model; or the path of an ONNX file, of which a
+        copy is written to `out` with integer weights and QuantizeLinear and DequantizeLinear nodes, by a
+        QuantizeTool with the scales of a session of the file.
+    out: path of the new file.  force: replace a file that is there.
 
     The result has a row for each converted tensor.  The module is for inference.
     Raises QuantizeError for another model or tool, a package that is not installed, and scales of another
@@ -31,14 +32,14 @@ def convert(
         from amanda.tools.quantize._onnx_file import convert_file
 
         return convert_file(Path(model), tool, out, force)
-    if out is not None:
-        raise QuantizeError(f"out is {out!r}, which is for ONNX files; a {type(model).__name__} was given")
     kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     if not kinds.isdisjoint(("keras", "tf_keras", "tensorflow")):
+        from amanda.tools.quantize._tflite import convert_keras
+
+        return convert_keras(model, tool, out, force)
+    if out is not None:
         raise QuantizeError(
-            f"a {type(model).__name__} of Keras was given, whose layers hold floating point alone; write it "
-            'as an ONNX file, model.export(path, format="onnx"), calibrate the tool on a session of the file '
-            "and give the file"
+            f"out is {out!r}, which is for ONNX files and Keras models; a {type(model).__name__} was given"
         )
     from amanda.tools.quantize.weights._convert import convert_module
 

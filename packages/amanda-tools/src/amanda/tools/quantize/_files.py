@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -63,6 +64,19 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
     except Exception as error:
         raise QuantizeError(f"{path} is no file of scales that can be read: {in_words(error)}") from error
     return arrays, about
+
+
+def checked_target(out: str | os.PathLike[str] | None, suffix: str, what: str, force: bool) -> Path:
+    """Return the path to write a converted model to.  Raises QuantizeError where it cannot be written."""
+    if out is None or Path(out).suffix != suffix:
+        raise QuantizeError(f"out is {out!r}; give the path of {what} ({suffix}) to write")
+    target = Path(out)
+    if target.is_dir() or not target.parent.is_dir():
+        why = "a folder is there" if target.is_dir() else f"there is no folder {target.parent}"
+        raise QuantizeError(f"{target} cannot be written: {why}")
+    if target.exists() and not force:
+        raise QuantizeError(f"{target} is there already; force=True replaces it")
+    return target
 
 
 def _dtype(name: str) -> str:

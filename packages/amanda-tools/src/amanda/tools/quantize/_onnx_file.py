@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.tools._libraries import numpy as np
+from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
@@ -116,15 +117,9 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
             f"a {type(tool).__name__} was given for {source}; give a QuantizeTool that has the scales of a "
             "session of the file"
         )
-    if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
-        raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
-    target = Path(out)
-    if target.is_dir() or not target.parent.is_dir():
-        why = "a folder is there" if target.is_dir() else f"there is no folder {target.parent}"
-        raise QuantizeError(f"{target} cannot be written: {why}")
-    if target.exists() and not force:
-        raise QuantizeError(f"{target} is there already; force=True replaces it")
-    return target
+    if out is not None and Path(out).resolve() == source.resolve():
+        out = None
+    return checked_target(out, ".onnx", "another ONNX file", force)
 
 
 def _onnx() -> Any:
