@@ -16,6 +16,9 @@ from amanda.tools.quantize.weights._integers import IntegerTool, check_count, su
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
 class AWQTool(IntegerTool, FoldingTool):
@@ -42,11 +45,9 @@ class AWQTool(IntegerTool, FoldingTool):
         symmetric: bool = True,
         steps: int = 20,
         clip: bool = False,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(bits, group_size, symmetric, type, module, exclude)
+        super().__init__(bits, group_size, symmetric, **selected)
         check_count("steps", steps, "exponents, such as 20")
         if not isinstance(clip, bool):
             raise QuantizeError(f"clip is {clip!r}; give True or False")

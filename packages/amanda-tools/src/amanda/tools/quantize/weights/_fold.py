@@ -25,7 +25,9 @@ from amanda.tools.results import Column, Result
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
+    from typing_extensions import Unpack
 
+    from amanda.tools.kit._weight_selection import Selected
     from amanda.tools.quantize.weights._factors import FactorTracing
 
 Axis = tuple[int, int]
@@ -99,8 +101,8 @@ class FoldingTool(CalibratedTool):
     multiply one input share them; `fold` after it writes them.
     """
 
-    def __init__(self, *selection: Any) -> None:
-        super().__init__(*selection)
+    def __init__(self, **selected: Unpack[Selected]) -> None:
+        super().__init__(**selected)
         self._folds: dict[int, Fold] | None = None
         self._unfolded: dict[int, str] = {}
         self._shared: dict[Fold, Tensor] = {}

@@ -15,6 +15,9 @@ from amanda.tools.results import Column
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
 class QuantizedWeights(WeightResult):
@@ -62,11 +65,9 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         bits: int = 4,
         group_size: int | None = 128,
         symmetric: bool = True,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(type, module, exclude)
+        super().__init__(**selected)
         self.grid = Grid.of(bits, symmetric)
         if not isinstance(bits, int) or bits > 8:
             raise QuantizeError(f"bits is {bits!r}; give a number from 2 to 8")

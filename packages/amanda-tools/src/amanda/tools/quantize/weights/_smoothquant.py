@@ -15,6 +15,9 @@ from amanda.tools.quantize.weights._fold import FoldingTool, tied
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
 class SmoothQuantTool(FoldingTool):
@@ -38,11 +41,9 @@ class SmoothQuantTool(FoldingTool):
     def __init__(
         self,
         alpha: float = 0.5,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(type, module, exclude)
+        super().__init__(**selected)
         if not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise QuantizeError(f"alpha is {alpha!r}; give a number from 0 to 1")
         self._alpha = alpha
