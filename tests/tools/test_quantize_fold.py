@@ -217,6 +217,32 @@ def test_factors_pass_through_convolutions_pooling_and_flattening() -> None:
     assert (model(x) - wanted).abs().max() < 1e-12
 
 
+class Pooled(nn.Module):
+    """Convolutions whose outputs are averaged over places, and a sum over channels beside one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+        self.one, self.two = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.first(x).relu(), self.second(x).relu()
+        both = self.one(y.mean((2, 3))) + self.two(z.mean((-2, -1), keepdim=True)[..., 0, 0])
+        made: Tensor = both + z.sum(1).mean()
+        return made
+
+
+@torch.no_grad()
+def test_factors_pass_through_means_over_places_alone() -> None:
+    torch.manual_seed(0)
+    model, x, tool = Pooled().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64), SmoothQuantTool()
+    wanted = planned(tool, model, x)
+    result = tool.fold(model)
+    assert [row[0] for row in result.rows()] == ["one.weight"]
+    assert result.left["two.weight"] == "sum of the model reads its input too"
+    assert (model(x) - wanted).abs().max() < 1e-12
+
+
 class Twice(nn.Module):
     """A weight that a product reads, and that is the input of another one."""
 
@@ -284,6 +310,8 @@ def test_folding_out_of_turn_is_an_error_that_says_so() -> None:
     tool.plan_fold(model, X)
     with pytest.raises(QuantizeError, match="SmoothQuantTool has calibrated no weight of this Block"):
         tool.fold(block())
+    with pytest.raises(QuantizeError, match="function has no parameters"):
+        tool.fold(lambda x: x)  # type: ignore[arg-type]
     result = tool.fold(model)
     assert [row[0] for row in result.rows()] == ["o.weight", "down.weight"]
     assert result.left["q.weight"] == (

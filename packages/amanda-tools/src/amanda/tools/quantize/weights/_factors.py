@@ -140,6 +140,17 @@ def added(call: Call) -> Sequence[Families]:
     return [(np.broadcast_arrays(one, other)[0],)]
 
 
+def averaged(call: Call) -> Sequence[Families]:
+    """Pass factors on along axes over which the op computes no mean or sum."""
+    value, output, given = call.inputs[0], call.outputs[0], call.value("dim")
+    axes = range(value.ndim) if given is None or given == [] else [given] if isinstance(given, int) else given
+    passed = [one for one in call.of(value) if all(one.shape[axis] == 1 for axis in axes)]
+    if len(passed) < len(call.of(value)) or not output.is_floating_point():
+        return stopped(call)
+    dropped = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
+    return [tuple(np.squeeze(one, dropped) for one in passed)]
+
+
 def moved(call: Call) -> Sequence[Families]:
     """Move labels as an op moves elements that no other tensor selects."""
     if any(hasattr(one, "shape") for one in leaves(call.inputs[1:])):
@@ -197,7 +208,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "addmm"), product),
     **_by_word({
         "layer_norm rms_norm batch_norm instance_norm group_norm": normalised, "mul div": scaled,
-        "add sub": added, "cat": concatenated, "scaled_dot_product_attention": attention,
+        "add sub": added, "mean sum": averaged, "cat": concatenated,
+        "scaled_dot_product_attention": attention,
         "reshape transpose permute getitem unbind split split_with_sizes chunk tensor_split unsqueeze "
         "squeeze expand expand_as select narrow slice repeat repeat_interleave tile broadcast_to flip":
             moved,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Held, parameters
+from amanda.tools.kit import Held, HeldError, parameters
 from amanda.tools.kit._holders import Undo, undone
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
@@ -170,6 +170,12 @@ class FoldingTool(CalibratedTool):
                 f"call plan_fold(model, example) of this {type(self).__name__} before its calibration: it "
                 "finds the parameters that can take the factors"
             )
+        try:
+            return self._folded(model, self._folds)
+        except HeldError as error:
+            raise QuantizeError(str(error)) from error
+
+    def _folded(self, model: nn.Module, folds: Mapping[int, Fold]) -> FoldResult:
         held = {one.identity: one for one in parameters(model)}
         weights = {one.holder: one for one in self.weights if one.is_ready and one.part is None}
         if not held.keys() & weights.keys():
@@ -179,7 +185,7 @@ class FoldingTool(CalibratedTool):
             )
         left, chosen = dict[str, str](), list[Fold]()
         for weight in self.weights:
-            fold = None if weight.part is not None else self._folds.get(weight.holder)
+            fold = None if weight.part is not None else folds.get(weight.holder)
             if fold is None:
                 if weight.is_ready:
                     left[weight.name] = self._unfolded.get(
