@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.tools.prune import PruneError
-from amanda.tools.prune.channels import ChannelPruneResult, ChannelPruneTool
+from amanda.tools.prune.channels import ChannelPruneResult, ChannelPruneTool, _plan
 
 
 def network() -> nn.Sequential:
@@ -438,6 +438,31 @@ class Slow(nn.Module):
         self.clock += self.one.weight.shape[0]
         found: Tensor = self.two(self.one(x).relu())
         return found
+
+
+class AtLeastFour(nn.Module):
+    """A layer that a program refuses to make narrower than four channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.shape[1] < 4:
+            raise ValueError("too narrow")
+        made: Tensor = self.second(y)
+        return made
+
+
+def test_a_share_that_a_model_does_not_suit_leaves_others_to_a_budget_of_latency(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_plan, "_share_of_time", lambda plan, example, named: plan.work)
+    tool = ChannelPruneTool(of="latency", sparsity=0.4)
+    tool.prepare(AtLeastFour().eval(), torch.randn(3, 6))
+    assert tool.result.latency is not None
+    assert 0.5 < tool.result.latency <= 0.6
 
 
 def test_a_budget_of_latency_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 import amanda
 from amanda.tools.flops import FlopsTool
 from amanda.tools.prune import ChannelPruneResult, ChannelPruneTool, PruneError
+from amanda.tools.prune.channels import _plan
 
 Array = NDArray[Any]
 
@@ -146,6 +147,62 @@ def test_layer_has_fewer_filters(layer: Any, kept: int) -> None:
     result = removed(model, random(2, 8, 8, 3))
     assert result.model.layers[0].filters == 4
     assert result.model.layers[2].filters == kept
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (layers.Conv2D, (8, 8, 3)), (layers.Conv2DTranspose, (8, 8, 3)), (layers.SeparableConv2D, (8, 8, 3)),
+        (layers.Conv1D, (8, 3)), (layers.Conv3D, (4, 4, 4, 3)),
+    ],
+)  # fmt: skip
+def test_one_channel_of_each_layer_stays(layer: Any, shape: tuple[int, ...]) -> None:
+    model = network(
+        layer(4, 2), layers.BatchNormalization(), layers.ReLU(), layer(6, 2), layers.Flatten(),
+        layers.Dense(5, "relu"), shape=shape,
+    )  # fmt: skip
+    result = removed(model, random(2, *shape), sparsity=0.99)
+    assert [row[4] for row in result.rows()] == [1, 1, 1]
+    assert not any("does not suit" in why for why in result.left.values())
+
+
+def test_a_budget_of_latency_prunes_a_small_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "_share_of_time", lambda plan, example, named: plan.work)
+    result = removed(network(layers.Conv2D(8, 3), layers.Conv2D(8, 3)), random(2, 8, 8, 3), of="latency")
+    assert result.latency is not None
+    assert 0.2 < result.latency <= 0.5
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras when it saves
+@pytest.mark.parametrize(("groups", "filters"), [(4, 6), (12, 6), (-1, 6), (3, 4)])
+def test_group_normalization_loses_whole_groups(groups: int, filters: int, tmp_path: Path) -> None:
+    model = network(
+        layers.Conv2D(12, 3), layers.GroupNormalization(groups), layers.ReLU(), layers.Conv2D(8, 3)
+    )
+    x = random(2, 8, 8, 3)
+    smaller = removed(model, x).model
+    assert smaller.layers[0].filters == filters
+    assert smaller.layers[1].groups == filters * model.layers[1].groups // 12
+    smaller.save(tmp_path / "smaller.keras")
+    loaded = keras.saving.load_model(tmp_path / "smaller.keras")
+    assert np.array_equal(loaded(x).numpy(), smaller(x).numpy())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"groups": 4, "scale": False, "center": False}, "Number of groups"),
+        ({"groups": 1}, "Mean of normal computes over them"),
+    ],
+)
+def test_channels_of_a_group_normalization_that_cannot_lose_groups_are_left(
+    options: dict[str, Any], reason: str
+) -> None:
+    layer = layers.GroupNormalization(**options, name="normal")
+    model = network(layers.Conv2D(12, 3), layer, layers.Conv2D(8, 3))
+    result = removed(model, random(2, 8, 8, 3))
+    assert [one.filters for one in result.model.layers if isinstance(one, layers.Conv2D)] == [12, 4]
+    assert any(reason in why for why in result.left.values())
 
 
 def test_reshape_and_a_model_within_a_model_become_smaller() -> None:

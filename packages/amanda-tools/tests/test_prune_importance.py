@@ -223,6 +223,43 @@ def test_what_sparsegpt_changes_goes_with_the_state() -> None:
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_state_of_before_finalize_fits_the_model_of_before_and_of_after(compiled: bool) -> None:
+    model, tool = network(), PruneTool(0.5, importance="sparsegpt")
+    prepared(tool, model)
+    x, dense, state = batches(1)[0][0], copy.deepcopy(model), copy.deepcopy(tool.state_dict())
+    assert all(state[name].any() for name in state if name.endswith("offset"))
+    tool.finalize(model)
+    expected = model(x)
+    for one in (dense, model):
+        torch._dynamo.reset()
+        again = PruneTool(0.5, importance="sparsegpt")
+        again.load_state_dict(state)
+        call = torch.compile(one, backend="aot_eager") if compiled else one
+        with amanda.apply(again, compiled="instrument"):
+            assert torch.equal(call(x), expected)
+        again.finalize(one)
+        assert torch.equal(one(x), expected)
+
+
+def test_state_of_before_finalize_leaves_weights_that_had_come_back() -> None:
+    model, tool = network(), PruneTool(0.5, regrow="random", frequency=1, end=3, regrow_fraction=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amanda.apply(tool):
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    state = copy.deepcopy(tool.state_dict())
+    assert any(state[name].any() for name in state if name.endswith("offset"))
+    tool.finalize(model)
+    expected = model(batches(1)[0][0])
+    again = PruneTool(0.5, regrow="random", frequency=1, end=3, regrow_fraction=0.3)
+    again.load_state_dict(state)
+    with amanda.apply(again):
+        assert torch.equal(model(batches(1)[0][0]), expected)
+
+
 @pytest.mark.parametrize("importance", ["gradient", "wanda", "sparsegpt"])
 def test_compiled_graphs_are_met_as_eager_models_are(importance: Any) -> None:
     model, x = network(), batches(1)[0][0]

@@ -91,7 +91,10 @@ class Weight(Form):
     holder: identity of the parameter or variable; None for a weight that is computed at each call.
     part: the part of the parameter that is read; None for all of it.
     number: its place in the order in which weights were met.  readers: ids of the ops that read it.
+    is_loaded: True if its state was loaded, until a tool that asks sets it to False.
     """
+
+    is_loaded = False
 
     def __init__(
         self,
@@ -204,6 +207,7 @@ class Weight(Form):
         """Keep for which step the state was made, and let go of the op at which the weight was met."""
         self._made_for = self.keep("updated", np.full(1, NEVER))
         self._updated = int(self._made_for[0])
+        self.is_loaded = self._updated != NEVER
         del self._keep
 
     def _kept_extents(self) -> tuple[int, ...]:

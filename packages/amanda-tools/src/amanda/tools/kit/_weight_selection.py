@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
@@ -20,6 +21,17 @@ LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGa
 """Ops that look rows of a weight up."""
 
 Globs = list[str] | str | None
+
+
+class Selected(TypedDict, total=False):
+    """Options of a tool by which weights are selected, as keywords that a subclass passes on.
+
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    """
+
+    type: Globs
+    module: Globs
+    exclude: Globs
 
 
 class WeightSelection:

@@ -299,7 +299,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         if not self.is_settled:
             return None
         for weight, present in form.within(value):
-            if not weight.is_ready:
+            if not weight.is_ready or weight.is_loaded:
                 self.on_read(cast(W, weight), present)
         return form.tensors_like(value, self.state_names) if form.is_ready else None
 

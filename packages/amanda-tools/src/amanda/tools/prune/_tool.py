@@ -158,11 +158,15 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     def on_read(self, weight: PrunedWeight, present: Present) -> None:
         """Make the mask that is due, or gather what it is made of."""
+        if weight.is_loaded:
+            weight.fit_loaded(present)
         self._making.look_at(weight, present)
         weight.start_grown(present)
 
     def on_file(self, weight: PrunedWeight, present: Present) -> None:
         """Gather what the mask of a weight in a file is made of."""
+        if weight.is_loaded:
+            weight.fit_loaded(present)
         self._making.gather_for_good(weight, present)
 
     def on_gradient(self, weight: PrunedWeight, gradient: Any) -> None:

@@ -55,6 +55,19 @@ class PrunedWeight(Weight):
         """Return True if its mask was made for an earlier step than this one."""
         return not self.is_left and update is not None and self.updated < update
 
+    def fit_loaded(self, present: Present) -> None:
+        """Subtract nothing from a value that `finalize` has written: all that the mask drops is 0 in it.
+
+        SparseGPT subtracts nothing from such a value either, since it made up for nothing.
+        """
+        self.is_loaded = False
+        if self.offset is None or self.is_left:
+            return
+        value = self.plain(present())
+        dropped = ~self.like(self.mask, value)
+        if bool(dropped.any()) and not bool(((value != 0) & dropped).any()):
+            self["offset"] = 0
+
     def start_grown(self, present: Present) -> None:
         """Count elements that have just come back from the present value: they start at 0."""
         if self._fresh is None:

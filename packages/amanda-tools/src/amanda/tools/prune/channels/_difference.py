@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
+from amanda.tools.prune.channels._labels import Part
 from amanda.tools.prune.channels._tracing import Step, Tracing
 
 
@@ -28,14 +29,18 @@ def _move_alike(step: Step, other: Step, expected: Tracing, alive: Any) -> bool:
     roots = expected.notes.labels.roots
     for family in step.read[0][0]:
         if not alive[family].all() and step.moved is not None and other.moved is not None:
-            pairs = zip(step.moved(family), other.moved(_shortened(family, alive)), strict=True)
-            if not all(np.array_equal(roots(_shortened(one, alive)), roots(two)) for one, two in pairs):
-                return False
+            read = _shortened(family, ((family,), family.shape), expected, alive)
+            triples = zip(step.moved(family), step.made, other.moved(read), strict=True)
+            for one, part, two in triples:
+                if not np.array_equal(roots(_shortened(one, part, expected, alive)), roots(two)):
+                    return False
     return True
 
 
-def _shortened(family: Any, alive: Any) -> Any:
-    """Return the labels that are kept, in an array without the places of the others."""
-    kept = alive[family]
-    others = [tuple(i for i in range(kept.ndim) if i != axis) for axis in range(kept.ndim)]
-    return family[np.ix_(*(np.any(kept, axis=one) for one in others))] if kept.ndim else family
+def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
+    """Return an array without the places at which a tensor of its shape has channels that are not kept."""
+    kept = [expected.places(part[0], axis, alive) for axis in range(array.ndim)]
+    whole = (np.arange(extent) for extent in array.shape)
+    return array[
+        np.ix_(*(own if one is None else np.flatnonzero(one) for own, one in zip(whole, kept, strict=True)))
+    ]

@@ -21,7 +21,10 @@ _SIZES = {
 }  # fmt: skip
 """Entry of a layer's config with the number of its channels, and the axis of its kernel, by class."""
 
-_OF_INPUTS = ("BatchNormalization", "DepthwiseConv1D", "DepthwiseConv2D", "LayerNormalization", "PReLU")
+_OF_INPUTS = (
+    "BatchNormalization", "DepthwiseConv1D", "DepthwiseConv2D", "GroupNormalization", "LayerNormalization",
+    "PReLU",
+)  # fmt: skip
 """Layers whose weights are as long as what they are given."""
 
 _KERNELS = ("pointwise_kernel", "_kernel", "kernel", "_embeddings", "embeddings")
@@ -80,6 +83,11 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
                 before, config[key] = config[key], int(own.sum())
                 if name in plan.tracing.notes.whole_groups:
                     config["groups"] = config["groups"] * config[key] // before
+        elif isinstance(layer, keras.layers.GroupNormalization):
+            for weight in layer.weights[:1]:
+                own = kept.get(weight.path, {}).get(0)
+                if own is not None:
+                    config["groups"] = config["groups"] * int(own.sum()) // len(own)
         elif isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 new if old != -1 else old

@@ -86,7 +86,7 @@ class KerasTracing(Tracing):
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         moved = partial(_moved, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
-        word = type if rule is reduced else word
+        word = type if rule is reduced else "add" if type == "BiasAdd" else word
         call = Call(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
@@ -100,7 +100,8 @@ class KerasTracing(Tracing):
                 self._known[output] = families
             if type in ("Cast", "Identity") and read[0].name is not None:
                 self._names[output] = read[0].name
-        self.step(call, rule, module, module, [(one.families, one.shape) for one in read], found)
+        if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
+            self.step(call, rule, module, module, [(one.families, one.shape) for one in read], found)
 
     def _of_weight(self, name: str, value: Any) -> Families:
         """Return the families of a weight, new ones at first."""

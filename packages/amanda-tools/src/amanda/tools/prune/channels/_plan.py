@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from time import perf_counter
@@ -118,16 +119,20 @@ def made_plan(
     select(plan, choice)
     if choice.budget.of != "latency":
         return plan, _fitted(plan, choice, example, named)
-    low, high = 0.0, 1.0
+    low, high, labels = 0.0, 1.0, tracing.notes.labels
+
+    def fitted(sparsity: float) -> Any:
+        tracing.notes.labels = deepcopy(labels)  # what one share does not suit may be removed of another
+        return _fitted(plan, replace(choice, budget=choice.budget.of_channels(sparsity)), example, named)
+
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        own = replace(choice, budget=choice.budget.of_channels(middle))
-        _fitted(plan, own, example, named)
+        fitted(middle)
         if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
             low = middle
         else:
             high = middle
-    result = _fitted(plan, replace(choice, budget=choice.budget.of_channels(high)), example, named)
+    result = fitted(high)
     plan.latency = _share_of_time(plan, example, named)
     return plan, result
 

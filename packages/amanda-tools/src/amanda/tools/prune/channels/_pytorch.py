@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import amanda
 from amanda.tools._libraries import numpy as np
@@ -14,7 +14,7 @@ from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, Family
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._removal import ModuleRemoval, sizes_of
-from amanda.tools.prune.channels._rules import RULES, fresh, unknown
+from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
 from amanda.tools.prune.channels._simulation import over_kept, selected
 from amanda.tools.prune.channels._subject import Axes, Masks, Subject
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
@@ -119,7 +119,12 @@ class Module(Subject):
 
 
 class ModuleTracing(Tracing):
-    """Follows channels through a call of a module, where tensors are objects."""
+    """Follows channels through a call of a module, where tensors are objects.
+
+    returned: why channels of results stay whole.
+    """
+
+    returned: ClassVar[str] = "the model returns them"
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -139,13 +144,17 @@ class ModuleTracing(Tracing):
         with torch.enable_grad(), amanda.apply(self):  # without gradients, layers of attention are one op
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):
-            self.notes.labels.leave(self._families(value), "the model returns them")
+            self.notes.labels.leave(self._families(value), self.returned)
         self.notes.labels.settle()
         return self.result
 
     def layer(self, name: str) -> str:
         """Return the path of the module that has a parameter."""
         return name.rpartition(".")[0]
+
+    def rule(self, type: str) -> Rule:
+        """Return the rule for an op's word."""
+        return RULES.get(type, unknown)
 
     def _analyse(self, context: amanda.OpContext) -> None:
         if context["phase"] == "forward":
@@ -184,16 +193,14 @@ class ModuleTracing(Tracing):
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
         moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
         call = Call(type, place, op_id, inputs, names, made, self._families, moved, self.notes, self._name)
-        if any(families for families, _ in read):
-            rule = RULES.get(type, unknown)
-        else:
-            rule = fresh
-        found = rule(call) if made else unknown(call)
+        own = self.rule(type)
+        rule = own if any(families for families, _ in read) else fresh
+        found = rule(call) if made else self.rule("")(call)
         for output, families in zip(made, found, strict=True):
             if families or self._known.get(output):
                 self._known[output] = families
         known = [self._known.get(one) or () for one in made]
-        self.step(call, RULES.get(type, unknown), module, source, read, known)
+        self.step(call, own, module, source, read, known)
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""

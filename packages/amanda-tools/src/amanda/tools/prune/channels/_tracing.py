@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import amanda
@@ -106,6 +106,8 @@ def tensors_in(value: Any) -> Iterator[Any]:
     """Yield the tensors of what a model returns."""
     if isinstance(value, Mapping):
         value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, one.name) for one in fields(value)]
     if isinstance(value, (list, tuple)):
         for one in value:
             yield from tensors_in(one)

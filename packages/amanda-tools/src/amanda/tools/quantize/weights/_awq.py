@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
+from amanda.tools.quantize.weights._fold import FoldingTool, tied
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
-from amanda.tools.quantize.weights._integers import IntegerTool, check_count
+from amanda.tools.quantize.weights._integers import IntegerTool, check_count, sums_of
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
-class AWQTool(IntegerTool, CalibratedTool):
+class AWQTool(IntegerTool, FoldingTool):
     """Quantises weights by AWQ: the integers are of a weight whose inputs are scaled up by their activations.
 
     bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
@@ -25,7 +31,8 @@ class AWQTool(IntegerTool, CalibratedTool):
     layers but queries and keys, which `exclude` and a second tool leave out.
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
 
-    Ops read the integers' weight divided by the scales of the inputs again; each op has its own scales.
+    Ops read the integers' weight divided by the scales of the inputs again.  Each weight has its own scales,
+    or after `plan_fold` each input; `fold` writes them into the layers that make the inputs.
     Raises QuantizeError for options that make no sense.
 
     >>> awq = AWQTool(bits=4, group_size=32)
@@ -38,11 +45,9 @@ class AWQTool(IntegerTool, CalibratedTool):
         symmetric: bool = True,
         steps: int = 20,
         clip: bool = False,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(bits, group_size, symmetric, type, module, exclude)
+        super().__init__(bits, group_size, symmetric, **selected)
         check_count("steps", steps, "exponents, such as 20")
         if not isinstance(clip, bool):
             raise QuantizeError(f"clip is {clip!r}; give True or False")
@@ -57,19 +62,42 @@ class AWQTool(IntegerTool, CalibratedTool):
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Choose the scales of the inputs of a weight, and its integers."""
-        assert samples.gram is not None
-        size = self.size(weight)
-
-        def rounded(matrix: Tensor) -> Tensor:
-            return dequantized(*quantized(matrix, self.grid, size))
-
-        gram = samples.gram / samples.count
-        scales = awq_scales(matrix, samples.magnitudes / samples.count, gram, rounded, self._steps)
-        weight["smoothing"] = scales
+        super().solve(weight, matrix, samples)
+        scales, size = weight.like(weight["smoothing"], matrix), self.size(weight)
         scaled = matrix * scales
         if self._clip:
-            scaled = awq_clipped(scaled, gram / (scales * scales[:, None]), rounded, size)
+            assert samples.gram is not None
+            gram = samples.gram / samples.count
+            scaled = awq_clipped(
+                scaled, gram / (scales * scales[:, None]), partial(self._rounded, size=size), size
+            )
         self.write(weight, matrix, quantized(scaled, self.grid, size))
+
+    def factors(
+        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    ) -> Tensor:
+        """Return the scales of an input with the least error of all weights that multiply it."""
+        import torch
+
+        weights, matrices, samples = zip(*given, strict=True)
+        count = sum(one.count for one in samples)
+        magnitudes = sum(one.magnitudes for one in samples) / count
+        gram = sum(one.gram for one in samples) / count
+        rounded = partial(self._rounded, size=self.size(weights[0]))
+        return awq_scales(torch.cat(matrices), tied(magnitudes, slots, "mean"), gram, rounded, self._steps)
+
+    def on_folded(
+        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
+    ) -> None:
+        """Divide the scales of integers whose outputs were divided."""
+        super().on_folded(weight, value, scales, is_read)
+        for axis, scale in scales:
+            if weight.layout is not None and weight.layout[axis] == "O":
+                weight["scale"] = weight["scale"] * weight.like(scale, weight["scale"])[:, None]
+        weight["sums"] = sums_of(weight.plain(value))
+
+    def _rounded(self, matrix: Tensor, size: int) -> Tensor:
+        return dequantized(*quantized(matrix, self.grid, size))
 
 
 def awq_scales(

@@ -13,6 +13,9 @@ from amanda.tools.quantize.weights._products import product
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 UNREAD = "no op that multiplies by it ran in the calibration"
 ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
@@ -89,8 +92,8 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     wants_gram: ClassVar[bool] = True
     """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
 
-    def __init__(self, *selection: Any) -> None:
-        super().__init__(*selection)
+    def __init__(self, **selected: Unpack[Selected]) -> None:
+        super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
         self.settled: set[CalibratedWeight] = set()
         self.add_inst_for_op(self._analyse)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize.weights._integers import IntegerTool
+from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
 from amanda.tools.quantize.weights._layers import linear_layers
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
     `weight_zero_point` in the place of each quantised weight; config.json has the `quantization_config`,
     beside what `model.config` says if the model is of transformers.  The format is "pack-quantized".
     Returns the folder.  Raises QuantizeError for a tool that has met another model, for quantised weights of
-    others than linear layers, for AWQ, whose scales of inputs the layout lacks, and as `convert` does.
+    others than linear layers, for AWQ's scales of inputs that are not folded, and as `convert` does.
     """
     import torch
     from safetensors.torch import save_file
@@ -34,8 +34,12 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
         raise QuantizeError(
             f"the layout holds integers of linear layers alone; exclude {', '.join(others)} of the tool"
         )
-    if any(weight.get("smoothing") is not None for _, weight in layers.values()):
-        raise QuantizeError(f"the layout has no place for the scales of inputs of {type(tool).__name__}")
+    scaled = [name for name, (_, weight) in layers.items() if has_factors(weight)]
+    if scaled:
+        raise QuantizeError(
+            f"the layout has no place for the scales of the inputs of {', '.join(scaled)}: fold them by "
+            f"plan_fold and fold of {type(tool).__name__}, or exclude these layers"
+        )
     state = {name: one.detach().contiguous() for name, one in model.state_dict().items()}
     for name, (layer, weight) in layers.items():
         numbers, prefix = weight.numbers(("codes", "scale", "zero_point")), f"{name}." if name else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amanda.tools.kit._requirements import check
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
-from amanda.tools.quantize.weights._integers import IntegerTool
+from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
 from amanda.tools.quantize.weights._layers import linear_layers
 from amanda.tools.results import Column, Result
 
@@ -65,7 +65,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     The layers keep their class; their weights are tensors of torchao, whose kernels multiply by them.
     `Int4OpaqueTensor` has two weights in a byte: 4 bits in groups of 32, 64 or 128 inputs, in a layer of
     bfloat16 or float16 on the host, where it has kernels, with a multiple of 16 outputs.  `Int8Tensor` has
-    one weight in a byte, of any other symmetric integers.  AWQ's scales become the tensors' `act_pre_scale`.
+    one weight in a byte, of any other symmetric integers.  AWQ's scales that are not folded become the
+    tensors' `act_pre_scale`.
 
     tool: a NearestTool, GPTQTool or AWQTool that has met the model.  Outputs are those in its scope, within
     the rounding of the kernels.  The model is for inference.
@@ -116,7 +117,7 @@ def _tensor(parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8
     found = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
     codes, scale, zero_point = found["codes"], found["scale"], found["zero_point"]
     size, dtype = tool.size(weight), parameter.dtype
-    pre_scale = 1 / found["smoothing"] if "smoothing" in found else None
+    pre_scale = 1 / found["smoothing"] if has_factors(weight) else None
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
         return _int4(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)

@@ -13,6 +13,9 @@ from amanda.tools.quantize.weights._integers import IntegerTool, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
 class GPTQTool(IntegerTool, CalibratedTool):
@@ -41,11 +44,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
         damping: float = 0.01,
         block: int = 128,
         act_order: bool = False,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(bits, group_size, symmetric, type, module, exclude)
+        super().__init__(bits, group_size, symmetric, **selected)
         if not isinstance(damping, (int, float)) or not 0 < damping < 1:
             raise QuantizeError(f"damping is {damping!r}; give a share between 0 and 1, such as 0.01")
         check_count("block", block, "columns, such as 128")

@@ -15,6 +15,9 @@ from amanda.tools.results import Column
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
 class QuantizedWeights(WeightResult):
@@ -62,11 +65,9 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         bits: int = 4,
         group_size: int | None = 128,
         symmetric: bool = True,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(type, module, exclude)
+        super().__init__(**selected)
         self.grid = Grid.of(bits, symmetric)
         if not isinstance(bits, int) or bits > 8:
             raise QuantizeError(f"bits is {bits!r}; give a number from 2 to 8")
@@ -108,7 +109,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         """Keep the integers of a weight, and what tells its value from another."""
         for name, value in codes._asdict().items():
             weight[name] = value
-        weight["sums"] = _sums(matrix)
+        weight["sums"] = sums_of(matrix)
 
     def check_model(self, model: Any) -> None:
         """Raise QuantizeError if a weight lacks integers, or its value in a model is another than theirs.
@@ -151,6 +152,12 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return (made if smoothing is None else made / smoothing).reshape(value.shape)
 
 
+def has_factors(weight: Weight) -> bool:
+    """Return True if the integers are of a weight whose inputs an op divides."""
+    factors = weight.get("smoothing")
+    return factors is not None and bool((factors != 1).any())
+
+
 def check_count(option: str, given: Any, told: str) -> None:
     """Raise QuantizeError unless an option is a whole number from 1."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
@@ -164,14 +171,14 @@ def _is_same(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool
     value = whole if weight.part is None else whole.as_strided(*weight.part)
     # Elements that were cast to bfloat16 differ by up to 2 ** -9.
     share = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
-    found = _sums(weight.plain(value))
+    found = sums_of(weight.plain(value))
     return any(
         bool((found - one).abs().max() <= share * one[1])
-        for one in (weight["sums"].to(found.device), _sums(weight.plain(tool.finalized(weight, value))))
+        for one in (weight["sums"].to(found.device), sums_of(weight.plain(tool.finalized(weight, value))))
     )
 
 
-def _sums(value: Tensor) -> Tensor:
+def sums_of(value: Tensor) -> Tensor:
     """Return the sum and the norm of a tensor."""
     import torch
 

@@ -9,17 +9,23 @@ import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import origin
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
+from amanda.tools.quantize.weights._fold import FoldingTool, tied
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.kit._weight_selection import Selected
 
 
-class SmoothQuantTool(CalibratedTool):
+class SmoothQuantTool(FoldingTool):
     """Divides the inputs of products by a factor for each channel, and multiplies weights by it.
 
     The products stay what they are, within rounding; a `QuantizeTool` that is applied after this tool
-    quantises what is smoother.  Each op has its own factors.
+    quantises what is smoother.  Each weight has its own factors, or after `plan_fold` each input; `fold`
+    writes them into the layers that make the inputs.
 
     alpha: the share of the outliers' size, as an exponent, that moves from activations into weights.
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
@@ -35,11 +41,9 @@ class SmoothQuantTool(CalibratedTool):
     def __init__(
         self,
         alpha: float = 0.5,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        **selected: Unpack[Selected],
     ) -> None:
-        super().__init__(type, module, exclude)
+        super().__init__(**selected)
         if not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise QuantizeError(f"alpha is {alpha!r}; give a number from 0 to 1")
         self._alpha = alpha
@@ -51,11 +55,17 @@ class SmoothQuantTool(CalibratedTool):
         weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
         return None
 
-    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
-        """Compute the factors: maxima over the window of a convolution belong to a channel."""
-        channels = weight.canonical_shape[1]
-        most = samples.most.reshape(channels, -1).amax(1)
-        weight["smoothing"] = smoothing(most, matrix.reshape(len(matrix), channels, -1), self._alpha)
+    def factors(
+        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    ) -> Tensor:
+        """Return the factors of weights of one input: maxima over a convolution's window are a channel's."""
+        import torch
+
+        channels = given[0][0].canonical_shape[1]
+        most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in given]
+        largest = [matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in given]
+        both = (tied(torch.stack(one).amax(0), slots, "amax") for one in (most, largest))
+        return smoothing(next(both), next(both)[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""
@@ -80,7 +90,8 @@ class SmoothQuantTool(CalibratedTool):
     def finalize(self, model: Any) -> Any:
         """Raise QuantizeError: a model whose weights alone were multiplied computes something else."""
         raise QuantizeError(
-            "SmoothQuantTool divides inputs of ops, which no parameter of a model holds: keep it in the scope"
+            "SmoothQuantTool divides inputs of ops: call its plan_fold(model, example) before the "
+            "calibration and fold(model) after it, or keep it in the scope"
         )
 
 

@@ -1,0 +1,343 @@
+"""Factors of SmoothQuant and AWQ in the layers that make the inputs, beside arithmetic by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amanda
+from amanda.tools.quantize import QuantizeError
+from amanda.tools.quantize.weights import (
+    AWQTool,
+    NearestTool,
+    SmoothQuantTool,
+    awq_scales,
+    convert,
+    dequantized,
+    quantized,
+    save_compressed,
+)
+
+
+class Block(nn.Module):
+    """A block of a transformer with a gated network, and one with GELU that ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.again = nn.RMSNorm(32)
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.bare = nn.LayerNorm(32, elementwise_affine=False)
+        self.last, self.end = nn.Linear(32, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        heads = (one(y).unflatten(-1, (4, 8)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        y = self.again(x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        made: Tensor = self.end(F.gelu(self.last(self.bare(x))))
+        return made
+
+
+X = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(1))
+X[..., 3] *= 30
+
+
+def block(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    made = Block().to(dtype).eval()
+    for one in (made.norm.weight, made.norm.bias, made.again.weight):
+        one.data += torch.rand_like(one)
+    return made
+
+
+def planned(tool: Any, model: nn.Module, x: Tensor) -> Tensor:
+    """Plan the folds and calibrate; return what the model computes in a scope of the tool."""
+    tool.plan_fold(model, x)
+    with torch.no_grad(), amanda.apply(tool):
+        with tool.calibrating():
+            model(x)
+        found: Tensor = model(x)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_folded_model_computes_the_same_without_the_tool(dtype: torch.dtype, bound: float) -> None:
+    model, tool = block(dtype), SmoothQuantTool()
+    wanted = planned(tool, model, X.to(dtype))
+    result = tool.fold(model)
+    assert {row[0]: row[2] for row in result.rows()} == {
+        **dict.fromkeys(["q.weight", "k.weight", "v.weight"], "norm.weight, norm.bias"),
+        "o.weight": "v.weight, v.bias", **dict.fromkeys(["gate.weight", "up.weight"], "again.weight"),
+        "down.weight": "up.weight, up.bias",
+    }  # fmt: skip
+    assert result.left == {
+        "last.weight": "layer_norm of bare makes its input without a weight for each channel",
+        "end.weight": "gelu of the model makes its input, through which no factor passes",
+    }
+    assert (model(X.to(dtype)) - wanted).abs().max() < bound * wanted.abs().max()
+    with amanda.apply(tool):
+        assert (model(X.to(dtype)) - wanted).abs().max() < bound * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_weights_of_one_input_have_the_factors_of_the_paper_for_all_of_them() -> None:
+    model, tool = block(torch.float64), SmoothQuantTool(alpha=0.6)
+    before = copy.deepcopy(model)
+    planned(tool, model, X.double())
+    tool.fold(model)
+    largest = before.norm(X.double()).abs().amax((0, 1))
+    weights = torch.cat([before.q.weight, before.k.weight, before.v.weight]).abs().amax(0)
+    factors = largest**0.6 / weights**0.4
+    for name in ("norm.weight", "norm.bias"):
+        assert torch.allclose(model.get_parameter(name), before.get_parameter(name) / factors, rtol=1e-6)
+    for name in ("q.weight", "k.weight"):
+        assert torch.allclose(model.get_parameter(name), before.get_parameter(name) * factors, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_awq_searches_the_scales_of_one_input_for_all_of_its_weights() -> None:
+    model, tool = block(), AWQTool(4, 16)
+    before = copy.deepcopy(model)
+    planned(tool, model, X)
+    rows, both = (
+        before.again(residual(before)).flatten(0, 1),
+        torch.cat([before.gate.weight, before.up.weight]),
+    )
+    gram = rows.T @ rows / len(rows)
+    scales = awq_scales(
+        both, rows.abs().mean(0), gram, lambda one: dequantized(*quantized(one, tool.grid, 16))
+    )
+    for one in tool.weights:
+        if one.path in ("gate.weight", "up.weight"):
+            assert torch.allclose(torch.as_tensor(one["smoothing"]), scales, rtol=1e-4)
+
+
+def residual(model: Any) -> Tensor:
+    y = model.norm(X)
+    heads = (one(y).unflatten(-1, (4, 8)).transpose(1, 2) for one in (model.q, model.k, model.v))
+    made: Tensor = X + model.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+    return made
+
+
+@torch.no_grad()
+def test_folded_awq_is_converted_without_scales_of_inputs_and_saved(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, tool = block(), AWQTool(8, 16, exclude=["last", "end"])
+    wanted = planned(tool, model, X)
+    with pytest.raises(
+        QuantizeError, match=r"no place for the scales of the inputs of q, k, v, .* fold them"
+    ):
+        save_compressed(tmp_path / "before", model, tool)
+    assert not tool.fold(model).left
+    with amanda.apply(tool):
+        assert torch.allclose(model(X), wanted, atol=1e-5 * float(wanted.abs().max()))
+    found = load_file(save_compressed(tmp_path / "made", model, tool) / "model.safetensors")
+    assert torch.equal(found["norm.weight"], model.norm.weight)
+    convert(model, tool)
+    assert model.q.weight.act_pre_scale is None
+    assert torch.allclose(model(X), wanted, atol=1e-2 * float(wanted.abs().max()))
+    codes = found["q.weight_packed"].view(torch.uint8).reshape(32, 32).float() - 128
+    read = codes * found["q.weight_scale"].repeat_interleave(16, 1)
+    assert torch.allclose(read, model.q.weight.dequantize(), atol=1e-6)
+
+
+@torch.no_grad()
+def test_folded_awq_is_finalized() -> None:
+    model, tool = block(torch.float64), AWQTool(4, 16)
+    wanted = planned(tool, model, X.double())
+    tool.fold(model)
+    tool.finalize(model)
+    # Scales of integers whose outputs are divided are kept in float32.
+    assert (model(X.double()) - wanted).abs().max() < 1e-6 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_a_smoothed_model_is_quantised_and_converted() -> None:
+    model, tool = block(), SmoothQuantTool()
+    planned(tool, model, X)
+    tool.fold(model)
+    nearest = NearestTool(8, None)
+    with amanda.apply(nearest):
+        wanted = model(X)
+    convert(model, nearest)
+    assert torch.allclose(model(X), wanted, atol=1e-2 * float(wanted.abs().max()))
+
+
+@torch.no_grad()
+def test_queries_that_share_a_value_share_its_factors(example: Any) -> None:
+    example("models").let_torchvision_load()
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(config).double()
+    model.eval()
+    ids, tool = torch.randint(64, (2, 9)), SmoothQuantTool()
+    wanted = model(ids).logits
+    tool.plan_fold(model, ids)
+    with amanda.apply(tool), tool.calibrating():
+        model(ids)
+    result = tool.fold(model)
+    assert not result.left
+    assert len(result.rows()) == 8
+    assert (model(ids).logits - wanted).abs().max() < 1e-12
+
+
+@torch.no_grad()
+def test_factors_pass_through_convolutions_pooling_and_flattening() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1),
+        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6 * 9, 5),
+    ).double()  # fmt: skip
+    x = torch.randn(16, 3, 8, 8, dtype=torch.float64)
+    model(x)
+    model.eval()
+    tool = SmoothQuantTool()
+    wanted = planned(tool, model, x)
+    result = tool.fold(model)
+    assert [row[::2] for row in result.rows()] == [
+        ("3.weight", "1.weight, 1.bias"), ("7.weight", "3.weight, 3.bias")
+    ]  # fmt: skip
+    assert result.left == {"0.weight": "no parameter that could be divided makes its input"}
+    assert (model(x) - wanted).abs().max() < 1e-12
+
+
+class Pooled(nn.Module):
+    """Convolutions whose outputs are averaged over places, and a sum over channels beside one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+        self.one, self.two = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.first(x).relu(), self.second(x).relu()
+        both = self.one(y.mean((2, 3))) + self.two(z.mean((-2, -1), keepdim=True)[..., 0, 0])
+        made: Tensor = both + z.sum(1).mean()
+        return made
+
+
+@torch.no_grad()
+def test_factors_pass_through_means_over_places_alone() -> None:
+    torch.manual_seed(0)
+    model, x, tool = Pooled().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64), SmoothQuantTool()
+    wanted = planned(tool, model, x)
+    result = tool.fold(model)
+    assert [row[0] for row in result.rows()] == ["one.weight"]
+    assert result.left["two.weight"] == "sum of the model reads its input too"
+    assert (model(x) - wanted).abs().max() < 1e-12
+
+
+class Twice(nn.Module):
+    """A weight that a product reads, and that is the input of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.w, self.second = (
+            nn.Linear(16, 16),
+            nn.Parameter(torch.randn(16, 8)),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.w.T) * (self.first(x) @ self.w).sum()
+        return made
+
+
+class Random(nn.Module):
+    """A layer that drops outputs by chance, also in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(F.dropout(self.first(x)))
+        return made
+
+
+def test_a_weight_that_is_read_in_two_ways_takes_no_factors() -> None:
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(8, 16)
+    tool = SmoothQuantTool()
+    wanted = planned(tool, model, x)
+    before = copy.deepcopy(model.state_dict())
+    result = tool.fold(model)
+    assert not result.rows()
+    assert result.left["w"] == "another op reads its weight otherwise"
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    with torch.no_grad(), amanda.apply(tool):
+        assert torch.equal(model(x), wanted)
+
+
+def test_a_product_that_the_tool_leaves_keeps_the_others_of_its_input() -> None:
+    model, tool = block(), SmoothQuantTool(exclude=["k"])
+    planned(tool, model, X)
+    assert tool.fold(model).left["q.weight"] == (
+        "the product with k.weight reads its input too, which has no factors"
+    )
+
+
+def test_a_model_of_chance_cannot_be_tried_and_is_refused() -> None:
+    model = Random()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(QuantizeError, match="Random computes something else with factors"):
+        SmoothQuantTool().plan_fold(model, torch.randn(8, 16))
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_folding_out_of_turn_is_an_error_that_says_so() -> None:
+    model, tool = block(), SmoothQuantTool()
+    with amanda.apply(tool), tool.calibrating(), torch.no_grad():
+        model(X)
+    with pytest.raises(QuantizeError, match=r"call plan_fold\(model, example\) .* before its calibration"):
+        tool.fold(model)
+    tool.plan_fold(model, X)
+    with pytest.raises(QuantizeError, match="SmoothQuantTool has calibrated no weight of this Block"):
+        tool.fold(block())
+    with pytest.raises(QuantizeError, match="function has no parameters"):
+        tool.fold(lambda x: x)  # type: ignore[arg-type]
+    result = tool.fold(model)
+    assert [row[0] for row in result.rows()] == ["o.weight", "down.weight"]
+    assert result.left["q.weight"] == (
+        "its factors are of a calibration before plan_fold, and others of the same input differ"
+    )
+    with pytest.raises(QuantizeError, match="plan_fold was given a function"):
+        tool.plan_fold(lambda x: x, X)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [SmoothQuantTool, lambda: AWQTool(4, 16)])
+def test_an_interrupted_fold_leaves_model_and_tool(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tool = block(), make()
+    planned(tool, model, X)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(tool.state_dict())
+    own = type(tool).on_folded
+
+    def failing(self: Any, weight: Any, *args: Any) -> None:
+        own(self, weight, *args)
+        if weight.path == "up.weight":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tool), "on_folded", failing)
+        with pytest.raises(KeyboardInterrupt):
+            tool.fold(model)
+    for found, wanted in ((model.state_dict(), before), (tool.state_dict(), state)):
+        for name, one in wanted.items():
+            assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(one)), name
+    assert len(tool.fold(model).rows()) == 7
