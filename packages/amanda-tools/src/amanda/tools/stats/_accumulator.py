@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from amanda import interceptor
@@ -95,8 +95,10 @@ class Accumulator:
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
             array = tensors_of(tensor).borrowed(tensor)
-            if array is None or array.dtype != np.float32 or array.size < SHARED:
+            if array is None or array.dtype.kind not in _REAL:
                 accumulator.add(tensor)
+            elif array.size < SHARED or array.dtype.char != "f":
+                accumulator._add_array(array)
             else:
                 row = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
                 memory = row.__array_interface__["data"][0], row.size
@@ -110,6 +112,13 @@ class Accumulator:
             measured._add_array(row)
             for accumulator, _ in alike:
                 accumulator._on_host.merge(measured._on_host)
+
+    def vector(self) -> Sequence[float]:
+        """Return the fields of `statistics` in their order."""
+        if self._vectors or self._unstored:
+            return tuple(vars(self.statistics()).values())
+        numbers: Sequence[float] = self._on_host.numbers
+        return numbers
 
     def statistics(self) -> Statistics:
         """Of all that was added; waits for the devices."""
