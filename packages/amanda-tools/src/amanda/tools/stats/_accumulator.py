@@ -94,7 +94,7 @@ class Accumulator:
         """
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
-            array = tensors_of(tensor).borrowed(tensor)
+            array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
             if array is None or array.dtype.kind not in _REAL:
                 accumulator.add(tensor)
             elif array.size < SHARED or array.dtype.char != "f":

@@ -21,16 +21,14 @@ from ._waits import Waits
 class _Pack:
     """Observers that will share a node.
 
-    given: index and type of each tensor of the node, by how it is read.  constants: values that the observers
-    have beforehand, by how they are read; their indices count from the end.  names: of the operations that
-    they are at; True where the node waits for the operation.
+    given: index and type of each tensor of the node, by how it is read.  names: of the operations that they
+    are at; True where the node waits for the operation.
     """
 
     def __init__(self, number: str) -> None:
         self.number = number
         self.members: list[tuple[Node, Sequence[int]]] = []
         self.given: dict[str, tuple[int, int]] = {}
-        self.constants: dict[str, tuple[int, Any]] = {}
         self.names: dict[str, bool] = {}
         self.nbytes = 0
 
@@ -57,7 +55,6 @@ class Insertions:
         self.waits = Waits(body, self.made)
         self._packs: dict[Hashable, _Pack] = {}
         self._flushed: dict[Hashable, str] = {}
-        self._constants: dict[str, Any] = {}
 
     def source_of(self, ref: str) -> tuple[Any, int, int] | None:
         """Return the place that keeps a value, its side and position there; None where none does."""
@@ -109,40 +106,19 @@ class Insertions:
                 self._flush(other)
         pack = self._packs.get(group)
         sizes = {ref: nbytes(one) for ref, one in zip(refs, tensors, strict=True)}
-        constants = {ref: value for ref in refs if (value := self._constant(ref, sizes[ref])) is not None}
         if pack is not None:
-            size = sum(size for ref, size in sizes.items() if ref not in pack.given and ref not in constants)
+            size = sum(size for ref, size in sizes.items() if ref not in pack.given)
             if pack.nbytes + size > self.rewriting.budget:
                 self._flush(group)
                 pack = None
         if pack is None:
             pack = self._packs[group] = _Pack(self.body.number_at(op, ahead))
-        for ref, value in constants.items():
-            pack.constants.setdefault(ref, (~len(pack.constants), value))
         for ref, one in zip(refs, tensors, strict=True):
-            if ref not in constants and ref not in pack.given:
+            if ref not in pack.given:
                 pack.given[ref] = len(pack.given), enum(one)
                 pack.nbytes += sizes[ref]
-        pack.members.append((node, [(pack.constants.get(ref) or pack.given[ref])[0] for ref in refs]))
-        is_waited_for = frames is None or not frames.is_flow(op)
-        if any(_node_of(ref) == name for ref in constants):
-            is_waited_for = False  # for a constant that is folded
-        pack.names[name] = pack.names.get(name, False) or is_waited_for
-
-    def _constant(self, ref: str, size: int) -> Any:
-        """Return the value of a small constant that each run reads; else None.
-
-        What enters no node TensorFlow folds into its readers, as it does without tools.
-        """
-        node = self.body.nodes.get(_node_of(ref))
-        if node is None or node.op != "Const" or size > _SMALL or node.attr["dtype"].type not in _NUMBERS:
-            return None
-        if self.body.frames is not None or self.rewriting.several_devices:
-            return None
-        if ref not in self._constants:
-            with tf.device("CPU:0"):
-                self._constants[ref] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
-        return self._constants[ref]
+        pack.members.append((node, [pack.given[ref][0] for ref in refs]))
+        pack.names[name] = pack.names.get(name, False) or frames is None or not frames.is_flow(op)
 
     def flush(self) -> None:
         """Make the nodes of all observers that have gathered."""
@@ -157,8 +133,7 @@ class Insertions:
         if group in self._flushed:  # observers run in the order of their ops
             waits.append(f"^{self._flushed[group]}")
         waits += [one for name in pack.names for one in self._after_forward(name, pack.number)]
-        packed = Packed(pack.members, [value for _, value in reversed(pack.constants.values())])
-        node = self._calling(packed, pack.number, refs, list(dict.fromkeys(waits)), types, ())
+        node = self._calling(Packed(pack.members), pack.number, refs, list(dict.fromkeys(waits)), types, ())
         self.waits.note(node.name, next(iter(pack.names)), pack.number)
         for name in pack.names:
             self.inserted.setdefault(name, []).append(node.name)
@@ -233,18 +208,6 @@ class Insertions:
             waits += [f"^{self.body.syntax.parse(text).node}" for text in inputs
                       if not text.startswith("^") and text not in refs]  # fmt: skip
         return list(dict.fromkeys(waits))
-
-
-_NUMBERS = frozenset(
-    one.as_datatype_enum
-    for one in (tf.float16, tf.float32, tf.float64, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.bool)
-)
-_SMALL = 4096
-"""Bytes of a constant that is kept for observers."""
-
-
-def _node_of(ref: str) -> str:
-    return ref.partition(":")[0]
 
 
 def decides(op: tf.Operation) -> bool:

@@ -92,12 +92,9 @@ class Packed:
     Observers with a gathered form come after the others.
     """
 
-    def __init__(
-        self, members: Sequence[tuple[Insertion, Sequence[int]]], constants: Sequence[Any] = ()
-    ) -> None:
-        """Take places, and for each the indices of its tensors among those of the node and the constants."""
+    def __init__(self, members: Sequence[tuple[Insertion, Sequence[int]]]) -> None:
+        """Take places, and for each the indices of its tensors among those of the node."""
         self.borrows: Sequence[int] = ()
-        self._constants = constants
         self._alone: list[_Observer] = []
         self._together: dict[Any, _Together] = {}
         for place, indices in members:
@@ -111,7 +108,7 @@ class Packed:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Hand each observer its tensors; a hot path."""
-        flat = [*borrowed(execution, flat, self.borrows), *self._constants]
+        flat = borrowed(execution, flat, self.borrows)
 
         def run_of(one: _Observer) -> dict[Any, Any]:
             return one.place.run_of(execution, rounds)
