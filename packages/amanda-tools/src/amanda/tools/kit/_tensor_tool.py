@@ -156,12 +156,13 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @amanda.gathered(_see)
     def _see_all(self, executions: Executions) -> None:
-        due = []
-        for i, place in enumerate(executions.prepared(_places)):
-            execution = self._due(place.record, place.role)
-            if execution is not None:
-                due.append((place.record, place.tensors(executions[i].values), execution))
-        self.observe_all(due)
+        places = executions.prepared(_places)
+        due = [self._due(one.record, one.role) for one in places]
+        if any(one is not None for one in due):
+            seen = zip(places, executions.values(), due, strict=True)
+            self.observe_all(
+                [(one.record, one.tensors(values), i) for one, values, i in seen if i is not None]
+            )
 
     def _due(self, record: RecordT, role: str) -> int | None:
         """Count an execution; return its number, None if it is not one of those to observe."""
