@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Keep = Literal["no", "summary", "full"]
 
+_Facts = tuple[int, int, int, str, int, tuple[int, ...], str]
+"""The first fields of `Kept`."""
 _SMALL = 1 << 18
 """Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 
@@ -126,18 +128,18 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
         """Take in what is kept of the tensors of executions of many ops."""
-        taken: list[tuple[Any, NDArray[Any] | None, str | None, tuple[Any, ...]]] = []
+        taken: list[tuple[Any, NDArray[Any] | None, str | None, _Facts]] = []
         for record, tensors, execution in observed:
             for one in tensors:
                 keep = self._keeps[one.role.split()[-1]]
                 if keep != "no":
                     seen, shape, kept, left_out = self._taken(one, keep)
-                    op = record.index, self._order, execution
-                    taken.append((seen, kept, left_out, (*op, one.role, one.position, shape, one.dtype)))
+                    tensor = one.role, one.position, shape, one.dtype
+                    taken.append((seen, kept, left_out, (record.index, self._order, execution, *tensor)))
             self._order += 1
-        numbers = measured([seen for seen, *_ in taken])
-        for (_, kept, left_out, facts), found in zip(taken, numbers, strict=True):
-            self._writer.add(Kept(*facts, *found, left_out), kept)
+        found = measured([seen for seen, *_ in taken])
+        for (_, kept, left_out, facts), (numbers, sample) in zip(taken, found, strict=True):
+            self._writer.add(Kept(*facts, numbers, sample, left_out), kept)
 
     def _taken(
         self, one: OpTensor, keep: Keep

@@ -34,9 +34,8 @@ def array(tensor: Any) -> NDArray[Any] | None:
 
 def _sample(tensor: Any) -> NDArray[Any]:
     """Return numbers at even distances in the order of indexing."""
-    if isinstance(tensor, np.ndarray):  # a hot path
-        dense = tensor
-    else:
+    dense = tensor
+    if not isinstance(dense, np.ndarray):
         tensors = tensors_of(tensor)
         dense = tensors.shared(tensor)
         if dense is None:
@@ -46,7 +45,8 @@ def _sample(tensor: Any) -> NDArray[Any]:
             return np.empty(0)
         if not isinstance(dense, np.ndarray):
             return tensors.exact(tensors.at(dense, _positions(size).tolist()))
-    return dense.reshape(-1)[_positions(dense.size)]
+    sample: NDArray[Any] = dense.reshape(-1)[_positions(dense.size)]
+    return sample
 
 
 @lru_cache(maxsize=1024)
