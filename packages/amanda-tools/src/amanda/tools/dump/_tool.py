@@ -32,7 +32,7 @@ _SMALL = 1 << 18
 """Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _IndexedOp(OpRecord):
     """One op and its index in the dump."""
 

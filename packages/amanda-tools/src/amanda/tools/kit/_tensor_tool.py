@@ -54,7 +54,7 @@ def op_tensors(
             flat_index += 1
 
 
-@dataclass
+@dataclass(slots=True)
 class OpRecord:
     """One op, forward or backward; seen: how many executions had tensors of a role."""
 

@@ -38,6 +38,8 @@ class Accumulator:
     Memory does not grow with their number.  Adding does not wait for the device.
     """
 
+    __slots__ = ("_bins", "_counts", "_on_host", "_unstored", "_vectors")
+
     def __init__(self, bins: Bins | None) -> None:
         self._bins = bins
         self._on_host = Moments() if bins is None else Moments(bins.bits)
