@@ -156,6 +156,7 @@ class Static(amanda.Tool):
     def see_all(self, executions: Executions) -> None:
         self.kinds.append(executions.prepared(self.kinds_of))
         self.sums.append(sorted(float(tf.reduce_sum(one)) for one in executions.tensors))
+        assert executions.values() == [one.values for one in executions]
         assert [one.values for one in executions[1:]] == [
             executions[i].values for i in range(1, len(executions))
         ]

@@ -144,11 +144,13 @@ static int finite_ones(const char *at, int is_float, int count, void *kept, Sums
 
 /* ---- an array ---- */
 
+typedef uint32_t Table[TABLE_LIMIT];
+
 typedef struct {
-    uint32_t tables[TABLES][TABLE_LIMIT];
+    Table *tables;
     int32_t bins[BLOCK];
     double kept[BLOCK];
-} Scratch;
+} Scratch; /* on the stack: from the heap it would be given back to the system, and made anew, for each array */
 
 static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char *at, int is_float, int count, int bits,
                       int side) {
@@ -192,34 +194,38 @@ static int make_counts(Moments *self) {
     return 0;
 }
 
-static int add_view(Moments *self, const Py_buffer *view) {
-    int is_float = view->itemsize == sizeof(float);
-    int64_t size = view->len / view->itemsize;
-    Scratch *scratch = PyMem_RawMalloc(sizeof *scratch);
-    if (!scratch || make_counts(self)) {
-        PyMem_RawFree(scratch);
-        if (!PyErr_Occurred()) PyErr_NoMemory();
+static int add_tabled(Moments *self, const Py_buffer *view, int is_float, int64_t size, Scratch *scratch) {
+    const int64_t most = (int64_t)1 << 30; /* what a table counts does not overflow */
+    scratch->tables = NULL;
+    if (self->total && !(scratch->tables = PyMem_RawMalloc(TABLES * sizeof(Table)))) {
+        PyErr_NoMemory();
         return -1;
     }
-    int tabled = self->total <= TABLE_LIMIT && size >= SHARED;
-    if (!tabled) {
-        measure(&self->sums, self->counts, scratch, view->buf, is_float, size, self->bits, self->side);
-        PyMem_RawFree(scratch);
-        return 0;
-    }
-    const int64_t most = (int64_t)1 << 30; /* what a table counts does not overflow */
     for (int64_t start = 0; start < size; start += most) {
         Sums sums = NONE; /* another thread may add to this object meanwhile */
         Py_BEGIN_ALLOW_THREADS
-        memset(scratch->tables, 0, sizeof scratch->tables);
+        if (scratch->tables) memset(scratch->tables, 0, TABLES * sizeof(Table));
         measure(&sums, NULL, scratch, (const char *)view->buf + start * view->itemsize, is_float,
                 size - start < most ? size - start : most, self->bits, self->side);
         Py_END_ALLOW_THREADS
         merge(&self->sums, &sums);
-        for (int table = 0; table < TABLES; table++)
-            for (int i = 0; i < self->total; i++) self->counts[i] += scratch->tables[table][i];
+        for (int i = 0; i < self->total; i++) { /* most are empty, and what they are added to is not in the cache */
+            int64_t found = 0;
+            for (int table = 0; table < TABLES; table++) found += scratch->tables[table][i];
+            if (found) self->counts[i] += found;
+        }
     }
-    PyMem_RawFree(scratch);
+    PyMem_RawFree(scratch->tables);
+    return 0;
+}
+
+static int add_view(Moments *self, const Py_buffer *view) {
+    int is_float = view->itemsize == sizeof(float);
+    int64_t size = view->len / view->itemsize;
+    Scratch scratch;
+    if (make_counts(self)) return -1;
+    if (self->total <= TABLE_LIMIT && size >= SHARED) return add_tabled(self, view, is_float, size, &scratch);
+    measure(&self->sums, self->counts, &scratch, view->buf, is_float, size, self->bits, self->side);
     return 0;
 }
 

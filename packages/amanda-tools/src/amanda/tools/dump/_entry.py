@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amanda.tools._libraries import numpy as np
 from amanda.tools.stats import Statistics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,37 @@ class Entry:
         known = {name: value[name] for name in cls.__dataclass_fields__}
         known.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
         return cls(**known)
+
+
+class Kept(NamedTuple):
+    """The facts of an `Entry` as they were measured: less memory, and made sooner, than the entry itself.
+
+    numbers: the fields of `Statistics`.  sample: in the tensor's element type.
+    """
+
+    op: int
+    order: int
+    execution: int
+    role: str
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: Sequence[float]
+    sample: NDArray[Any]
+    left_out: str | None = None
+    file: str | None = None
+    key: str | None = None
+
+    def entry(self) -> Entry:
+        """Return the entry of these facts."""
+        sample = self.sample
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            real = np.abs(sample) if np.iscomplexobj(sample) else sample
+            summary = Summary(Statistics.of_vector(self.numbers), tuple(real.astype(np.float64).tolist()))
+        return Entry(
+            self.op, self.order, self.execution, self.role, self.position, self.shape, self.dtype, summary,
+            self.file, self.key, self.left_out,
+        )  # fmt: skip
 
 
 def op_to_dict(op: Op) -> dict[str, Any]:

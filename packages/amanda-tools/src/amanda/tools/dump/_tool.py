@@ -14,9 +14,9 @@ import amanda
 from amanda.backend import State
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format
-from amanda.tools.dump._entry import Entry, Op
+from amanda.tools.dump._entry import Kept, Op
 from amanda.tools.dump._result import DumpResult
-from amanda.tools.dump._values import array, summaries
+from amanda.tools.dump._values import array, measured
 from amanda.tools.dump._writer import Writer
 from amanda.tools.kit import OpRecord, OpTensor, TensorTool, tensors_of
 from amanda.tools.mapping import itemsize
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 Keep = Literal["no", "summary", "full"]
 
+_Facts = tuple[int, int, int, str, int, tuple[int, ...], str]
+"""The first fields of `Kept`."""
 _SMALL = 1 << 18
 """Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _IndexedOp(OpRecord):
     """One op and its index in the dump."""
 
@@ -126,22 +128,27 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
         """Take in what is kept of the tensors of executions of many ops."""
-        taken: list[tuple[Any, NDArray[Any] | None, dict[str, Any]]] = []
+        taken: list[tuple[Any, NDArray[Any] | None, str | None, _Facts]] = []
         for record, tensors, execution in observed:
             for one in tensors:
                 keep = self._keeps[one.role.split()[-1]]
                 if keep != "no":
-                    taken.append(self._taken(one, keep, op=record.index, execution=execution))
+                    seen, shape, kept, left_out = self._taken(one, keep)
+                    tensor = one.role, one.position, shape, one.dtype
+                    taken.append((seen, kept, left_out, (record.index, self._order, execution, *tensor)))
             self._order += 1
-        for (_, kept, given), found in zip(taken, summaries([one for one, *_ in taken]), strict=True):
-            self._writer.add(Entry(summary=found, **given), kept)
+        found = measured([seen for seen, *_ in taken])
+        for (_, kept, left_out, facts), (numbers, sample) in zip(taken, found, strict=True):
+            self._writer.add(Kept(*facts, numbers, sample, left_out), kept)
 
     def _taken(
-        self, one: OpTensor, keep: Keep, **given: Any
-    ) -> tuple[Any, NDArray[Any] | None, dict[str, Any]]:
-        """Return what to summarise, the numbers if they are kept, and the rest of the entry."""
+        self, one: OpTensor, keep: Keep
+    ) -> tuple[Any, tuple[int, ...], NDArray[Any] | None, str | None]:
+        """Return what to measure, its shape, the numbers if they are kept, and why they are not."""
         tensors = tensors_of(one.tensor)
         seen = tensors.shared(one.tensor)
+        if seen is not None and keep == "summary":  # a hot path
+            return seen, seen.shape, None, None
         shape = tensors.extents(one.tensor) if seen is None else seen.shape
         size = prod(shape) * (itemsize(one.dtype) or 8)
         left_out = self._left_out(size) if keep == "full" else None
@@ -154,11 +161,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         if not is_kept:
             kept = None
         self._bytes += 0 if kept is None else kept.nbytes
-        given.update(
-            order=self._order, role=one.role, position=one.position, shape=shape, dtype=one.dtype,
-            left_out=left_out,
-        )  # fmt: skip
-        return seen, kept, given
+        return seen, shape, kept, left_out
 
     def _left_out(self, size: int) -> str | None:
         """The option by which a tensor of so many bytes is not kept."""

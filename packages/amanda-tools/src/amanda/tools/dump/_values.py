@@ -8,7 +8,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools._libraries import numpy as np
-from amanda.tools.dump._entry import Summary
 from amanda.tools.kit import tensors_of
 from amanda.tools.stats import Accumulator
 
@@ -19,19 +18,11 @@ SAMPLED = 32
 """Numbers in a sample."""
 
 
-def summary(tensor: Any) -> Summary:
-    """Statistics, and a sample."""
-    (found,) = summaries([tensor])
-    return found
-
-
-def summaries(tensors: Sequence[Any]) -> list[Summary]:
-    """Return the summary of each tensor."""
+def measured(tensors: Sequence[Any]) -> list[tuple[Sequence[float], NDArray[Any]]]:
+    """Return of each tensor the numbers of its `Statistics`, and a sample in its element type."""
     accumulators = [Accumulator(None) for _ in tensors]
     Accumulator.add_all(zip(accumulators, tensors, strict=True))
-    return [
-        Summary(one.statistics(), _sample(tensor)) for one, tensor in zip(accumulators, tensors, strict=True)
-    ]
+    return [(one.vector(), _sample(tensor)) for one, tensor in zip(accumulators, tensors, strict=True)]
 
 
 def array(tensor: Any) -> NDArray[Any] | None:
@@ -41,21 +32,21 @@ def array(tensor: Any) -> NDArray[Any] | None:
     return None if dense is None else tensors.exact(dense)
 
 
-def _sample(tensor: Any) -> tuple[float, ...]:
-    tensors = tensors_of(tensor)
-    dense = tensors.shared(tensor)
-    if dense is None:
-        dense = tensors.dense(tensor)
-    size = 0 if dense is None else prod(tensors.extents(dense))
-    if not size:
-        return ()
-    if isinstance(dense, np.ndarray):  # a hot path
-        sample = dense.reshape(-1)[_positions(size)]
-    else:
-        sample = tensors.exact(tensors.at(dense, _positions(size).tolist()))
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        real = np.abs(sample) if np.iscomplexobj(sample) else sample
-        return tuple(real.astype(np.float64).tolist())
+def _sample(tensor: Any) -> NDArray[Any]:
+    """Return numbers at even distances in the order of indexing."""
+    dense = tensor
+    if not isinstance(dense, np.ndarray):
+        tensors = tensors_of(tensor)
+        dense = tensors.shared(tensor)
+        if dense is None:
+            dense = tensors.dense(tensor)
+        size = 0 if dense is None else prod(tensors.extents(dense))
+        if not size:
+            return np.empty(0)
+        if not isinstance(dense, np.ndarray):
+            return tensors.exact(tensors.at(dense, _positions(size).tolist()))
+    sample: NDArray[Any] = dense.reshape(-1)[_positions(dense.size)]
+    return sample
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format, write_arrays, write_whole
-from amanda.tools.dump._entry import Entry, Op, op_to_dict
+from amanda.tools.dump._entry import Entry, Kept, Op, op_to_dict
 from amanda.tools.dump._reader import INDEX, NAME, VERSION, Dump
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Writer:
 
     def clear(self) -> None:
         """Forget the entries; those that were written go with the next writing."""
-        self.entries: list[Entry] = []
+        self._kept: list[Kept] = []
         self._texts: list[str] = []  # of the entries that have been written
         self._waiting: dict[str, NDArray[Any]] = {}
         self._bytes = self._shards = 0
@@ -74,22 +73,27 @@ class Writer:
             self.ops.append(op)
             return len(self.ops) - 1
 
-    def add(self, entry: Entry, array: NDArray[Any] | None = None) -> None:
+    @property
+    def entries(self) -> list[Entry]:
+        """Return all entries, in order."""
+        return [one.entry() for one in self._kept]
+
+    def add(self, kept: Kept, array: NDArray[Any] | None = None) -> None:
         """Take an entry in, with its tensor if that is kept."""
         with self._lock:
-            self.entries.append(entry if array is None else self._with_file(entry, array))
+            self._kept.append(kept if array is None else self._with_file(kept, array))
             self._changed = True
             full = self._bytes >= SHARD or monotonic() >= self._due
         if full:
             self.flush()
 
-    def _with_file(self, entry: Entry, array: NDArray[Any]) -> Entry:
-        op = self.ops[entry.op]
-        name = f"{len(self.entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
+    def _with_file(self, kept: Kept, array: NDArray[Any]) -> Kept:
+        op = self.ops[kept.op]
+        name = f"{len(self._kept):06d}.{op.module}.{op.type}.{kept.role}.{kept.position}"
         key = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
         self._waiting[key] = array
         self._bytes += array.nbytes
-        return replace(entry, dtype=array.dtype.name, file=self._shard(), key=key)
+        return kept._replace(dtype=array.dtype.name, file=self._shard(), key=key)
 
     def _shard(self) -> str:
         return f"tensors-{self._shards:05d}.{self._form}"
@@ -107,7 +111,7 @@ class Writer:
             write_arrays(self.folder / self._shard(), self._waiting, self._form)
             self._waiting, self._bytes = {}, 0
             self._shards += 1
-        self._texts += [json.dumps(entry.to_dict()) for entry in self.entries[len(self._texts) :]]
+        self._texts += [json.dumps(one.entry().to_dict()) for one in self._kept[len(self._texts) :]]
         index = json.dumps({
             "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],

@@ -54,7 +54,7 @@ def op_tensors(
             flat_index += 1
 
 
-@dataclass
+@dataclass(slots=True)
 class OpRecord:
     """One op, forward or backward; seen: how many executions had tensors of a role."""
 
@@ -156,12 +156,13 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @amanda.gathered(_see)
     def _see_all(self, executions: Executions) -> None:
-        due = []
-        for i, (record, role, given) in enumerate(executions.prepared(_given)):
-            execution = self._due(record, role)
-            if execution is not None:
-                due.append((record, _tensors(executions[i].values, role, **given), execution))
-        self.observe_all(due)
+        places = executions.prepared(_places)
+        due = [self._due(one.record, one.role) for one in places]
+        if any(one is not None for one in due):
+            seen = zip(places, executions.values(), due, strict=True)
+            self.observe_all(
+                [(one.record, one.tensors(values), i) for one, values, i in seen if i is not None]
+            )
 
     def _due(self, record: RecordT, role: str) -> int | None:
         """Count an execution; return its number, None if it is not one of those to observe."""
@@ -173,13 +174,32 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         return seen
 
 
-def _given(executions: Sequence[Observed]) -> list[tuple[Any, str, dict[str, Any]]]:
-    """Return the record, the role and the other keyword arguments of executions."""
-    found = []
-    for one in executions:
-        given = dict(one.kwargs)
-        found.append((given.pop("record"), given.pop("role"), given))
-    return found
+class _Place:
+    """One observer in a graph, where the element types of what it is given stay as they are."""
+
+    def __init__(
+        self, record: Any, role: str, dtype: Dtype, first: int = 0,
+        is_weights: Callable[[int, Any], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.record, self.role = record, role
+        self._dtype, self._first, self._is_weights = dtype, first, is_weights
+        self._layout: list[tuple[int, int, str]] | None = None  # positions, flat indices, element types
+
+    def tensors(self, values: Sequence[Any]) -> Iterator[OpTensor]:
+        """Return the tensors among the values of an execution."""
+        layout, role, first, is_weights = self._layout, self.role, self._first, self._is_weights
+        if layout is None:
+            found = list(op_tensors(values, self._dtype, role, first=first))
+            if not any(isinstance(one, (list, tuple)) for one in values):
+                self._layout = [(one.position, one.flat_index, one.dtype) for one in found]
+        else:  # a hot path
+            found = [OpTensor(role, i, flat, values[i - first], dtype) for i, flat, dtype in layout]
+        return iter(found) if is_weights is None else _weights_told(iter(found), is_weights)
+
+
+def _places(executions: Sequence[Observed]) -> list[_Place]:
+    """Return the places of executions."""
+    return [_Place(**one.kwargs) for one in executions]
 
 
 def _tensors(

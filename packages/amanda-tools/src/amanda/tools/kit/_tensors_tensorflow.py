@@ -162,9 +162,11 @@ class TensorFlowTensors(Tensors):
 
     def shared(self, x: Any) -> NDArray[Any] | None:
         """Return an array that shares the memory of an eager tensor on the host; a hot path."""
-        if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY or "CPU" not in x.device:
+        if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY:
             return None
-        array = x._numpy()
+        if not _has_hosts_alone() and "CPU" not in x.device:
+            return None
+        array = x._numpy_internal()
         return array if type(array) is np.ndarray else np.asarray(array)
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from amanda import interceptor
@@ -37,6 +37,8 @@ class Accumulator:
 
     Memory does not grow with their number.  Adding does not wait for the device.
     """
+
+    __slots__ = ("_bins", "_counts", "_on_host", "_unstored", "_vectors")
 
     def __init__(self, bins: Bins | None) -> None:
         self._bins = bins
@@ -94,9 +96,11 @@ class Accumulator:
         """
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
-            array = tensors_of(tensor).borrowed(tensor)
-            if array is None or array.dtype != np.float32 or array.size < SHARED:
+            array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
+            if array is None or array.dtype.kind not in _REAL:
                 accumulator.add(tensor)
+            elif array.size < SHARED or array.dtype.char != "f":
+                accumulator._add_array(array)
             else:
                 row = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
                 memory = row.__array_interface__["data"][0], row.size
@@ -110,6 +114,13 @@ class Accumulator:
             measured._add_array(row)
             for accumulator, _ in alike:
                 accumulator._on_host.merge(measured._on_host)
+
+    def vector(self) -> Sequence[float]:
+        """Return the fields of `statistics` in their order."""
+        if self._vectors or self._unstored:
+            return tuple(vars(self.statistics()).values())
+        numbers: Sequence[float] = self._on_host.numbers
+        return numbers
 
     def statistics(self) -> Statistics:
         """Of all that was added; waits for the devices."""

@@ -16,7 +16,7 @@ from amanda.tools.stats._result import Measured, StatsResult
 from amanda.tools.stats._sketch import Bins
 
 
-@dataclass
+@dataclass(slots=True)
 class _OpStreams(OpRecord):
     """One op, forward or backward, and what was measured of each of its tensors."""
 
@@ -31,7 +31,7 @@ class _OpStreams(OpRecord):
             )  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stream:
     """One tensor of an op over its executions."""
 

@@ -85,6 +85,10 @@ class _Lazily(Sequence[Observed]):
         one = self._observers[index]
         return Observed(one.values(self._flat), one.kwargs, one, self._run_of)
 
+    def values(self) -> list[list[Any]]:
+        """Return the values of each."""
+        return [one.values(self._flat) for one in self._observers]
+
 
 class Packed:
     """Observers of several places, which run in the order of these and give nothing back.
@@ -132,7 +136,7 @@ class Packed:
             if execution.runs_action(together.action):
                 self._lay_out(together, flat)
                 seen = _Lazily(together.observers, flat, run_of)
-                Executions(seen, flat, together.prepared).observe(together.action)
+                Executions(seen, flat, together.prepared, seen.values).observe(together.action)
         return []
 
     @staticmethod
