@@ -329,3 +329,20 @@ def test_slices_that_the_data_choose_have_scales_of_their_own(mode: str, method:
             kernel = fake_quantize(kernel, *choose_qparams(*extremes(kernel, (3,)), grid), grid, (3,))
         np.testing.assert_allclose(one.reshape(-1), kernel.reshape(4, 4).sum(0), rtol=1e-4)
     assert bool(tool.result.left) == (method == "lsq")
+
+
+def test_the_end_of_a_calibration_runs_no_op_that_tools_see() -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
+    x, seen = np.ones((3, 4), np.float32), amanda.Tool()
+    names: list[str] = []
+    seen.add_inst_for_op(lambda context: names.append(context.get_op_type()))
+    everything = QuantizeTool(type=["*"])
+    with amanda.apply(everything, seen), amanda.cache_disabled():
+        with everything.calibrating():
+            model(x)
+            calibrated = len(names)
+        assert len(names) == calibrated
+        model(x)
+    assert len(names) == 2 * calibrated
+    assert not everything.result.waiting

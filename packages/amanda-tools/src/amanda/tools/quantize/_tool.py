@@ -99,8 +99,9 @@ class QuantizeTool(amanda.Tool):
             raise
         finally:
             self.is_calibrating = False
-        for place in self._places.values():
-            place.settle()
+        with amanda.disabled():
+            for place in self._places.values():
+                place.settle()
 
     def freeze(self) -> None:
         """Fix the scales of "qat"."""
