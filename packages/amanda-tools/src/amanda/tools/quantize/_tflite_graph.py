@@ -110,7 +110,7 @@ class FakeQuantGraph:
     def _write_weight(
         self, node: Any, index: int, value: NDArray[Any], place: QuantizedOp, scale: Scale
     ) -> None:
-        """Let a node read a weight whose integers the converter can see."""
+        """Replace a node's weight by constants with fake quantisation, stored as int8 by the converter."""
         axes, shape, name = scale.axes, value.shape, f"{node.name}/weight/quantised"
         self.made.append(Marked(place, "weight", scale, name, value.nbytes))
         if node.op in _PRODUCTS and axes and index == 1 and value.ndim == 2:
@@ -128,7 +128,7 @@ class FakeQuantGraph:
         node.input[index] = made if flat.shape == shape else self._reshaped(f"{name}/whole", made, shape)
 
     def _write_product(self, node: Any, name: str, weight: NDArray[Any], scale: Scale) -> None:
-        """Let a convolution of 1x1 take the place of a product with a matrix of (inputs, outputs).
+        """Replace a product with a matrix of (inputs, outputs) by a convolution of 1x1.
 
         The converter transposes matrices, and refuses to do so where each output has a scale.
         """

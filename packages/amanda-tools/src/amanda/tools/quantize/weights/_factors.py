@@ -22,7 +22,7 @@ UNMADE = "no parameter that could be divided makes its input"
 
 
 def stopped(call: Call) -> Sequence[Families]:
-    """Let no factors in, and none out; outputs have one label, by which their readers have the reason."""
+    """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     call.leave_all(f"{call.place} reads its input too")
     return [_unmade(call, one, f"{call.place} makes its input, through which no factor passes")
             for one in call.outputs]  # fmt: skip
@@ -101,7 +101,7 @@ def _mixed(call: Call, families: Families, others: Iterable[Any]) -> Sequence[Fa
 
 
 def normalised(call: Call) -> Sequence[Families]:
-    """Let no factors into a normalisation; its weight and bias make its outputs."""
+    """Leave the input of a normalisation, and match its outputs with its weight and bias."""
     call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
     weight, output = call.value("weight"), call.outputs[0]
     if weight is None or weight.ndim != 1 or not varies(call.of(weight)):
