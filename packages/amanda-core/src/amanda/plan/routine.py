@@ -206,7 +206,8 @@ def _call(
         if not isolated:
             result = ops.call(action.func, given, kwargs)
         else:
-            result = ops.call_isolated(action.func, given, kwargs)
+            call = ops.call_observer if action.observer else ops.call_isolated
+            result = call(action.func, given, kwargs)
             if ops.versions(given) != versions:
                 index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
                 raise mutation(action, index)

@@ -75,6 +75,10 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
+    def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine that changes no value; it reads tensors outside of what their classes override."""
+        return self.call_isolated(func, values, kwargs)
+
     def call(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that computes for the program, such as a replacement."""
         return func(*values, **kwargs)

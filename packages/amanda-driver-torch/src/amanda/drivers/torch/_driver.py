@@ -173,6 +173,12 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Call a routine outside of the program's autograd and modes."""
         return call_alone(func, values, kwargs)
 
+    def call_observer(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine that changes no value, also outside of what tensor subclasses override."""
+        return call_alone(func, values, kwargs, overrides=False)
+
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in schema order."""
         target = self._targets.get(site)

@@ -107,32 +107,38 @@ def push_all(modes: Sequence[Any]) -> None:
         _push_mode(mode)
 
 
-def call_alone(func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_alone(
+    func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any], overrides: bool = True
+) -> Any:
     """Call a routine outside of the program's autograd and modes; a hot path where there are no modes.
 
-    Subclasses among the values override what the routine calls, and a default device holds, as in any code.
+    A default device holds, as in any code.  overrides: whether subclasses among the values override what the
+    routine calls.
     """
     before = torch.is_grad_enabled()
     try:
         _native._set_grad_enabled(False)
-        if _is_unseen():
-            with _Seen():
-                return _call_outside_of_modes(func, values, kwargs)
-        return _call_outside_of_modes(func, values, kwargs)
+        if _count_function_modes() or _count_dispatch_modes() or forward_ad._current_level >= 0:
+            return _call_outside_of_modes(func, values, kwargs, overrides)
+        if overrides is _is_seen():
+            return func(*values, **kwargs)
+        with _Seen() if overrides else Unseen():
+            return func(*values, **kwargs)
     finally:
         _native._set_grad_enabled(before)
 
 
-def _call_outside_of_modes(func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if not (_count_function_modes() or _count_dispatch_modes() or forward_ad._current_level >= 0):
-        return func(*values, **kwargs)
+def _call_outside_of_modes(
+    func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any], overrides: bool
+) -> Any:
     with ExitStack() as stack:
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_without_function_modes())
         dispatch = pop_all()
         stack.callback(push_all, dispatch)
-        return func(*values, **kwargs)
+        with _Seen() if overrides else _native.DisableTorchFunctionSubclass():
+            return func(*values, **kwargs)
 
 
 @contextmanager

@@ -137,6 +137,12 @@ class TorchTensors:
         finally:
             torch._C._set_grad_enabled(before)
 
+    def call_observer(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine that changes no value."""
+        return self.call_isolated(func, values, kwargs)
+
     def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that computes for the program."""
         return func(*values, **kwargs)
