@@ -226,9 +226,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """The parameter, or the leaf, that a tensor is or is a view of."""
         if not isinstance(value, torch.Tensor):
             return None
-        base = value if value._base is None else value._base
-        is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
-        return base if is_held else None
+        with Unseen():  # routines ask, too
+            base = value if value._base is None else value._base
+            is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
+            return base if is_held else None
 
     def part_of(self, value: Any, variable: Any) -> str:
         """The part of a parameter that a view of it is."""
