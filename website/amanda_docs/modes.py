@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import amanda
 import torch
+
+import amanda
 from amanda.tools.coverage import CoverageTool
 from amanda.tools.dump import DumpTool
 from amanda.tools.flops import FlopsTool
@@ -25,7 +26,6 @@ from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
-
 from amanda_docs.pages import DOCS
 from amanda_docs.subjects import MODES, OTHERS, SUBCLASSES, Program
 
@@ -47,7 +47,10 @@ CHANGING: dict[str, Callable[[], Any]] = {
     "quantize": lambda: QuantizeTool("dynamic"),
 }
 SUBJECTS: dict[str, Program] = {
-    name: program for table in (SUBCLASSES, MODES, OTHERS) for name, program in table.items() if callable(program)
+    name: program
+    for table in (SUBCLASSES, MODES, OTHERS)
+    for name, program in table.items()
+    if callable(program)
 }
 REASONS = {
     name: reason for table in (SUBCLASSES, MODES) for name, reason in table.items() if isinstance(reason, str)
@@ -97,7 +100,10 @@ def row(name: str) -> str:
 
 def tables() -> str:
     """Return the table of all subjects, and the list of those without a program."""
-    head = ["| | " + " | ".join((*READING, *CHANGING)) + " |", "|---" * (len(READING) + len(CHANGING) + 1) + "|"]
+    head = [
+        "| | " + " | ".join((*READING, *CHANGING)) + " |",
+        "|---" * (len(READING) + len(CHANGING) + 1) + "|",
+    ]
     left = [f"- {_title(name)}: {reason}" for name, reason in REASONS.items()]
     return "\n".join([*head, *map(row, SUBJECTS), "", "Not tried:", "", *left])
 
@@ -107,7 +113,7 @@ def _title(name: str) -> str:
 
 
 def classes() -> set[str]:
-    """Return the names of all subclasses of tensors and modes in the source of torch, also of its tests' parts."""
+    """Return the names of all subclasses of tensors and modes in the source of torch, by their bases."""
     root = Path(torch.__file__).parent
     bases: dict[str, set[str]] = {}
     places: dict[str, list[str]] = {}

@@ -39,7 +39,9 @@ def train() -> list[Any]:
     return [y, *(one.grad for one in model.parameters())]
 
 
-def _within(mode: Callable[[], AbstractContextManager[Any]], log: Callable[[Any], Any] = lambda _: None) -> Program:
+def _within(
+    mode: Callable[[], AbstractContextManager[Any]], log: Callable[[Any], Any] = lambda _: None
+) -> Program:
     """Return a training step in a mode, and what the mode has noted."""
 
     def run() -> list[Any]:
@@ -81,7 +83,10 @@ def group() -> Iterator[Any]:
 
 def _parallel() -> list[Any]:
     with group() as mesh:
-        styles = _of("torch.distributed.tensor.parallel.ColwiseParallel"), _of("torch.distributed.tensor.parallel.RowwiseParallel")
+        styles = (
+            _of("torch.distributed.tensor.parallel.ColwiseParallel"),
+            _of("torch.distributed.tensor.parallel.RowwiseParallel"),
+        )
         plan = {"0": styles[0](), "2": styles[1]()}
         model = _of("torch.distributed.tensor.parallel.parallelize_module")(network(), mesh, plan)
         y = model(_x())
@@ -158,7 +163,9 @@ def _selective() -> list[Any]:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     model, x = network(), _x().requires_grad_()
-    y = checkpoint(model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    y = checkpoint(
+        model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
     y.sum().backward()
     return [y, x.grad, *(one.grad for one in model.parameters())]
 
@@ -306,7 +313,9 @@ SUBCLASSES: dict[str, Program | str] = {
     f"{_TESTING}.logging_tensor.LoggingTensorReentrant": _on(
         lambda: _of(f"{_TESTING}.logging_tensor.LoggingTensorReentrant")(_x()), lambda x: (x * 2).sum().elem
     ),
-    f"{_TESTING}.common_subclass.DiagTensorBelow": _on(lambda: _sub("DiagTensorBelow")(_x(4)), lambda x: (x * 2).diag),
+    f"{_TESTING}.common_subclass.DiagTensorBelow": _on(
+        lambda: _sub("DiagTensorBelow")(_x(4)), lambda x: (x * 2).diag
+    ),
     f"{_TESTING}.common_subclass.NonWrapperTensor": _on(lambda: _sub("NonWrapperTensor")(_x())),
     f"{_TESTING}.common_subclass.SubclassWithTensorFactory": _on(
         lambda: _sub("SubclassWithTensorFactory")(_x()), lambda x: (x * 2).src
@@ -316,7 +325,8 @@ SUBCLASSES: dict[str, Program | str] = {
         lambda: _of(f"{_TESTING}.subclasses.WrapperSubclass")(_x()), lambda x: (x * 2).sum().a
     ),
     f"{_TESTING}.custom_tensor.ConstantExtraMetadataTensor": _on(
-        lambda: _of(f"{_TESTING}.custom_tensor.ConstantExtraMetadataTensor")(_x()), lambda x: (x * 2).sum().elem
+        lambda: _of(f"{_TESTING}.custom_tensor.ConstantExtraMetadataTensor")(_x()),
+        lambda x: (x * 2).sum().elem,
     ),
     f"{_TESTING}.custom_tensor.CustomTensorPlainOut": _on(
         lambda: _of(f"{_TESTING}.custom_tensor.CustomTensorPlainOut")(_x(), _x())
@@ -343,12 +353,16 @@ def _debug(mode: Any) -> Any:
 
 
 _TOOLS = "torch.distributed._tools"
+_GRAPHS = "torch._higher_order_ops.cudagraph_conditional_nodes"
 MODES: dict[str, Program | str] = {
     "torch.utils.checkpoint._CachingTorchDispatchMode": _selective,
     "torch.utils.checkpoint._CachedTorchDispatchMode": _selective,
-    "torch.utils._debug_mode._mode.DebugMode": _within(lambda: _of("torch.utils._debug_mode.DebugMode")(), _debug),
+    "torch.utils._debug_mode._mode.DebugMode": _within(
+        lambda: _of("torch.utils._debug_mode.DebugMode")(), _debug
+    ),
     "torch.utils.flop_counter._FlopCounterMode": _within(
-        lambda: _of("torch.utils.flop_counter.FlopCounterMode")(display=False), lambda mode: mode.get_total_flops()
+        lambda: _of("torch.utils.flop_counter.FlopCounterMode")(display=False),
+        lambda mode: mode.get_total_flops(),
     ),
     "torch.utils._python_dispatch.BaseTorchDispatchMode": _within(
         lambda: _of("torch.utils._python_dispatch.BaseTorchDispatchMode")()
@@ -391,9 +405,9 @@ MODES: dict[str, Program | str] = {
     "torch._subclasses.complex_tensor._ops.common.WrapComplexMode": "base of ComplexTensorMode",
     "torch.distributed.tensor._decompositions.PlacementTrackingMode": "part of DTensor's propagation",
     "torch.distributed.tensor._ops.strategy_validation._CaptureAtenOp": "part of DTensor's own tests",
-    "torch._functorch._aot_autograd.runtime_wrappers._AnalyzeCustomOpInputOutputMode": "part of compiled code",
-    "torch._higher_order_ops.cudagraph_conditional_nodes.CUDAGraphCaptureControlFlowOpDispatchMode": "CUDA only",
-    "torch._higher_order_ops.cudagraph_conditional_nodes.ControlFlowOpWarmupDispatchMode": "CUDA only",
+    "torch._functorch._aot_autograd.runtime_wrappers._AnalyzeCustomOpInputOutputMode": "part of compilers",
+    f"{_GRAPHS}.CUDAGraphCaptureControlFlowOpDispatchMode": "CUDA only",
+    f"{_GRAPHS}.ControlFlowOpWarmupDispatchMode": "CUDA only",
     "torch.cuda._sanitizer.CUDASanitizerDispatchMode": "CUDA only",
     "torch.utils._cuda_debug._TensorTrackingMode": "CUDA only",
     "torch._dynamo.polyfills.NoEnterTorchFunctionMode": "part of dynamo",
@@ -425,7 +439,9 @@ OTHERS: dict[str, Program] = {
     "forward-mode gradients": _dual,
     "inference mode": _on(lambda: _x(), lambda x: _of("amanda_docs.subjects.inferred")(x)),
     "device meta": _within(lambda: torch.device("meta"), lambda _: None),
-    "a subclass that refuses every function": _on(lambda: _x(4, 4).as_subclass(Refusing), lambda x: torch.matmul(x, _x(4, 4))),
+    "a subclass that refuses every function": _on(
+        lambda: _x(4, 4).as_subclass(Refusing), lambda x: torch.matmul(x, _x(4, 4))
+    ),
     "a subclass that refuses every op": _on(lambda: Closed(_x()), lambda x: -x),
     "a class with `__torch_function__` that is no tensor": _on(
         lambda: Wrapped(_x(3, 3)), lambda x: torch.matmul(torch.exp(x), _x(3, 3)).value

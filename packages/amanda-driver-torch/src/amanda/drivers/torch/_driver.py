@@ -15,7 +15,7 @@ from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
 from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
-from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, left, overridden
+from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, left, of_class, overridden
 from ._reader import reader
 from ._requirements import check
 from ._schema import binding
@@ -153,14 +153,16 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if is_functional(args[0]) if site.key in _HEADED else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
         told = state, memo, op_id, site, args, kwargs, key, done
+        within = Incomplete if site.key == "alias" and site.target is _AS_SUBCLASS else Within
         if torch._C._len_torch_dispatch_stack():
             with left() as modes:
-                return EagerDriver.handle(Within(self, modes), *told)
+                return EagerDriver.handle(within(self, modes), *told)
         overrides = current()
         if overrides is None:
             return EagerDriver.handle(self, *told)
         with Unseen():
-            return EagerDriver.handle(self.seen if overrides is SEEN else Within(self, overrides), *told)
+            shared = overrides is SEEN and within is Within
+            return EagerDriver.handle(self.seen if shared else within(self, overrides), *told)
 
     @cached_property
     def seen(self) -> "TorchDriver":
@@ -245,6 +247,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return module_path(subjects)
 
 
+_AS_SUBCLASS: Any = torch.Tensor.as_subclass
 _CALLED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED = "the ops are recorded as they are"
 TRANSFORM = "a torch.func transform (vmap, grad, ...)"
@@ -287,6 +290,20 @@ class Within(TorchDriver):
         """Return what keeps ops from being instrumented at this moment, and why."""
         with self._modes.entered():
             return super().obstacle(site)
+
+
+class Incomplete(Within):
+    """The driver at an op whose result is of a class that may complete it later, in its own `__new__`."""
+
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine outside of what the class overrides, for which the result may lack attributes."""
+        return call_alone(func, values, kwargs, overrides=False)
+
+    def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`value` for `original`, of its class."""
+        return of_class(original, super().straight_through(original, value))  # type: ignore[no-any-return]
 
 
 class Functions:

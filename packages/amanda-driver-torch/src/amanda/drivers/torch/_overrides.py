@@ -156,10 +156,14 @@ def _without_function_modes() -> Iterator[None]:
             _native._push_on_torch_function_stack(mode)
 
 
-def of_class(kind: type, value: Any) -> Any:
-    """`value` as the subclass that it was before its override was bypassed."""
-    plain = type(value) is torch.Tensor and kind is not torch.Tensor
-    overrides = getattr(kind, "__torch_function__", None) is not torch._C._disabled_torch_function_impl
-    if plain and overrides and issubclass(kind, torch.Tensor):
-        return value.as_subclass(kind)
-    return value
+def of_class(like: torch.Tensor, value: Any) -> Any:
+    """`value` as the subclass that a tensor is of, with its attributes, after an op without overrides."""
+    kind = type(like)
+    if kind is torch.Tensor or type(value) is not torch.Tensor:
+        return value
+    if kind.__torch_function__ is torch._C._disabled_torch_function_impl:  # such as a Parameter
+        return value
+    made: Any = value.as_subclass(kind)
+    if made is not like:
+        made.__dict__.update(like.__dict__)
+    return made

@@ -153,14 +153,14 @@ class TorchTensors:
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
-        kind, value = type(value), _detached(_fitting(original, value))
+        like, value = value, _detached(_fitting(original, value))
         recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
         through: Any = None
         if _has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
             through = StraightThrough
         elif recorded:
             through = PlainStraightThrough
-        return of_class(kind, value if through is None else through.apply(original, value))  # type: ignore[no-any-return]
+        return of_class(like, value if through is None else through.apply(original, value))  # type: ignore[no-any-return]
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
@@ -207,14 +207,14 @@ class TorchTensors:
             if value.requires_grad and not _has_node(value):
                 return value
             with left() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                return of_class(type(value), value.detach())
+                return of_class(value, value.detach())
         if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
             return [self.kept(one) for one in value]
         return value
 
     def copied(self, value: Any) -> Any:
         """A differentiable copy."""
-        return of_class(type(value), value.clone()) if isinstance(value, torch.Tensor) else value
+        return of_class(value, value.clone()) if isinstance(value, torch.Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype, rank and device of each tensor, also in lists."""

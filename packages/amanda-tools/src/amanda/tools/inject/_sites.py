@@ -75,5 +75,5 @@ def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Select
     listed = isinstance(value, (list, tuple))
     for item, one in enumerate(value if listed else (value,)):
         dtype = place.dtype(one)
-        if dtype is not None and fault.fits(dtype, one.shape) and tensors_of(one).is_dense(one):
+        if dtype is not None and tensors_of(one).is_dense(one) and fault.fits(dtype, one.shape):
             yield Tensor(one, dtype, name + f"[{item}]" * listed, position, item if listed else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.kit._tensors import BLOCK, CACHED_BLOCK, Save, Tensors, numpy_type
-from amanda.tools.mapping import local
+from amanda.tools.mapping import distributed, is_partial, local, whole
 from amanda.tools.mapping._pytorch import dtype as _pytorch_dtype
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class TorchTensors(Tensors):
         """Return a tensor to compute with: without autograd, in float32 or wider."""
         import torch
 
-        x = x.detach()
+        x = whole(x.detach())
         x = x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
         return x if x.element_size() >= 4 else x.float()
 
@@ -195,7 +196,7 @@ class TorchTensors(Tensors):
         copy = plain.clone(memory_format=torch.contiguous_format)
         chosen = torch.from_numpy(positions).to(x.device)
         _rows(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
-        return torch.empty_like(plain).copy_(copy)
+        return distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of a dense tensor's storage, and a function that saves all of it."""
@@ -213,10 +214,9 @@ class TorchTensors(Tensors):
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         import torch
 
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # what is kept is used by autograd later
-                return torch.as_tensor(value, dtype=like.dtype, device=like.device)
-        return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            found = torch.as_tensor(value, dtype=like.dtype, device=like.device)  # autograd may use it later
+            return distributed(found, like)
 
     def beside(self, array: Any, other: Tensor) -> Tensor:
         """Return an array where another one is, in its own element type."""
@@ -275,7 +275,7 @@ class TorchTensors(Tensors):
 
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return elements of x where the condition holds, else of y."""
-        return x.where(condition, y)
+        return x.where(distributed(condition, x), y)
 
     def minimum(self, x: Tensor, y: Any) -> Tensor:
         """Return the smaller of each pair; y may be a number."""
@@ -312,7 +312,7 @@ class TorchTensors(Tensors):
         """Return True for a tensor that has elements and stores each of them."""
         import torch
 
-        if self.unread(x) is not None:
+        if self.unread(x) is not None or is_partial(x):
             return False
         has_storage = x.layout is torch.strided and not (x.is_nested or x.is_quantized)
         return has_storage and x.numel() > 0
@@ -352,7 +352,7 @@ def _resolved(x: Tensor) -> Tensor:
     """Return a dense tensor without autograd, with conjugation and negation carried out."""
     import torch
 
-    plain = x.detach().resolve_conj().resolve_neg()
+    plain = whole(x.detach()).resolve_conj().resolve_neg()
     return plain if plain.layout is torch.strided else plain.to_dense()
 
 
