@@ -55,6 +55,8 @@ SUBJECTS: dict[str, Program] = {
 REASONS = {
     name: reason for table in (SUBCLASSES, MODES) for name, reason in table.items() if isinstance(reason, str)
 }
+ELSEWHERE = ("torch._inductor.", "torch._vendor.", "torch.onnx.", "torch.utils.data.")
+"""Beginnings of names of classes that are named like tensors, and are nodes of graphs, or data sets."""
 BASES = {"Tensor", "TorchDispatchMode", "TorchFunctionMode"}
 _CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 
@@ -125,7 +127,8 @@ def classes() -> set[str]:
     found = set(BASES)
     while new := {name for name, parents in bases.items() if parents & found} - found:
         found |= new
-    return {f"{module}.{name}" for name in found - BASES for module in places[name]}
+    names = {f"{module}.{name}" for name in found - BASES for module in places[name]}
+    return {name for name in names if not name.startswith(ELSEWHERE)}
 
 
 def page(text: str, table: str) -> str:

@@ -343,7 +343,6 @@ SUBCLASSES: dict[str, Program | str] = {
     f"{_TESTING}.common_subclass.WrapperTensorWithCustomStrides": "has strides of its own, and no op",
     f"{_TESTING}.common_subclass.SparseTensor": "abstract: has no op",
     f"{_TESTING}.common_subclass.RedispatchTensor": "base for tests of torch's own",
-    "torch._inductor.freezing.ErasedTensor": "raises at each op, by design",
 }
 """Subclasses of torch.Tensor by their names, each with a program, or with why there is none."""
 

@@ -137,7 +137,8 @@ def _call_outside_of_modes(
         stack.enter_context(_without_function_modes())
         dispatch = pop_all()
         stack.callback(push_all, dispatch)
-        with _Seen() if overrides else _native.DisableTorchFunctionSubclass():
+        stack.enter_context(_Seen())
+        with nullcontext() if overrides else _native.DisableTorchFunctionSubclass():
             return func(*values, **kwargs)
 
 

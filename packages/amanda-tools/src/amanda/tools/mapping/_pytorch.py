@@ -54,12 +54,17 @@ def dtype(value: Any) -> str | None:
     A tensor whose elements its class keeps to itself, such as a quantised one of torchao or one that is
     masked, has the name of the class first.
     """
-    opaque = _is_opaque(type(value))
+    kind: Any = type(value)
+    opaque = _is_opaque(kind)
     if opaque is None:
         return None
-    kind: Any = type(value)
+    if kind.__module__ in ("torch", "torch.nn.parameter") and not opaque:  # a hot path
+        return _dtype_name(kind, value.dtype, False)
+    import torch
+
     try:
-        return _dtype_name(kind, value.dtype, opaque)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _dtype_name(kind, value.dtype, opaque)
     except Exception:  # of a class that refuses even this
         return f"{kind.__name__}[]"
 
