@@ -29,6 +29,10 @@ def sentence(result: DiffResult) -> str:
     if first.failure:
         return f"b fails at {first.place}: {first.failure}"
     parts = [f"b parts from a at {first.place}: relative error {_error(first)}"]
+    if first.reason:
+        parts.append(first.reason)
+    if first.is_retyped:
+        parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
     if first.read:
         told = {None: "were", True: "agree", False: "differ already"}[first.inputs]
         parts.append(f"its inputs {told} ({first.read})")

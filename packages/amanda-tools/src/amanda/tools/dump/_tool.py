@@ -109,7 +109,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         op, of = (forward, None) if context.is_forward() else (backward or 0, forward)
         return self._met(Op(
             phase, kind, context.get_scope(), context.get_source(), str(context.namespace), op, of,
-            context["layout"], context["weight_layout"],
+            context["layout"], context["weight_layout"], context["in_place"] and context.is_forward(),
         ))  # fmt: skip
 
     def _met(self, op: Op) -> _IndexedOp:
