@@ -12,11 +12,11 @@ from amanda.errors import AmandaError
 from amanda.tools.diff._align import is_compute, within
 from amanda.tools.diff._compare import TOLERANCES, Distance, Pair, distance, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
-from amanda.tools.diff._culprit import Culprit, Partners, culprit, results
+from amanda.tools.diff._culprit import Culprit, Partners, culprit
 from amanda.tools.diff._executions import READ, Match, Matching
 from amanda.tools.diff._flow import Execution, Flow
 from amanda.tools.diff._heads import heads
-from amanda.tools.diff._matches import match_ops
+from amanda.tools.diff._matches import OpMatches
 from amanda.tools.diff._run import Run, visits
 from amanda.tools.diff._told import reading
 from amanda.tools.dump import Entry, Op
@@ -74,11 +74,12 @@ class Comparing:
 
     def ops(self, renamed: Mapping[str, str]) -> tuple[list[Found], tuple[list[Op], list[Op]]]:
         """Compare ops one by one; return also the ops of each run that the other does not have."""
-        matches, alone = match_ops(self._runs, self.flows, self.matching, renamed)
+        found = OpMatches(self._runs, self.flows, self.matching, renamed)
+        matches, self._ends = found.matches, found.ends
         self.matches = {match.executions[0][0]: match for match in matches}
         self._is_one_precision = _has_one_precision(self._runs, matches)
         matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
-        sides = [[run.ops[i] for i in indices] for run, indices in zip(self._runs, alone, strict=True)]
+        sides = [[run.ops[i] for i in indices] for run, indices in zip(self._runs, found.alone, strict=True)]
         return [(match.pairs[0], self._compared(match)) for match in matches], (sides[0], sides[1])
 
     def modules(self, names: Mapping[str, str]) -> Iterator[Found]:
@@ -131,29 +132,62 @@ class Comparing:
         return replace(self._comparison(furthest, worst, limit, read), read=told)
 
     def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
-        """Leave out ops of another way to the same results, and put the op that is the cause before its effect.
+        """Leave out ops of another way to the same results, and put a cause before its effect.
 
         comparisons: what `in_order` returned of ops.
         """
-        rows = list(comparisons)
-        matches = {row: self.matches[pair[0].op, pair[0].execution] for row, pair in enumerate(self.pairs)}
-        apart = [row for row, one in enumerate(rows) if one.diverges]
-        ends = results(matches, self.flows) if apart else []
-        if ends and not any(rows[row].diverges for row in ends):
-            doubtful = {row for row in apart if self._is_effect(rows[row], matches[row])}
+        rows = list(zip(comparisons, self.pairs, strict=True))
+        apart = [one for one in rows if one[0].diverges]
+        if apart and (ends := self._results(rows)) and all(ends):
+            doubtful = [one for one in apart if self._is_effect(one[0], self._match_of(one[1]))]
             self.dismissed = len(doubtful)
-            self.pairs = [pair for row, pair in enumerate(self.pairs) if row not in doubtful]
-            rows, apart = [one for row, one in enumerate(rows) if row not in doubtful], []
-            apart = [row for row, one in enumerate(rows) if one.diverges]
-        if apart:
-            first = apart[0]
-            match = self.matches[self.pairs[first][0].op, self.pairs[first][0].execution]
-            found = culprit(self._runs, self.flows, Partners([*self.matches.values()]), self._apart(match))
+            rows = [one for one in rows if one not in doubtful]
+        self._end_apart(rows)
+        first = next((row for row, one in enumerate(rows) if one[0].diverges), None)
+        if first is not None and not rows[first][0].only:
+            read = self._apart(self._match_of(rows[first][1]))
+            found = culprit(self._runs, self.flows, Partners([*self.matches.values()]), read)
             if found is not None:
-                pair, cause = self._cause(found, rows[first])
-                rows.insert(first, cause)
-                self.pairs.insert(first, pair)
-        return rows
+                rows.insert(first, self._cause(found, rows[first][0]))
+        self.pairs = [pair for _, pair in rows]
+        return [one for one, _ in rows]
+
+    def _match_of(self, pair: Pair) -> Match:
+        return self.matches[pair[0].op, pair[0].execution]
+
+    def _results(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
+        """Return of each result, which no op reads, and of each gradient of a weight whether both runs agree."""
+        found = []
+        for one, pair in rows:
+            match = self._match_of(pair)
+            if one.phase == "backward":
+                gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
+                floor = max((scale(side) for side in zip(*match.pairs, strict=True)), default=0.0)
+                judged = (self._judged(pair, floor) for pair in gradients)
+                found += [distance.relative <= limit for distance, limit in judged]
+            elif any(
+                not flow.is_read(entry)
+                for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
+            ):  # fmt: skip
+                found.append(not one.diverges)
+        return found + [not self._compared(match).diverges for match in self._ends]
+
+    def _end_apart(self, rows: list[tuple[Comparison, Pair]]) -> None:
+        """Insert the last result of a run that the other lacks, if it is not what the other comes to."""
+        for match in self._ends:
+            one, pair = self._compared(match), match.pairs[0]
+            if not one.diverges:
+                continue
+            side = 1 if any(pair[0].op == op for op, _ in self.matches) else 0
+            reader = "the program returns"
+            ends: list[Entry | None] = [None, None]
+            ends[side] = pair[side]
+            cause = Culprit(
+                ends[0], ends[1], one.relative, f"an op of {'ab'[side]} alone, whose result {reader}"
+            )
+            at = next((i for i, (_, known) in enumerate(rows) if known[0].order > pair[0].order), len(rows))
+            rows.insert(at, self._cause(cause, one))
+            return
 
     def _is_effect(self, one: Comparison, match: Match) -> bool:
         """Return True for an op that differs as what it reads does, or of which nothing says what it reads."""
@@ -171,12 +205,12 @@ class Comparing:
         read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
-    def _cause(self, found: Culprit, effect: Comparison) -> tuple[Pair, Comparison]:
+    def _cause(self, found: Culprit, effect: Comparison) -> tuple[Comparison, Pair]:
         """Return a comparison of the op that is the cause; of one that a run lacks, by what is read of it."""
         if found.one is not None and found.other is not None:
             pair = found.one, found.other
             sides = [(entry.op, entry.execution) for entry in pair]
-            return pair, self._compared(Match([pair], ([sides[0]], [sides[1]])))
+            return self._compared(Match([pair], ([sides[0]], [sides[1]]))), pair
         side = 0 if found.one is not None else 1
         entry = found.one or found.other
         assert entry is not None
@@ -186,7 +220,7 @@ class Comparing:
             entry.summary.statistics.largest, effect.exact, effect.tolerance, effect.by_type,
             (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=found.reason,
         )  # fmt: skip
-        return (entry, entry), cause
+        return cause, (entry, entry)
 
     def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""

@@ -50,7 +50,8 @@ def culprit(
     read: tensors that the op reads and that differ, with relative errors.
     """
     for pair, error in read:
-        if any(run.is_derived(entry) for run, entry in zip(runs, pair, strict=True)):
+        is_derived = any(run.is_derived(entry) for run, entry in zip(runs, pair, strict=True))
+        if is_derived or pair[0].shape != pair[1].shape:
             continue
         makers = [flow.maker(entry) for flow, entry in zip(flows, pair, strict=True)]
         reader = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
@@ -91,7 +92,10 @@ def _overwritten(
         if not twins or (own is not None and (own.op, own.execution) in twins):
             continue
         orders = [
-            entry.order for op, execution in twins for entry in runs[side].by_op[op] if entry.execution == execution
+            entry.order
+            for op, execution in twins
+            for entry in runs[side].by_op[op]
+            if entry.execution == execution
         ]
         found = flows[side].overwriting(pair[side], max(orders))
         if found is not None:
@@ -105,16 +109,3 @@ def _overwritten(
 def place(op: Op) -> str:
     """Return type, module and line of an op."""
     return ", ".join(filter(None, (" in ".join(filter(None, (op.type, op.module))), op.source)))
-
-
-def worst(read: Sequence[tuple[Pair, float]]) -> float:
-    """Return the largest finite relative error; inf where none is finite."""
-    return max((error for _, error in read if error < math.inf), default=math.inf)
-
-
-def results(matches: Mapping[int, Match], flows: tuple[Flow, Flow]) -> list[int]:
-    """Return the rows whose tensors no later op reads."""
-    return [
-        row for row, match in matches.items()
-        if any(not flow.is_read(entry) for pair in match.pairs for flow, entry in zip(flows, pair, strict=True))
-    ]  # fmt: skip

@@ -72,7 +72,8 @@ class Matching:
         sides = self._executions(indices, 0), self._executions(others, 1)
         if len(sides[0]) == len(sides[1]) > 1:
             return []
-        return self._in_pieces(*sides, is_sure=False) or []
+        one, other = self._runs[0].ops[indices[0]], self._runs[1].ops[others[0]]
+        return self._in_pieces(*sides, self.is_same_code and one.source == other.source) or []
 
     def of_results(self, index: int, other_index: int) -> list[Match]:
         """Match the last ops of two runs, of any type, where their tensors have the same shapes."""
@@ -85,6 +86,10 @@ class Matching:
         """Return False for ops of two lines in runs of the same code."""
         one, other = self._runs[0].ops[index], self._runs[1].ops[other_index]
         return not self.is_same_code or one.source == other.source
+
+    def is_near(self, matches: Sequence[Match]) -> bool:
+        """Return True for tensors that have about the same values."""
+        return all(self._is_near(one.pairs) for one in matches)
 
     def reads(self, match: Match) -> list[Pair]:
         """Pair what the ops of a match read."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 
-from amanda.tools.diff._run import Run
-from amanda.tools.dump import Entry
+from amanda.tools.diff._run import GIVEN, Run
+from amanda.tools.dump import Entry, Op
 
-_GIVEN = ("output", "gradient", "weight gradient")
 _READ = ("input", "weight")
 _NEAR = 1e-5
 """Relative difference of two sums of the same numbers in another order."""
@@ -28,21 +27,21 @@ class Flow:
         self._given: dict[Hashable, list[Entry]] = {}
         self._read: dict[Hashable, int] = {}
         for entry in sorted(run.entries, key=lambda one: one.order):
-            if entry.role in _GIVEN:
-                self._given.setdefault(_key(entry), []).append(entry)
-            elif entry.role in _READ:
-                self._read[_key(entry)] = entry.order
+            if entry.role in GIVEN:
+                self._given.setdefault(key_of(entry), []).append(entry)
+            elif entry.role in _READ and not reads_shape(run.ops[entry.op]):
+                self._read[key_of(entry)] = entry.order
         self.has_inputs = any(entry.role == "input" for entry in run.entries)
 
     def maker(self, read: Entry) -> Entry | None:
         """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""
-        given = self._given.get(_key(read), [])
+        given = self._given.get(key_of(read), [])
         before = bisect_left(given, read.order, key=lambda one: one.order)
         return given[before - 1] if before else None
 
     def is_read(self, given: Entry) -> bool:
         """Return True if a later op read what an op gave."""
-        return self._read.get(_key(given), -1) > given.order
+        return self._read.get(key_of(given), -1) > given.order
 
     def overwriting(self, read: Entry, after: int) -> Entry | None:
         """Return what the last op gave that overwrote a tensor before it was read, maybe through a view.
@@ -60,7 +59,13 @@ class Flow:
         return max(found, key=lambda one: one.order, default=None)
 
 
-def _key(entry: Entry) -> Hashable:
+def reads_shape(op: Op) -> bool:
+    """Return True for an op that reads the shape of a tensor alone, as `ones_like` of a loss does."""
+    return op.type.endswith("_like")
+
+
+def key_of(entry: Entry) -> Hashable:
+    """Return what is equal for tensors with the same numbers in the same shape."""
     found = entry.summary.statistics
     sample = tuple(None if one != one else one for one in entry.summary.sample)
     return entry.shape, entry.dtype, found.count, found.nan, found.zeros, found.least, found.most, sample

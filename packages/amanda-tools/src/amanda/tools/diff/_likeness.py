@@ -74,7 +74,7 @@ class Likeness:
         fits = (
             1.5 * (key & (homed | shape))
             + 1.0 * (shape & module & kind)
-            + 1.0 * (source & kind & (homed | shape))
+            + 1.0 * (source & kind)
             + 0.5 * (shape & kind)
         )
         one, other = self._codes[0][rows, None], self._codes[1][None, columns]
