@@ -225,7 +225,9 @@ def eps_of_a_norm() -> Pair:
 
 @pair
 def weight_transposed() -> Pair:
-    return trained(*twins(Model(mlp="transposed")), ("reshape", "t", "matmul", "linear"), "blocks.1.mlp", "turned")
+    return trained(
+        *twins(Model(mlp="transposed")), ("reshape", "t", "matmul", "linear"), "blocks.1.mlp", "turned"
+    )
 
 
 @pair
@@ -310,7 +312,12 @@ def softmax_not_upcast() -> Pair:
 
 @pair
 def softmax_in_bfloat16() -> Pair:
-    return inferred(*twins(Model(attention="softmax in bfloat16")), ("to", "softmax", "bfloat16"), "blocks.1.attention", "low")
+    return inferred(
+        *twins(Model(attention="softmax in bfloat16")),
+        ("to", "softmax", "bfloat16"),
+        "blocks.1.attention",
+        "low",
+    )
 
 
 @pair
@@ -453,7 +460,11 @@ def compiled_with_another_eps() -> Pair:
     other.blocks[1].norm.eps = 1e-3
     compiled = torch.compile(other, backend="aot_eager")
     return trained(
-        model, compiled, ("layer_norm",), "blocks.1.norm", options={"control": "float64", "compiled": "instrument"}
+        model,
+        compiled,
+        ("layer_norm",),
+        "blocks.1.norm",
+        options={"control": "float64", "compiled": "instrument"},
     )
 
 
@@ -571,7 +582,10 @@ def loss_averaged_by_batch() -> Pair:
 
 
 def steps(
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer], clip: float | None = None, accumulate: int = 0, divide: bool = True
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    clip: float | None = None,
+    accumulate: int = 0,
+    divide: bool = True,
 ) -> Callable[[], None]:
     """Return a program that trains for two steps."""
     torch.manual_seed(0)
@@ -628,13 +642,21 @@ def adamw_fused() -> Pair:
 
 @pair
 def adamw_foreach_with_another_beta() -> Pair:
-    return Pair(steps(adamw()), steps(adamw(foreach=True, betas=(0.8, 0.999))), ("lerp", "_foreach_lerp"), None, "step()")
+    return Pair(
+        steps(adamw()),
+        steps(adamw(foreach=True, betas=(0.8, 0.999))),
+        ("lerp", "_foreach_lerp"),
+        None,
+        "step()",
+    )
 
 
 @pair
 def sgd_in_another_form() -> Pair:
     def sgd(foreach: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
-        return lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=foreach)
+        return lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=foreach
+        )
 
     return Pair(steps(sgd(False)), steps(sgd(True)))
 
@@ -669,7 +691,13 @@ def gradients_accumulated() -> Pair:
 
 @pair
 def gradients_accumulated_undivided() -> Pair:
-    return Pair(steps(adamw(), accumulate=4), steps(adamw(), accumulate=4, divide=False), ("div",), None, "accumulation")
+    return Pair(
+        steps(adamw(), accumulate=4),
+        steps(adamw(), accumulate=4, divide=False),
+        ("div",),
+        None,
+        "accumulation",
+    )
 
 
 @pair
@@ -690,7 +718,11 @@ def weights_untied() -> Pair:
 
         return run
 
-    return Pair(program(model), program(other), ("add", "add_", "accumulate_grad", "embedding", "embedding_backward", "linear"))
+    return Pair(
+        program(model),
+        program(other),
+        ("add", "add_", "accumulate_grad", "embedding", "embedding_backward", "linear"),
+    )
 
 
 class Double(torch.autograd.Function):
@@ -752,7 +784,9 @@ def batch_in_rows() -> Pair:
 @pair
 def channels_last() -> Pair:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(256, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(256, 4)
+    )
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
     x = torch.randn(4, 3, 12, 12)
 
@@ -769,7 +803,9 @@ def channels_last() -> Pair:
 @pair
 def stride_of_a_convolution() -> Pair:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
     other = copy.deepcopy(model)
     other[2].stride = (2, 2)
     x = torch.randn(4, 3, 12, 12)

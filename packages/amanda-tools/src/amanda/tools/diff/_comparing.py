@@ -12,7 +12,7 @@ from amanda.errors import AmandaError
 from amanda.tools.diff._align import is_compute, within
 from amanda.tools.diff._compare import TOLERANCES, Distance, Pair, distance, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
-from amanda.tools.diff._culprit import Culprit, Partners, culprit
+from amanda.tools.diff._culprit import Culprit, Partners, behind, culprit
 from amanda.tools.diff._executions import READ, Match, Matching
 from amanda.tools.diff._flow import Execution, Flow
 from amanda.tools.diff._heads import heads
@@ -125,10 +125,11 @@ class Comparing:
         types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
         if types[0] != types[1] and any(one.shape != other.shape for one, other in given):
             own = self._runs[0].read(*match.executions[0][0], *READ)
-            told = reading((one, 0.0, True) for one in own)
+            told = reading(((one, 0.0, True) for one in own), self._runs[0].ops[furthest[0].op])
             return replace(self._comparison(furthest, worst, limit), read=told)
         read = [self._agreement(pair) for pair in given]
-        told = reading((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
+        pairs_read = ((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
+        told = reading(pairs_read, self._runs[0].ops[furthest[0].op])
         return replace(self._comparison(furthest, worst, limit, read), read=told)
 
     def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -145,8 +146,11 @@ class Comparing:
         self._end_apart(rows)
         first = next((row for row, one in enumerate(rows) if one[0].diverges), None)
         if first is not None and not rows[first][0].only:
-            read = self._apart(self._match_of(rows[first][1]))
-            found = culprit(self._runs, self.flows, Partners([*self.matches.values()]), read)
+            match, partners = self._match_of(rows[first][1]), Partners([*self.matches.values()])
+            found = culprit(self._runs, self.flows, partners, self._apart(match))
+            if rows[first][0].phase == "backward" and match.is_whole:
+                executions = [side[0] for side in match.executions]
+                found = found or behind(self._runs, partners, executions, rows[first][0].relative)
             if found is not None:
                 rows.insert(first, self._cause(found, rows[first][0]))
         self.pairs = [pair for _, pair in rows]
@@ -156,12 +160,13 @@ class Comparing:
         return self.matches[pair[0].op, pair[0].execution]
 
     def _results(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
-        """Return of each result, which no op reads, and of each gradient of a weight whether both runs agree."""
-        found = []
+        """Return for each result, and for each gradient of a weight, True if both runs agree."""
+        found, has_gradients = [], False
         for one, pair in rows:
             match = self._match_of(pair)
             if one.phase == "backward":
                 gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
+                has_gradients = has_gradients or bool(gradients)
                 floor = max((scale(side) for side in zip(*match.pairs, strict=True)), default=0.0)
                 judged = (self._judged(pair, floor) for pair in gradients)
                 found += [distance.relative <= limit for distance, limit in judged]
@@ -170,6 +175,9 @@ class Comparing:
                 for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
             ):  # fmt: skip
                 found.append(not one.diverges)
+        backward = [one for one, _ in rows if one.phase == "backward"]
+        if backward and not has_gradients:
+            found.append(not backward[-1].diverges)
         return found + [not self._compared(match).diverges for match in self._ends]
 
     def _end_apart(self, rows: list[tuple[Comparison, Pair]]) -> None:
@@ -190,7 +198,7 @@ class Comparing:
             return
 
     def _is_effect(self, one: Comparison, match: Match) -> bool:
-        """Return True for an op that differs as what it reads does, or of which nothing says what it reads."""
+        """Return True for an op that may differ only because what it reads does."""
         if one.is_retyped:
             return False
         if one.phase == "backward" or one.type != one.other_type:
@@ -297,7 +305,7 @@ class Comparing:
         )  # fmt: skip
 
     def _is_retyped(self, pair: Pair) -> bool:
-        """Return True where an op alone has other element types in both runs, which a control would not show."""
+        """Return True for two element types at one op, which the margin of a control would hide."""
         types = {run.ops[entry.op].type for run, entry in zip(self._runs, pair, strict=True)}
         floats = all(entry.dtype in TOLERANCES for entry in pair)
         return (

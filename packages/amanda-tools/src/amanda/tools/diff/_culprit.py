@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from amanda.tools.diff._compare import Pair
@@ -17,8 +16,8 @@ from amanda.tools.dump import Entry, Op
 class Culprit:
     """What explains that an op reads other values.
 
-    one, other: tensors that ops of a and of b gave; None for a run that lacks the op.  error: relative error of
-    what is read.  reason: in words.
+    one, other: tensors that ops of a and of b gave; None for a run that lacks the op.  error: relative error
+    of what is read.  reason: in words.
     """
 
     one: Entry | None
@@ -51,7 +50,8 @@ def culprit(
     """
     for pair, error in read:
         is_derived = any(run.is_derived(entry) for run, entry in zip(runs, pair, strict=True))
-        if is_derived or pair[0].shape != pair[1].shape:
+        # of a cast in one run, the op that reads it is named: it has two element types
+        if is_derived or (pair[0].shape, pair[0].dtype) != (pair[1].shape, pair[1].dtype):
             continue
         makers = [flow.maker(entry) for flow, entry in zip(flows, pair, strict=True)]
         reader = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
@@ -76,6 +76,24 @@ def _alone(
     if lacks[1]:
         return Culprit(None, other, error, f"an op of b alone, whose result {place(reader[1])} reads")
     return None
+
+
+def behind(
+    runs: tuple[Run, Run], partners: Partners, executions: Sequence[Execution], error: float
+) -> Culprit | None:
+    """Return backward ops without a counterpart that ran just before an op of the backward pass.
+
+    A dump does not have the gradients that backward ops read.  executions: of the op in both runs.
+    """
+    before = []
+    for run, execution in zip(runs, executions, strict=True):
+        order = run.made(execution[0])[execution[1]][0].order
+        earlier = [
+            entry for index in run.indices("backward") for entry in run.by_op[index] if entry.order < order
+        ]
+        before.append(max(earlier, key=lambda entry: entry.order, default=None))
+    reader = [run.ops[index] for run, (index, _) in zip(runs, executions, strict=True)]
+    return _alone(before, partners, reader, error)
 
 
 def _overwritten(

@@ -35,8 +35,8 @@ class Match(NamedTuple):
 class Matching:
     """Pairs the executions of ops of two runs.
 
-    pieces, unlike: ops that one run executed once and the other in pieces, which make up the whole, or do not.
-    left: executions of ops that the other run does not have.
+    pieces, unlike: ops that one run executed once and the other in pieces, which make up the whole, or do
+    not.  left: executions of ops that the other run does not have.
     """
 
     def __init__(self, runs: tuple[Run, Run]) -> None:

@@ -18,8 +18,8 @@ Execution = tuple[int, int]
 class Flow:
     """Makers and readers of the tensors of a run.
 
-    A dump has no references between tensors.  Tensors are the same if shape, type, extremes, zeros and samples
-    are equal; sums are not compared, as strided memory is summed in another order.
+    A dump has no references between tensors.  Tensors are the same if shape, type, extremes, zeros and
+    samples are equal; sums are not compared, as strided memory is summed in another order.
     """
 
     def __init__(self, run: Run) -> None:

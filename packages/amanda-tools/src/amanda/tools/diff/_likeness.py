@@ -73,7 +73,7 @@ class Likeness:
         homed = np.array([one[0] != "" for one in self._keys[0][rows]])[:, None]
         fits = (
             1.5 * (key & (homed | shape))
-            + 1.0 * (shape & module & kind)
+            + 1.0 * (shape & module & (kind | source))
             + 1.0 * (source & kind)
             + 0.5 * (shape & kind)
         )

@@ -19,8 +19,8 @@ Sides = tuple[list[int], list[int]]
 class OpMatches:
     """The ops of two runs that are compared, and those without a counterpart.
 
-    renamed: modules of the first run, and their names in the second.  ends: the last results of both runs where
-    the result of one run alone is compared with another op.
+    renamed: modules of the first run, and their names in the second.  ends: the last results of both runs,
+    if the result of one run has no counterpart.
     """
 
     def __init__(

@@ -59,8 +59,8 @@ def joined(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Pair |
 def shares(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
     """Return the parts, in order, of which each whole tensor consists; None where they do not add up.
 
-    A single whole tensor has all the parts.  Parts of the shape of the whole, such as gradients of micro-batches,
-    are as many for each.
+    A single whole tensor has all the parts.  Parts of the shape of the whole, such as gradients of
+    micro-batches, are as many for each.
     """
     if len(wholes) == 1:
         return [range(len(parts))]

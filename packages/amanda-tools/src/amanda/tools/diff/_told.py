@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from amanda.tools.diff._comparison import Comparison
-from amanda.tools.dump import Entry
+from amanda.tools.dump import Entry, Op
 
 if TYPE_CHECKING:
     from amanda.tools.diff._result import DiffResult
@@ -83,11 +83,12 @@ def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
     return ["How the error grows, up to the last op:", *lines] if lines else []
 
 
-def reading(read: Iterable[tuple[Entry, float, bool]]) -> str:
-    """Say what an op read: those that differ, with relative errors, or else the first ones.
+def reading(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
+    """Say what an op of run a read: those that differ, with relative errors, or else the first ones.
 
     read: tensors of run a, their relative errors, and whether they agree.
     """
+    parameters = dict(op.parameters)
     given = list(read)
     chosen = [one for one in given if not one[2]] or given
     told = []
@@ -97,7 +98,13 @@ def reading(read: Iterable[tuple[Entry, float, bool]]) -> str:
         odd = found.nan + found.inf + found.negative_inf
         apart = "" if agrees else f" by {relative:.2g}"
         told.append(
-            f"{entry.role} {entry.position}{apart}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{_name(entry, parameters)}{apart}: {entry.dtype} {list(entry.shape)}{span}"
             f"{f' with {odd:,} NaN or Inf' if odd else ''}"
         )
     return ", ".join(told)
+
+
+def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
+    if entry.role == "input" and entry.position in parameters:
+        return f"parameter {parameters[entry.position]}"
+    return f"{entry.role} {entry.position}"
