@@ -176,8 +176,8 @@ def _told_of_pieces(comparing: Comparing) -> list[str]:
         )
     if comparing.dismissed:
         told.append(
-            f"{comparing.dismissed} ops differ in runs that come to the same results, as parts of two ways to "
-            "compute these"
+            f"{comparing.dismissed} ops differ though the runs come to the same results: they are parts of "
+            "two ways to compute these"
         )
     return told
 

@@ -19,8 +19,8 @@ class Op:
     """One op, forward or backward, in the order in which ops were met.
 
     id: that of its place in the program; a backward op has its forward op's in `of`.  layout, weight_layout:
-    axes by StandardMapping; None where they have no fixed meaning.  in_place: True if it writes into its first
-    input.  parameters: positions of inputs that are parameters of a model, and their paths.
+    axes by StandardMapping; None where they have no fixed meaning.  in_place: True if it writes into its
+    first input.  parameters: positions of inputs that are parameters of a model, and their paths.
     """
 
     phase: str

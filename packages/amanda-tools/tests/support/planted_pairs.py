@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 40
+COMPILED = {"control": "float64", "compiled": "instrument"}
 WIDTH, HEADS, VOCABULARY = 16, 2, 40
 
 
@@ -451,7 +452,7 @@ def mlp_by_hand() -> Pair:
 def compiled_against_eager() -> Pair:
     model, other = twins(Model())
     compiled = torch.compile(other, backend="aot_eager")
-    return trained(model, compiled, options={"control": "float64", "compiled": "instrument"})
+    return trained(model, compiled, options=COMPILED)
 
 
 @pair
@@ -496,43 +497,47 @@ class Blocked(nn.Linear):
         return sum(part @ weight.t() for part, weight in parts) + self.bias  # type: ignore[return-value]
 
 
-@pair
-def sum_in_another_order() -> Pair:
+def chunked_layers(product: type[nn.Linear]) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return layers, and others that compute the same in chunks."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[one for _ in range(3) for one in (Moments(), nn.Linear(WIDTH, WIDTH), nn.GELU())])
-    other = nn.Sequential(*[one for _ in range(3) for one in (Moments(4), Blocked(WIDTH, WIDTH), nn.GELU())])
+    plain = [layer for _ in range(3) for layer in (Moments(), nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    chunked = [layer for _ in range(3) for layer in (Moments(4), product(WIDTH, WIDTH), nn.GELU())]
+    model, other = nn.Sequential(*plain), nn.Sequential(*chunked)
     other.load_state_dict(model.state_dict())
+    return model, other
+
+
+def chunked_pair(product: type[nn.Linear], *told: Any) -> Pair:
+    """Return a pair of programs that train layers, whole and in chunks."""
+    model, other = chunked_layers(product)
     x = torch.randn(8, WIDTH) + 3
 
-    def program(one: nn.Module) -> Callable[[], Tensor]:
+    def program(layers: nn.Module) -> Callable[[], Tensor]:
         def run() -> Tensor:
-            one.zero_grad()
-            found: Tensor = one(x).square().mean()
+            layers.zero_grad()
+            found: Tensor = layers(x).square().mean()
             found.backward()
             return found
 
         return run
 
-    return Pair(program(model), program(other))
+    return Pair(program(model), program(other), *told)
 
 
 @pair
-def chunk_that_is_wrong() -> Pair:
-    found = sum_in_another_order()
-    torch.manual_seed(0)
-    other = nn.Sequential(*[one for _ in range(3) for one in (Moments(4), Wrong(WIDTH, WIDTH), nn.GELU())])
-    torch.manual_seed(0)
-    model = nn.Sequential(*[one for _ in range(3) for one in (Moments(), nn.Linear(WIDTH, WIDTH), nn.GELU())])
-    other.load_state_dict(model.state_dict())
-    x = torch.randn(8, WIDTH) + 3
-    del found
-    return Pair(lambda: model(x).square().mean(), lambda: other(x).square().mean(), ("linear",), "1")
+def sum_in_another_order() -> Pair:
+    return chunked_pair(Blocked)
 
 
 class Wrong(Blocked):
     def forward(self, x: Tensor) -> Tensor:
         parts = list(zip(x.chunk(self.chunks, -1), self.weight.chunk(self.chunks, -1), strict=True))
         return sum(part @ weight.t() for part, weight in parts[:-1]) + self.bias  # type: ignore[return-value]
+
+
+@pair
+def chunk_that_is_missing() -> Pair:
+    return chunked_pair(Wrong, ("linear",), "1")
 
 
 def losses(part: Callable[[Tensor, Tensor], Tensor], *told: Any) -> Pair:
