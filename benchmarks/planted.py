@@ -112,7 +112,7 @@ def main(names: list[str]) -> None:
 
 
 def pairs() -> None:
-    """Print in how many pairs of programs diff names the cause, and in how many nothing where nothing is wrong."""
+    """Print in how many pairs of programs diff names the cause, or errs where nothing is wrong."""
     counts: dict[bool, list[bool]] = {True: [], False: []}
     for name, make in structure.planted.PAIRS.items():
         torch.manual_seed(1)

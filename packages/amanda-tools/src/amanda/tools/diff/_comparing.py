@@ -140,9 +140,9 @@ class Comparing:
         rows = list(zip(comparisons, self.pairs, strict=True))
         apart = [one for one in rows if one[0].diverges]
         if apart and (ends := self._results(rows)) and all(ends):
-            doubtful = [one for one in apart if self._is_effect(one[0], self._match_of(one[1]))]
-            self.dismissed = len(doubtful)
-            rows = [one for one in rows if one not in doubtful]
+            effects = {id(one) for one, pair in apart if self._is_effect(one, self._match_of(pair))}
+            self.dismissed = len(effects)
+            rows = [row for row in rows if id(row[0]) not in effects]
         self._end_apart(rows)
         first = next((row for row, one in enumerate(rows) if one[0].diverges), None)
         if first is not None and not rows[first][0].only:
@@ -186,13 +186,10 @@ class Comparing:
             one, pair = self._compared(match), match.pairs[0]
             if not one.diverges:
                 continue
-            side = 1 if any(pair[0].op == op for op, _ in self.matches) else 0
-            reader = "the program returns"
-            ends: list[Entry | None] = [None, None]
-            ends[side] = pair[side]
-            cause = Culprit(
-                ends[0], ends[1], one.relative, f"an op of {'ab'[side]} alone, whose result {reader}"
-            )
+            is_in_b = any(pair[0].op == op for op, _ in self.matches)
+            reason = f"an op of {'b' if is_in_b else 'a'} alone, whose result no op reads"
+            ends = (None, pair[1]) if is_in_b else (pair[0], None)
+            cause = Culprit(*ends, one.relative, reason)
             at = next((i for i, (_, known) in enumerate(rows) if known[0].order > pair[0].order), len(rows))
             rows.insert(at, self._cause(cause, one))
             return
