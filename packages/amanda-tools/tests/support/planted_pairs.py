@@ -761,7 +761,7 @@ def gradient_of_a_function() -> Pair:
 
         return run
 
-    return Pair(program(Double), program(Single), ("mul",), None, "x * gradient", "backward")
+    return Pair(program(Double), program(Single), ("mul",), None, "x * gradient")
 
 
 @pair
