@@ -152,7 +152,7 @@ class Comparing:
                 executions = [side[0] for side in match.executions]
                 found = found or behind(self._runs, partners, executions, rows[first][0].relative)
             if found is not None:
-                rows.insert(first, self._cause(found, rows[first][0]))
+                rows.insert(first, self._cause(found, *rows[first]))
         self.pairs = [pair for _, pair in rows]
         return [one for one, _ in rows]
 
@@ -191,7 +191,7 @@ class Comparing:
             ends = (None, pair[1]) if is_in_b else (pair[0], None)
             cause = Culprit(*ends, one.relative, reason)
             at = next((i for i, (_, known) in enumerate(rows) if known[0].order > pair[0].order), len(rows))
-            rows.insert(at, self._cause(cause, one))
+            rows.insert(at, self._cause(cause, one, pair))
             return
 
     def _is_effect(self, one: Comparison, match: Match) -> bool:
@@ -210,8 +210,11 @@ class Comparing:
         read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
-    def _cause(self, found: Culprit, effect: Comparison) -> tuple[Comparison, Pair]:
-        """Return a comparison of the op that is the cause; of one that a run lacks, by what is read of it."""
+    def _cause(self, found: Culprit, effect: Comparison, shown: Pair) -> tuple[Comparison, Pair]:
+        """Return a comparison of the op that is the cause, and its tensors.
+
+        An op that a run lacks is compared by what the next op reads of it; shown: the tensors of that op.
+        """
         if found.one is not None and found.other is not None:
             pair = found.one, found.other
             sides = [(entry.op, entry.execution) for entry in pair]
@@ -225,7 +228,7 @@ class Comparing:
             entry.summary.statistics.largest, effect.exact, effect.tolerance, effect.by_type,
             (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=found.reason,
         )  # fmt: skip
-        return cause, (entry, entry)
+        return cause, shown
 
     def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""

@@ -150,7 +150,7 @@ class Runs:
         if program is None:
             raise AmandaError("bisect runs b again, and b is no program to run")
         one, other = pair
-        if one is other or self.a.is_derived(one) or self.b.is_derived(other):
+        if self.a.is_derived(one) or self.b.is_derived(other):
             return None
         if self.a.dump is None or self.b.dump is None or self.b.ops[other.op].type == "returned":
             return None

@@ -50,17 +50,16 @@ def _error(one: Comparison) -> str:
 
 
 def _proof(first: Comparison, remaining: DiffResult) -> str:
-    """Say what is left of the difference where the op gives a's value in b."""
+    """Say what is left of the difference where the op, or the op that reads it, gives a's value in b."""
+    replaced = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
     if remaining.first is None:
         worst = max((one.relative for one in remaining.comparisons), default=0.0)
         left = "not one bit of it" if not worst else f"no more than {worst:.2g}"
-        return f"with a's value in its place, {left} remains"
+        return f"{replaced}, {left} remains"
     there = remaining.first
     if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
-        return (
-            f"with a's value in its place, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
-        )
-    return f"with a's value in its place, b parts next at {there.place}: {there.relative:.2g}"
+        return f"{replaced}, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
+    return f"{replaced}, b parts next at {there.place}: {there.relative:.2g}"
 
 
 def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
