@@ -86,7 +86,7 @@ class _Rest:
     ) -> tuple[Any, ...] | None:
         step, returned = (-1, None) if done is NotImplemented else done
         given = values = list(grads)
-        with interceptor.Suspension():
+        with interceptor.Suspension(), self._ops.reading():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED

@@ -49,11 +49,11 @@ class EagerExecution(EagerOps):
             (plan,) = memo.plans.values()
             if not plan and not plan.wants_backward(self.gradients(args)):
                 memo.learn(key, None)
-                return site.invoke(args, kwargs)
+                return self.invoke(site, args, kwargs)
         obstacle = self.obstacle(site)
         if obstacle is not None:
             state.report(*obstacle)
-            return site.invoke(args, kwargs)
+            return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
         signature = layer.key(self, call.inputs, op_id)
         if memo is None or signature not in memo.plans:

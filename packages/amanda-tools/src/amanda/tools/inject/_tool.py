@@ -119,7 +119,8 @@ class InjectTool(amanda.Tool):
         executions = self._executed + sum(one.executions for one in self._all_places())
         left = () if self._selected else self._met
         result = InjectResult(_in_order(self._injections), self._total, executions, left)
-        result.remarks = as_remarks(self.unmatched())
+        unread = dict.fromkeys(sentence for place in self._all_places() for sentence in place.left)
+        result.remarks = [*as_remarks(self.unmatched()), *unread]
         return result
 
     def unmatched(self) -> list[str]:

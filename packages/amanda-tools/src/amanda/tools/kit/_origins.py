@@ -187,6 +187,6 @@ def _is_stored(value: Any) -> bool:
     """Return True for a strided tensor of PyTorch's own classes."""
     import torch
 
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
+    return value.layout is torch.strided and not value.is_nested

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, weight_input
+from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, tensors_of, weight_input
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import Groups, QuantizeError
 from amanda.tools.quantize._options import Options
@@ -53,6 +53,8 @@ class QuantizedOp:
                 if weight is not None and kind.endswith("]"):
                     self.left = f"it is packed, {kind}"
                 is_number = kind.startswith(("float", "bfloat")) and not getattr(one, "is_meta", False)
+                if is_number and context.is_eager() and (unread := tensors_of(one).unread(one)) is not None:
+                    self.left, is_number = unread, False
                 if not is_number or self._options.bits(weight is not None) is None:
                     continue
                 if weight is None:

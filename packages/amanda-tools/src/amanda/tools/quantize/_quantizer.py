@@ -9,6 +9,7 @@ from typing import Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.mapping import distributed, whole
 from amanda.tools.quantize._fake import Scale, fake_quantize, fake_quantize_gradient, straight_through
 from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
@@ -56,17 +57,20 @@ class Quantizer:
 
     def observe(self, x: Any) -> None:
         """Add a value to the calibration."""
-        self._observe(self._split(x))
+        self._observe(self._split(whole(x)))
 
     def __call__(self, x: Any, frozen: bool) -> Any:
         """Return the quantised value; frozen: keep the scale as it is."""
-        made = self._quantised(self._split(x), frozen)
-        return made if self.groups is None else self.groups.joined(made, x.shape)
+        given = whole(x)  # of a tensor in shards, a scale is of all of it
+        made = self._quantised(self._split(given), frozen)
+        made = made if self.groups is None else self.groups.joined(made, x.shape)
+        return made if given is x else distributed(made, x, placed=True)
 
     def stopped(self, x: Any, *used: Any, gradient: Any) -> Any:
         """Return the gradient of a value that was quantised, from that of the quantised value."""
-        made = fake_quantize_gradient(self._split(gradient), self._split(x), *used)
-        return made if self.groups is None else self.groups.joined(made, x.shape)
+        made = fake_quantize_gradient(self._split(whole(gradient)), self._split(whole(x)), *used)
+        made = made if self.groups is None else self.groups.joined(made, x.shape)
+        return distributed(made, gradient, placed=True)
 
     def _split(self, x: Any) -> Any:
         return x if self.groups is None else self.groups.split(x)
