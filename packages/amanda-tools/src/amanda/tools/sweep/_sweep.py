@@ -70,6 +70,7 @@ class Sweep(Generic[Level]):
             )
         self._evaluate, self._prepare, self._progress = evaluate, prepare, progress
         self._compiled: Literal["eager", "instrument"] = compiled
+        self._report = amanda.Report()
         self._make: Callable[[Level], amanda.Tool] = make
         self._levels: tuple[Level, ...] = tuple(levels)
         self._names = (level, metric)
@@ -99,7 +100,7 @@ class Sweep(Generic[Level]):
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
                 noted = [self._prices.noted] if self._prices.cost is not None else []
-                with amanda.apply(*noted, compiled=self._compiled):
+                with self._scope(*noted):
                     dense = check_number(self._evaluate(), self._evaluate, SweepError)
                     self._prices.measured = self._measured_cost()
                 if not isfinite(dense):
@@ -159,6 +160,12 @@ class Sweep(Generic[Level]):
             found += [self._tool(names, level)] if names else []
         return found
 
+    def _scope(self, *tools: amanda.Tool) -> amanda.Scope:
+        """Return a scope with the report of the whole sweep, which logs each warning once."""
+        scope = amanda.apply(*tools, compiled=self._compiled)
+        scope.report = self._report
+        return scope
+
     def _trial(self, architecture: Mapping[str, str], cost: float) -> Trial:
         """Evaluate an architecture, unless it was."""
         labels = tuple(architecture.values())
@@ -194,7 +201,7 @@ class Sweep(Generic[Level]):
         begun = perf_counter()
 
         def measure() -> tuple[float, float | None]:
-            with amanda.apply(*tools, compiled=self._compiled):
+            with self._scope(*tools):
                 for tool in tools:
                     if self._prepare is not None:
                         self._prepare(tool)
