@@ -62,7 +62,7 @@ def _try(function: Function, values: list[Any], extent: int) -> bool:
     try:
         pairs = zip(function.graph.inputs, values, strict=True)
         arguments = [_argument(symbol, value, extent, variables) for symbol, value in pairs]
-        current.call_function(name, arguments, len(function.definition.signature.output_arg))
+        current.call_function(name.encode(), arguments, len(function.definition.signature.output_arg))
     except (errors.OpError, ValueError, TypeError):
         return False
     finally:
