@@ -190,7 +190,8 @@ def test_parameter_of_a_module_called_in_two_stages_is_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "words"), [(torch.no_grad, r"torch.no_grad\(\)"), (lambda: torch.autocast("cpu"), "autocast")]
+    ("block", "words"),
+    [(torch.no_grad, r"torch.no_grad\(\)"), (lambda: torch.autocast("cpu"), "torch.autocast")],
 )
 def test_block_that_the_exporter_keeps_apart_is_an_error(block: Callable[[], Any], words: str) -> None:
     class Block(nn.Sequential):

@@ -133,5 +133,7 @@ def test_skip_before_a_function_in_place_is_no_module() -> None:
     tool = SearchTool([Choice(["keep", "skip"], module="second")])
     tool.prepare(model, x)
     tool.architecture = {"second/conv2d": "skip"}
-    with pytest.raises(SearchError, match=r"relu at .*test_search_finalize.py:\d+ writes to its input in place"):
+    with pytest.raises(
+        SearchError, match=r"relu at .*test_search_finalize.py:\d+ writes to its input in place"
+    ):
         tool.finalize(model)

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 import amanda
 
-pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="kernels of a CPU are few")
+pytestmark = pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="kernels of a CPU are few"
+)
 
 X = tf.constant(np.random.default_rng(0).random((1, 4, 4, 4, 4)), tf.float32)
 KERNEL = tf.Variable(np.random.default_rng(1).random((2, 2, 2, 2, 4)), dtype=tf.float32)

@@ -72,7 +72,7 @@ class ProtectedResult(Result):
         """Return what the process keeps, and what it does not."""
         return [
             "Inputs, outputs and gradients of each selected op cross; values of parameters cross once, "
-            "to the process. The program sees NaN in their place. This separates processes, and is no defence "
+            "to the process. The program sees NaN in their place. This separates processes; it is no defence "
             "against programs of the same user.",
         ]
 

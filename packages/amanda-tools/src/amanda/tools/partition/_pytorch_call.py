@@ -110,8 +110,8 @@ class Call:
         if "other" in answer:
             raise ProtectError(
                 f"{self.place.type} at {self.place.source} in module {self.place.module!r} gives a "
-                f"{answer['other']}, and tensors alone leave the protected process: read numbers outside of the "
-                "protected modules, or protect by type="
+                f"{answer['other']}, and tensors alone leave the protected process: read numbers outside of "
+                "the protected modules, or protect by type="
             )
         outputs = [unpacked(*one) for one in made]
         if self.random:

@@ -21,7 +21,7 @@ def name_frames(nodes: Iterable[Any]) -> None:
         stack = dict(node.meta.get("nn_module_stack") or {})
         root = next((kind for path, kind in stack.values() if not path), "")
         calls = [(str(path), str(key)) for key, (path, _) in stack.items() if path]
-        kinds = {path: kind for path, kind in stack.values()}
+        kinds = dict(stack.values())
         frames = _joined(calls, opened, seen)
         seen.update(path for path, _ in frames)
         opened = frames

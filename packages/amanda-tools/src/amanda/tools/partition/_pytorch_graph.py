@@ -21,6 +21,7 @@ from amanda.tools.partition._pytorch_nodes import (
     check_blocks,
     is_assignment,
     module_of,
+    name_as_in_stages,
     remove_copies_onto_themselves,
     roots,
     type_of,
@@ -46,6 +47,7 @@ class CutGraph:
         self._graph = module.graph
         check_blocks(module)
         remove_copies_onto_themselves(self._graph)
+        name_as_in_stages(self._graph)
         (output,) = self._graph.find_nodes(op="output")
         self._output = output
         nodes = [one for one in self._graph.nodes if one.op == "call_function"]
@@ -138,7 +140,9 @@ class CutGraph:
         for node, root in root_of.items():
             families[root].append(node)
         changed = {root_of[value] for node in self._place for value in written(node)}
-        self._in_buffers = {node for node, root in root_of.items() if root in changed and root.op == "get_attr"}
+        self._in_buffers = {
+            node for node, root in root_of.items() if root in changed and root.op == "get_attr"
+        }
         for node, (stage, order) in self._place.items():
             for value in written(node):
                 earlier = [one for one in families[root_of[value]] if self._place[one][1] < order]

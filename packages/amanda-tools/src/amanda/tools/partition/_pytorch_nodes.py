@@ -76,6 +76,23 @@ def remove_copies_onto_themselves(graph: Any) -> None:
                 graph.erase_node(node)
 
 
+def name_as_in_stages(graph: Any) -> None:
+    """Name the parameters, buffers and inputs of a graph as PyTorch's `split_module` does in the stages.
+
+    PyTorch finds the parameters of a stage by these names, also where an op has one of them, such as `mean`.
+    """
+    from torch.fx.graph import _Namespace
+
+    names, taken = _Namespace(), set[str]()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            node.name = names.create_name(graph._target_to_str(node.target), None)
+            taken.add(node.name)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "get_attr") and node.name in taken:
+            node.name = graph._graph_namespace.create_name(f"{node.name}_op", None)
+
+
 def _is_in_place(node: Any) -> bool:
     """Return True for an op that gives back its first argument, to which it writes."""
     schema = getattr(node.target, "_schema", None)
@@ -90,7 +107,7 @@ def check_blocks(module: Any) -> None:
             if block.op == "get_attr" and hasattr(getattr(module, block.target, None), "graph"):
                 name = getattr(node.target, "__name__", str(node.target))
                 raise PartitionError(
-                    f"module {module_of(node)!r} runs a block under {_BLOCKS.get(name, name)}, which PyTorch's "
-                    "exporter keeps apart and its pipeline cannot put into a stage; leave the block out of "
-                    "the model, compute it before and pass its values as inputs, or cut by hand"
+                    f"module {module_of(node)!r} runs a block under {_BLOCKS.get(name, name)}, which "
+                    "PyTorch's exporter keeps apart and its pipeline cannot put into a stage; leave the block "
+                    "out of the model, compute it before and pass its values as inputs, or cut by hand"
                 )

@@ -51,7 +51,7 @@ class Pipeline:
             yield name, tensor
 
     def _bind_other_paths(self) -> None:
-        """Put what a stage holds at its other paths too, and what no op reads into the stage of its module."""
+        """Put what a stage holds at its other paths too, what no op reads into the stage of its module."""
         persistent = self._model.state_dict()
         holders = {id(tensor) for held in self._held for tensor in held.values()}
         for name, tensor in _tensors(self._model):

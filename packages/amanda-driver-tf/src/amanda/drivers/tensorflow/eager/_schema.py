@@ -40,7 +40,9 @@ class Schema:
         self._has_lists = any(self.lists)
         self._output_lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.outputs)
         self._kinds = {attr.name: attr.type for attr in op_def.attr}
-        self._defaults = {attr.name: attr.default_value for attr in op_def.attr if attr.HasField("default_value")}
+        self._defaults = {
+            attr.name: attr.default_value for attr in op_def.attr if attr.HasField("default_value")
+        }
         self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
 
     def type_of(self, index: int, inputs: Sequence[Any]) -> int:

@@ -74,9 +74,7 @@ def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Cal
             return None
         is_untried = not rewriting.written and not rewriting.runs_without_xla
         is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
-        if forward in rewriting.compiled or (
-            is_compiled and not runs_without_xla(function, read_argument)
-        ):
+        if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, read_argument)):
             rewriting.compiled.add(op)
             rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
             return None
