@@ -106,8 +106,12 @@ class Enclave:
         several = isinstance(made, (tuple, list))
         is_held = any(made is one for one in self._held.values())
         found = [] if is_held else [packed(one) for one in outputs]
-        trained = [one.requires_grad for one in outputs]
-        return {"several": several, "held": is_held, "trained": trained}, [*found, *state]
+        memory = {one.untyped_storage().data_ptr() for one in given}
+        answer = {
+            "several": several, "held": is_held, "trained": [one.requires_grad for one in outputs],
+            "views": [one.untyped_storage().data_ptr() in memory for one in outputs],
+        }  # fmt: skip
+        return answer, [*found, *state]
 
     def _value(self, told: Any, given: Sequence[Any]) -> Any:
         if isinstance(told, list):

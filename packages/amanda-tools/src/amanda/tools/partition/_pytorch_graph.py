@@ -148,9 +148,11 @@ class CutGraph:
                 earlier = [one for one in families[root_of[value]] if self._place[one][1] < order]
                 for read, user in ((one, user) for one in earlier for user in one.users if user is not node):
                     if self._is_lost(node, value, read, user):
+                        root = root_of[value]
+                        name = root.target if root.op == "get_attr" else value.name
                         raise PartitionError(
                             f"{node.name} in module {module_of(node)!r} of stage {stage} writes to "
-                            f"{value.name}, which {user.name} in module {module_of(user)!r} of stage "
+                            f"{name}, which {user.name} in module {module_of(user)!r} of stage "
                             f"{self._stage(user)} reads; a write reaches no other stage: cut elsewhere, "
                             "with other `stages` or `tolerance`, or write to a copy in the model"
                         )
