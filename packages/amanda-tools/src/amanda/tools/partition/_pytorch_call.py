@@ -69,8 +69,8 @@ def run(
         inputs = (target, *inputs[1:])
     if in_place and protection.views.get(id(inputs[0])) is inputs[0]:
         raise ProtectError(
-            f"{place.type} at {place.source} writes to a view, which the protected process gave as a copy, so "
-            "that the write would be lost: write to a clone() in the model"
+            f"{place.type} at {place.source} writes to a view, of which the protected process gave a copy, "
+            "so that the write would be lost: write to a clone() in the model"
         )
     sent = Inputs(inputs, protection.stand_ins, f"{place.type} at {place.source}")
     records = torch.is_grad_enabled() and any(one.requires_grad for one in (*sent.given, *sent.held))

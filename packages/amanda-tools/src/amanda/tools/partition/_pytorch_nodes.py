@@ -108,6 +108,6 @@ def check_blocks(module: Any) -> None:
                 name = getattr(node.target, "__name__", str(node.target))
                 raise PartitionError(
                     f"module {module_of(node)!r} runs a block under {_BLOCKS.get(name, name)}, which "
-                    "PyTorch's exporter keeps apart and its pipeline cannot split; leave it out of the model, "
-                    "compute it before and pass its values as inputs, or cut by hand"
+                    "PyTorch's exporter keeps apart and its pipeline cannot split; leave it out of the "
+                    "model, compute it before and pass its values as inputs, or cut by hand"
                 )
