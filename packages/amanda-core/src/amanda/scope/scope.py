@@ -124,7 +124,9 @@ class Scope:
         for text in tool.unmatched():
             selection = text.partition(";")[0]  # the names after it differ from scope to scope
             what = f"what was selected for {type(tool).__name__}"
-            self.report.add(what, text, is_logged=selection not in logged)
+            reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
+            if (what, selection) not in reported:
+                self.report.add(what, text, is_logged=selection not in logged)
             logged.add(selection)
         tool.scope_left()
 
