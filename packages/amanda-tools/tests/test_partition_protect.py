@@ -484,9 +484,7 @@ def test_number_that_would_leave_the_process_is_an_error(read: Callable[[Tensor]
 
 def test_output_without_a_gradient_has_none_outside() -> None:
     def double(y: Tensor) -> Tensor:
-        z = y.detach().clone()
-        z[:, 0] = 2.0
-        return z
+        return y.detach().clone()
 
     model = nn.Sequential(nn.Linear(4, 4), Reading(double))
     x = torch.rand(2, 4)
@@ -499,13 +497,3 @@ def test_output_without_a_gradient_has_none_outside() -> None:
     tool.release()
     assert torch.equal(made, wanted)
     assert torch.equal(model[0].weight.grad, gradient)
-
-
-@pytest.mark.parametrize("write", [lambda y: y.view(-1).relu_().sum(), lambda y: y.detach().mul_(2)])
-def test_write_to_a_view_is_an_error(write: Callable[[Tensor], Any]) -> None:
-    model, tool = nn.Sequential(nn.Linear(4, 4), Reading(write)), PartitionTool(protect="module=1")
-    try:
-        with pytest.raises(ProtectError, match="writes to a view"), amanda.apply(tool):
-            model(torch.rand(2, 4))
-    finally:
-        tool.release()

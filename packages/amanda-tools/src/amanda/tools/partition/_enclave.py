@@ -93,8 +93,6 @@ class Enclave:
             if in_place and "given" in inputs[0]:
                 values[0] = values[0].clone()
             made = _call(torch, op, values)
-        if made is None and in_place:  # an assignment to a subscript
-            made = values[0]
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
         others = [type(one).__name__ for one in outputs if not isinstance(one, torch.Tensor)]
         if others:
@@ -106,12 +104,8 @@ class Enclave:
         several = isinstance(made, (tuple, list))
         is_held = any(made is one for one in self._held.values())
         found = [] if is_held else [packed(one) for one in outputs]
-        memory = {one.untyped_storage().data_ptr() for one in given}
-        answer = {
-            "several": several, "held": is_held, "trained": [one.requires_grad for one in outputs],
-            "views": [one.untyped_storage().data_ptr() in memory for one in outputs],
-        }  # fmt: skip
-        return answer, [*found, *state]
+        trained = [one.requires_grad for one in outputs]
+        return {"several": several, "held": is_held, "trained": trained}, [*found, *state]
 
     def _value(self, told: Any, given: Sequence[Any]) -> Any:
         if isinstance(told, list):

@@ -27,7 +27,6 @@ class Protection:
 
     Where it is dropped without `release`, the process ends, and the parameters are lost with it.
     dropped: numbers of executions whose backward pass nobody can ask for any more.
-    views: outputs of protected ops that are views in the process, and copies here, by their ids.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,6 @@ class Protection:
         self.crossed: dict[tuple[str, int], Crossed] = {}
         self.dropped: list[int] = []
         self.stand_ins, self.passes = StandIns(), Passes()
-        self.views: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._optimizers = Optimizers(self.stand_ins)
         self._numbers = itertools.count()
         self._process: weakref.finalize[Any, Any] | None = None

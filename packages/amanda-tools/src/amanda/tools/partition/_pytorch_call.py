@@ -67,11 +67,6 @@ def run(
 
     if target is not None:
         inputs = (target, *inputs[1:])
-    if in_place and protection.views.get(id(inputs[0])) is inputs[0]:
-        raise ProtectError(
-            f"{place.type} at {place.source} writes to a view, of which the protected process gave a copy, "
-            "so that the write would be lost: write to a clone() in the model"
-        )
     sent = Inputs(inputs, protection.stand_ins, f"{place.type} at {place.source}")
     records = torch.is_grad_enabled() and any(one.requires_grad for one in (*sent.given, *sent.held))
     backward = protection.place("backward", key, place.type, place.module, place.source)
@@ -81,7 +76,6 @@ def run(
         "trained": [one.requires_grad for one in sent.given], "records": records,
     }  # fmt: skip
     made = _function().apply(call, header, len(sent.given), *sent.given, *sent.held)
-    protection.views.update((id(one), one) for one, is_view in zip(made, call.views, strict=False) if is_view)
     return inputs[0] if call.is_held else made if call.several else made[0]
 
 
@@ -89,8 +83,7 @@ def run(
 class Call:
     """One execution of a protected op.  several: outputs; is_held: the output is a stand-in.
 
-    trained, views: whether each output needs a gradient, and whether the op gives it in the memory of an
-    input.
+    trained: whether each output needs a gradient.
     """
 
     protection: Protection
@@ -101,7 +94,6 @@ class Call:
     several: bool = False
     is_held: bool = False
     trained: Sequence[bool] = ()
-    views: Sequence[bool] = ()
 
     def forward(self, header: dict[str, Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """Return the outputs."""
@@ -124,7 +116,6 @@ class Call:
         outputs = [unpacked(*one) for one in made]
         if self.random:
             torch.set_rng_state(outputs.pop())
-        self.views = answer["views"]
         self.several, self.is_held, self.trained = answer["several"], answer["held"], answer["trained"]
         return tuple(outputs)
 
