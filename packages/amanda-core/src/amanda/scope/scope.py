@@ -120,8 +120,14 @@ class Scope:
 
     def _left(self, tool: AnyTool) -> None:
         """Tell a tool that the scope has closed; report what the tool selected in vain."""
+        logged = tool._amanda.logged
         for text in tool.unmatched():
-            self.report.add(f"what was selected for {type(tool).__name__}", text)
+            selection = text.partition(";")[0]  # the names after it differ from scope to scope
+            what = f"what was selected for {type(tool).__name__}"
+            reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
+            if (what, selection) not in reported:
+                self.report.add(what, text, is_logged=selection not in logged)
+            logged.add(selection)
         tool.scope_left()
 
     def _leave(self) -> None:
