@@ -24,7 +24,8 @@ class Quantizer:
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
     parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
-    settled: True once there is a scale.  used: what the last value was quantised by, after the value.
+    settled: True once there is a scale.  calibrated: number of executions that calibrated it.
+    used: what the last value was quantised by, after the value.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Quantizer:
         self.trained = [part for part, is_trained in parts.items() if is_trained]
         self.collected: dict[str, Any] = {}
         self.used: tuple[Any, ...] = ()
+        self.calibrated = 0
         channels = prod(value.shape[axis] for axis in axes)
         if groups is not None:
             channels = prod(value.shape) // groups.size
@@ -58,9 +60,13 @@ class Quantizer:
         """Add a value to the calibration."""
         self._observe(self._split(x))
 
-    def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value; frozen: keep the scale as it is."""
-        made = self._quantised(self._split(x), frozen)
+    def __call__(self, x: Any, frozen: bool, used: Sequence[Any] = ()) -> Any:
+        """Return the quantised value.
+
+        frozen: keep the scale as it is.  used: by which the first execution of a recomputation did it.
+        """
+        x_split = self._split(x)
+        made = self._fake(x_split, *used[:2]) if used else self._quantised(x_split, frozen)
         return made if self.groups is None else self.groups.joined(made, x.shape)
 
     def stopped(self, x: Any, *used: Any, gradient: Any) -> Any:
