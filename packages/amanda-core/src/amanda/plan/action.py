@@ -120,7 +120,7 @@ class Action:
         self.opening = "opening" in carried
         self.innermost = "innermost" in carried
         self.takes_run = self._takes("run")
-        self.takes_recomputed = self._takes("recomputed")
+        self.takes_recomputed = not isinstance(func, interceptor.Tally) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
         self.takes_shapes = not type.is_replacement and self._takes("shapes")

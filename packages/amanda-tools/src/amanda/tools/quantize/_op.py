@@ -276,6 +276,7 @@ class QuantizedOp:
         tool, results = self._tool, list(values)
         for (index, item, value, quantizer), one in zip(read, used, strict=True):
             made = quantizer(value, tool.is_frozen, one)
+            quantizer.executions += not recomputed
             if tool.measures and not recomputed:
                 quantizer.noise.add(value, made)
             if item is not None:
@@ -329,7 +330,7 @@ class QuantizedOp:
             yield Quantized(
                 *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
                 zero_point, one.groups.size if one.groups else None, getattr(grid, "dtype", ""),
-                self._executions, one.noise.sqnr, self._output.sqnr,
+                one.executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
 
 

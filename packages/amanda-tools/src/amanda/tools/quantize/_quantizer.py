@@ -24,7 +24,8 @@ class Quantizer:
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
     parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
-    settled: True once there is a scale.  calibrated: number of executions that calibrated it.
+    settled: True once there is a scale.  calibrated, executions: numbers of values that calibrated it, and
+    that were quantised.
     used: what the last value was quantised by, after the value.
     """
 
@@ -40,7 +41,7 @@ class Quantizer:
         self.trained = [part for part, is_trained in parts.items() if is_trained]
         self.collected: dict[str, Any] = {}
         self.used: tuple[Any, ...] = ()
-        self.calibrated = 0
+        self.calibrated = self.executions = 0
         channels = prod(value.shape[axis] for axis in axes)
         if groups is not None:
             channels = prod(value.shape) // groups.size
