@@ -92,8 +92,8 @@ class Action:
 
     __slots__ = (
         "differentiable", "func", "gathered", "innermost", "kwargs", "observer", "opening", "parameters",
-        "reads", "select", "takes_original", "takes_recomputed", "takes_run", "takes_shapes", "tool", "traceable",
-        "type",
+        "reads", "select", "takes_original", "takes_recomputed", "takes_run", "takes_shapes", "tool",
+        "traceable", "type",
     )  # fmt: skip
 
     # Recorded by the thousand, so this is no dataclass: a frozen one takes twice as long to make.

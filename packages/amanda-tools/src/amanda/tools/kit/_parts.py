@@ -80,8 +80,8 @@ class Parts:
     ) -> Any:
         """Return what `make(reader, suffix)` made of a part of a parameter, once for all ops that read it.
 
-        reader, suffix: see `place`.  line: of the op, where each line that reads the part has state of its own;
-        the suffix of all lines but the first has the line's number.
+        reader, suffix: see `place`.  line: of the op, where each line that reads the part has state of its
+        own; the suffix of all lines but the first has the line's number.
         Returns None for what is no part: what was computed, or selected.
         """
         if origin is None or origin.form is None:
