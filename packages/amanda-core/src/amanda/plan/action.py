@@ -21,7 +21,6 @@ Routine = Callable[..., Any]
 RoutineT = TypeVar("RoutineT", bound=Routine)
 
 _MARKS = "__amanda_marks__"
-_KEYWORDS = frozenset({"recomputed", "shapes"})
 
 
 class InstrumentationPoint(enum.Enum):
@@ -85,7 +84,7 @@ class Action:
     gathered: takes many executions of the routine in one call; None where nothing does.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
     takes_shapes: whether the routine, unless it replaces, has a keyword `shapes`, for those of one execution.
-    takes_recomputed: whether the routine has a keyword `recomputed`, True in a recomputation.
+    takes_recomputed: whether the routine has a parameter `recomputed`, True in a recomputation.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
     parameters: those of a replacement that the op's inputs may fill; None of one written in C.
     """
@@ -132,12 +131,12 @@ class Action:
         return parameters_of(self.func, [*taken, "reads"] if self.reads else taken)
 
     def _takes(self, name: str) -> bool:
-        return name not in self.kwargs and has_parameter(self.func, name, alone=name in _KEYWORDS)
+        return name not in self.kwargs and has_parameter(self.func, name, alone=name == "shapes")
 
     def in_recomputation(self) -> Action | None:
         """Return the action for a recomputation of the op; None where its routine is not called.
 
-        Observers have heard of the execution, unless they ask to hear of it again by a keyword `recomputed`.
+        Observers have heard of the execution, unless they ask for it by a parameter `recomputed`.
         A `Tally` counts in its attribute `recomputed`, if it has one.
         """
         if isinstance(self.func, interceptor.Tally):

@@ -40,16 +40,18 @@ class Runs:
 
     def end(self) -> dict[str, Any]:
         """Return the dict of the execution under way, which native code needs no more."""
-        run = self._present.pop(get_ident(), None)
-        return self.fresh() if run is None else run
+        return self._present.pop(get_ident(), {})
 
     def resumed(self, called: Sequence[Action], traced: bool = False) -> dict[str, Any]:
         """Return the dict for Python, which goes on after native code has called some routines.
 
         traced: whether native code may have handed the dict on to backward ops.
         """
-        begun = traced or any(action.takes_run for action in called)
-        return self.end() if begun else self.fresh()
+        begun = any(action.takes_run for action in called)
+        run = self._present.pop(get_ident(), None) if begun or traced else None
+        if run is not None:
+            return run
+        return {} if begun else self.fresh()  # native code has ended what the last routine began
 
     def routines(
         self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], traced: bool

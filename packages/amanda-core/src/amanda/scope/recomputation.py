@@ -19,7 +19,7 @@ class Recomputation:
     """A part of the program that a framework runs at this place, and runs again later.
 
     Ops that run again have the ids, the tools and the `run` of their first execution, except for tensors in
-    it.  Routines with a keyword `recomputed` are told, and observers without that keyword are not called.
+    it.  Routines with a parameter `recomputed` are told, and observers without one are not called.
     """
 
     def __init__(self) -> None:

@@ -90,8 +90,8 @@ class QuantizedOp:
                 if earlier not in self._tool.waiting_state():
                     raise
                 raise QuantizeError(
-                    f"the scale {earlier} that was loaded is of one round of a loop, as earlier versions saved "
-                    "it, and nothing tells which part of the parameter that round read: calibrate again"
+                    f"the scale {earlier} that was loaded is of one round of a loop, as earlier versions "
+                    "saved it, and nothing tells which part of a parameter that round read: calibrate again"
                 ) from error
 
         def of_part(value: Any, part_of: Origin | None) -> Quantizer | None:
