@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import amanda
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amanda
 from amanda.tools.dump import DumpTool
 from amanda.tools.flops import FlopsTool
 from amanda.tools.inject import InjectTool
@@ -19,8 +22,6 @@ from amanda.tools.quantize import QuantizeTool
 from amanda.tools.select import select
 from amanda.tools.stats import StatsTool
 from amanda.tools.steps import Steps
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], None]
 
@@ -47,7 +48,7 @@ def batches(count: int) -> list[Tensor]:
 
 
 def trained(tool: amanda.Tool, saves: bool | None, at_once: int = 1, steps: int = 3) -> list[Tensor]:
-    """Return the gradients of steps; at_once: batches whose forward passes come before their backward passes."""
+    """Return the gradients of steps; at_once: batches with forward passes ahead of backward ones."""
     net = Net(saves)
     with amanda.apply(tool):
         for step in range(steps):

@@ -35,6 +35,7 @@ MACHINERY = {
     ),
     ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
     ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
+    ("torch.utils.checkpoint", "_detach_helper"): None,  # by which selective checkpoints keep what ops made
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
     ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached"): None,
 }
@@ -86,6 +87,14 @@ class Surroundings:
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
             return forward(ctx, _within_pass(recomputed(run_function)), *args)
 
+        hook = found("utils.checkpoint._recomputation_hook.__init__")
+
+        def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+            hook(self, *args, **kwargs)
+            self.pack_hook = _alone(self.pack_hook)
+
+        if hook is not None:
+            attributes.set(checkpoint._recomputation_hook, "__init__", functools.wraps(hook)(make_hook))
         if generator is not None:
             attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
         if forward is not None:
@@ -126,6 +135,17 @@ def _within_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         around = of_pass()
         with nullcontext() if around is None else in_force(around):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch's machinery, whose ops are none of the user's."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.Suspension():
             return function(*args, **kwargs)
 
     return run
