@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda.tools.dump import DumpTool
+from amanda.tools.dynamic_prune import ActivationPruneTool
 from amanda.tools.flops import FlopsTool
 from amanda.tools.inject import InjectTool
 from amanda.tools.nan import NanTool
@@ -148,3 +149,29 @@ def test_a_calibration_that_has_ended_does_not_change_the_recomputation() -> Non
 
     for saves in (False, True):
         assert all(map(torch.equal, run(None), run(saves)))
+
+
+def test_noise_of_a_predictor_is_drawn_once() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.last(torch.relu(self.first(x)))
+
+    def run(saves: bool) -> tuple[list[Tensor | None], Any]:
+        torch.manual_seed(0)
+        block, tool, x = Residual(), ActivationPruneTool(), torch.rand(2, 4, 8, 8)
+        tool.prepare(block, x)
+        tool.train()
+        tool.clear()
+        with amanda.apply(tool):
+            for _ in range(3):
+                made = checkpoint(block, x, use_reentrant=False) if saves else block(x)
+                (made.square().sum() + tool.loss()).backward()
+        return [one.grad for one in (*block.parameters(), *tool.parameters())], tool.result.to_dict()
+
+    (expected, shares), (found, others) = run(False), run(True)
+    assert shares == others
+    assert all(map(torch.equal, expected, found))
