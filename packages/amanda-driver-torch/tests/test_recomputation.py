@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
     "nested non-reentrant": partial(nested, use_reentrant=False),
     "selective": partial(
         checkpoint, use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),  # type: ignore[no-untyped-call]
     ),
 }  # fmt: skip
 
@@ -216,9 +216,9 @@ def test_run_of_what_runs_again_keeps_no_tensor() -> None:
 
         def analyse(self, context: amanda.OpContext) -> None:
             if context.get_op_type() == "tanh":
-                context.insert_after_op(self.keep)
+                context.insert_after_op(self.keep_value)
 
-        def keep(self, value: Tensor, run: dict[str, Any]) -> None:
+        def keep_value(self, value: Tensor, run: dict[str, Any]) -> None:
             assert not (run.keys() - {"number"}) or "value" in run
             run["value"], run["number"] = value.clone(), len(kept)
             kept.append(weakref.ref(run["value"]))

@@ -158,9 +158,10 @@ def test_noise_of_a_predictor_is_drawn_once() -> None:
             self.first, self.last = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.last(torch.relu(self.first(x)))
+            made: Tensor = x + self.last(torch.relu(self.first(x)))
+            return made
 
-    def run(saves: bool) -> tuple[list[Tensor | None], Any]:
+    def run(saves: bool) -> tuple[list[Any], Any]:
         torch.manual_seed(0)
         block, tool, x = Residual(), ActivationPruneTool(), torch.rand(2, 4, 8, 8)
         tool.prepare(block, x)

@@ -242,10 +242,10 @@ class EagerExecution(EagerOps):
         written = call.written(inputs, values)
         saved = self.saved_of(written) if written else None
         rest, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
-        called = first + (returned is not NOT_CALLED)
+        next_step = first + (returned is not NOT_CALLED)
         run: dict[str, Any] = {}
-        if any(action.takes_run for action in actions.after[called:]):
-            before = (*actions.before, *actions.after[:called])
+        if any(action.takes_run for action in actions.after[next_step:]):
+            before = (*actions.before, *actions.after[:next_step])
             run = plan.runs(self, state.is_recorded).resumed(before, plan.watches)
         changed = self._run_after(rest, values, written, told, run, state, shapes, returned, saved)
         if self.views is not None:

@@ -146,7 +146,7 @@ class DynamicPruneTool(amanda.Tool):
         return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
 
 
-def without_run(context: amanda.OpContext) -> dict[str, None]:
+def without_run(context: amanda.OpContext) -> dict[str, Any]:
     """Return keyword arguments that keep `run` from a routine where nothing runs again."""
     return {} if context.is_eager() else {"run": None}
 
