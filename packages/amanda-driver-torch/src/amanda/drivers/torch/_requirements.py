@@ -64,6 +64,7 @@ OPTIONAL = {
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
+    "utils.checkpoint._recomputation_hook.__init__": "tensors that checkpoints keep are seen as ops",
 }
 """Without one of these, what it says."""
 

@@ -15,6 +15,7 @@ from amanda.tools.patch._frameworks import NOT_A_POINT, POINTS, Side, copied, po
 from amanda.tools.patch._region import PatchError, Region
 from amanda.tools.patch._result import Patched, PatchResult
 from amanda.tools.select import Paths, Patterns
+from amanda.tools.steps import execution_number
 
 logger = logging.getLogger("amanda")
 _SHOWN = 40
@@ -173,28 +174,31 @@ class PatchTool(amanda.Tool):
             routine = amanda.differentiable(_unbound(routine))
         elif self._edit == "save":
             routine = amanda.observer(_unbound(routine))
+        given: dict[str, Any] = {"record": self._records[key]}
+        if not context.is_eager():
+            given["run"] = None
         if self._is_point or self._side == "output":
-            context.insert_after_op(routine, outputs=[position], record=self._records[key])
+            context.insert_after_op(routine, outputs=[position], **given)
         else:
-            context.insert_before_op(routine, inputs=[position], record=self._records[key])
+            context.insert_before_op(routine, inputs=[position], **given)
 
-    def _save(self, value: Any, record: Patched) -> None:
-        step, record.executions = record.executions, record.executions + 1
-        if self._steps is None or step in self._steps:
+    def _save(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
+        step = execution_number(record, run, recomputed)
+        if not recomputed and (self._steps is None or step in self._steps):
             kept = value if self._differentiable else tensors_of(value).detach(value)
             self.saved.setdefault(record.point, []).append(copied(kept))
 
-    def _change(self, value: Any, record: Patched) -> Any:
-        step, record.executions = record.executions, record.executions + 1
+    def _change(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+        step = execution_number(record, run, recomputed)
         if (self._steps is not None and step not in self._steps) or not self._is_chosen(record):
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
         mask = self.region.mask(shape, record.point)
         if mask is None:
-            record.skipped += 1
+            record.skipped += not recomputed
             return None
-        record.changed += 1
+        record.changed += not recomputed
         changed = self._edited(value, self._given(record.point, step))
         if self._edit == "set" or not self.region.is_all:
             changed = tensors.where(tensors.beside(mask, value), changed, value)
@@ -255,7 +259,7 @@ def _values(given: Any) -> Iterator[Any]:
 def _unbound(method: Any) -> Any:
     """Return a function that calls a method, to be marked for this tool alone."""
 
-    def routine(value: Any, record: Patched) -> Any:
-        return method(value, record)
+    def routine(value: Any, record: Patched, run: dict[Any, Any] | None, *, recomputed: bool) -> Any:
+        return method(value, record, run, recomputed)
 
     return routine
