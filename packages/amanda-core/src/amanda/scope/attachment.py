@@ -147,6 +147,7 @@ class Attachment:
 
     def _detach_all(self) -> None:
         interceptor.watch_outside(None)
+        interceptor.forget_failures()
         undo(self._awaited)
         while self._attached:
             driver = self._attached[-1]

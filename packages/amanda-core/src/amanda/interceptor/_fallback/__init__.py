@@ -25,6 +25,7 @@ from amanda.interceptor._fallback._sites import (
     Suspension,
     active,
     failure,
+    forget_failures,
     keep_failure,
     watch_outside,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "configure",
     "failure",
     "forget_code",
+    "forget_failures",
     "forked",
     "keep_failure",
     "ordinal",

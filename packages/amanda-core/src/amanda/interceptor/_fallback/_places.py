@@ -5,7 +5,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from amanda.interceptor._fallback._tables import Lock
 from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
@@ -41,6 +41,17 @@ class Region:
         return copied
 
 
+class Failure:
+    """A tool's exception since the last op of a thread began; it dies with the thread."""
+
+    __slots__ = ("__weakref__", "error")
+    of_threads: "ClassVar[weakref.WeakSet[Failure]]" = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.of_threads.add(self)
+
+
 class Thread(threading.local):
     """State of one thread: its region, its suspension, the op that runs.
 
@@ -52,7 +63,7 @@ class Thread(threading.local):
         self.key: str | None = None
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
-        self.failure: BaseException | None = None
+        self.failure = Failure()
         self.met = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:

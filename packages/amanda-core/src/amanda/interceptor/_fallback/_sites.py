@@ -11,7 +11,7 @@ from typing import Any
 
 from amanda.interceptor._copying import reduced
 from amanda.interceptor._fallback._native_alone import Reader
-from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
+from amanda.interceptor._fallback._places import Failure, Region, call_sites, mix_identities, ordinal, thread
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
 from amanda.interceptor.opid import ROOT_HASH, mix
 
@@ -54,12 +54,18 @@ def watch_outside(function: Callable[[], bool] | None) -> None:
 
 def failure() -> BaseException | None:
     """Return what a tool raised on this thread since the last op began, if it was kept."""
-    return thread.failure
+    return thread.failure.error
 
 
 def keep_failure(error: BaseException | None) -> None:
     """Keep a tool's exception, which an operator may drop; None lets go of it."""
-    thread.failure = error
+    thread.failure.error = error
+
+
+def forget_failures() -> None:
+    """Let go of the exceptions of tools that are kept for any thread."""
+    for failure in list(Failure.of_threads):
+        failure.error = None
 
 
 class Site:
@@ -111,10 +117,10 @@ class Site:
         activation = active()
         if activation is None or (thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)):
             return self.original(*args, **kwargs)
-        thread.failure = None
+        thread.failure.error = None
         result = self._intercepted(activation, args, kwargs)
-        if result is NotImplemented and thread.failure is not None:
-            raise thread.failure
+        if result is NotImplemented and thread.failure.error is not None:
+            raise thread.failure.error
         return result
 
     def _intercepted(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

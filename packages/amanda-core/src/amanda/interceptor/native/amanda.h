@@ -63,6 +63,12 @@ typedef struct {
     PyObject *reference; /* owned; weak */
 } Named;
 
+#ifdef AMANDA_CHECKED
+void disturb(void); /* where Python may run, a build for tests calls what a test has set */
+#else
+static inline void disturb(void) {}
+#endif
+
 #define AMANDA_FIRST_COUNTS 8 /* a power of two */
 
 /* One enclosing call (a module's, say), or the root of a thread. Counts tell repeats apart. */
@@ -91,7 +97,7 @@ typedef struct {
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
     Region *top;   /* owned; NULL: the root */
     Region *root;  /* owned by the thread's dict */
-    PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
+    int failed;        /* a tool raised since the last op began, and an operator may drop the exception */
     uint64_t met;      /* number of the watch that was told of this thread */
     char *switches;    /* the framework's, of this thread; NULL: not asked for yet */
     struct {           /* of the op that `run_plan` is about to be called for */
@@ -102,6 +108,7 @@ typedef struct {
 } Thread;
 
 Thread *thread_state(void);
+PyObject *take_failure(Thread *thread); /* new; the exception, which is forgotten; NULL: there is none */
 Region *current_region(Thread *thread); /* borrowed; NULL with an exception set */
 
 static inline uint64_t mix(uint64_t hash, uint64_t value) {

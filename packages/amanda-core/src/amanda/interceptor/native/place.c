@@ -81,7 +81,8 @@ HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) 
 }
 
 HOT static void region_dealloc(Region *region) {
-    if (local.thread.root == region) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
+    int ends = local.thread.root == region;
+    if (ends) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
     Region *parent = region->parent;
     PyObject *subject = region->subject;
     if (region->tail) PyMem_RawFree(region->tail);
@@ -94,6 +95,7 @@ HOT static void region_dealloc(Region *region) {
         PyObject_Free(region);
     Py_XDECREF(parent);
     Py_XDECREF(subject);
+    if (unlikely(ends)) Py_XDECREF(take_failure(&local.thread));
 }
 
 PyTypeObject Region_Type = {
@@ -167,9 +169,12 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
         return NULL;
     }
     unsigned epoch = house.epoch;
+    disturb();
+    PyObject *describe_code = Py_NewRef(house.describe);
     thread->off++;
-    PyObject *told = PyObject_CallOneArg(house.describe, (PyObject *)code);
+    PyObject *told = PyObject_CallOneArg(describe_code, (PyObject *)code);
     thread->off--;
+    Py_DECREF(describe_code);
     if (!told) return NULL;
     unsigned long long hash;
     int flags;
@@ -178,6 +183,7 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
         Py_DECREF(told);
         return NULL;
     }
+    if (!old) code_get((PyObject *)code, house.index, (void **)&old); /* what was called may have described it too */
     CodeNote *note = old ? old : PyMem_RawMalloc(sizeof(CodeNote) + (size_t)first.len);
     if (note && !old) {
         note->length = (unsigned)(first.len / sizeof(uint32_t));
@@ -286,8 +292,10 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     Py_DECREF(named->reference);
     PyMem_RawFree(named->more);
     PyMem_RawFree(named);
-    if (house.on_death) return PyObject_CallFunction(house.on_death, "K", ordinal);
-    Py_RETURN_NONE;
+    if (!house.on_death) Py_RETURN_NONE;
+    PyObject *on_death = Py_NewRef(house.on_death), *told = PyObject_CallFunction(on_death, "K", ordinal);
+    Py_DECREF(on_death);
+    return told;
 }
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
@@ -302,9 +310,11 @@ static int ask_for_slot(PyObject *object, Named *named) {
         named->asks--;
         return 0;
     }
+    PyObject *adopt = Py_NewRef(house.adopt);
     thread->off++;
-    PyObject *told = PyObject_CallFunction(house.adopt, "OOK", owner, object, named->ordinal);
+    PyObject *told = PyObject_CallFunction(adopt, "OOK", owner, object, named->ordinal);
     thread->off--;
+    Py_DECREF(adopt);
     unsigned long long ordinal;
     int settled, failed = !told || !PyArg_ParseTuple(told, "Kp", &ordinal, &settled);
     Py_XDECREF(told);
