@@ -15,6 +15,7 @@ from amanda.interceptor._fallback._places import (
     forked,
     ordinal,
     reset_root,
+    set_leaf_type,
     snapshot,
     subjects,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "keep_failure",
     "ordinal",
     "reset_root",
+    "set_leaf_type",
     "snapshot",
     "subjects",
     "watch_outside",

@@ -11,7 +11,7 @@ from typing import Any
 
 from amanda.interceptor._copying import reduced
 from amanda.interceptor._fallback._native_alone import Reader
-from amanda.interceptor._fallback._places import Failure, Region, call_sites, mix_identities, ordinal, thread
+from amanda.interceptor._fallback._places import Failure, Region, call_sites, mix_identities, mix_leaf, ordinal, thread
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
 from amanda.interceptor.opid import ROOT_HASH, mix
 
@@ -136,12 +136,18 @@ class Site:
 
 def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     region = thread.region()
-    place = mix(region.hash, site.hash)
-    for call_site in call_sites(region, sys._getframe(3)):
+    place, way = mix(region.hash, site.hash), 0
+    sites, beyond = call_sites(region, sys._getframe(3))
+    for call_site in sites:
         place = mix(place, call_site)
+    for call_site in beyond[1:]:
+        way = mix(way, call_site)
+    rooted = region.hash == ROOT_HASH
     for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
-    return mix(place, region.occurrence(place)) or 1
+        way = mix_leaf(way, value) if rooted else way
+    seen = region.number_of_way(place, way) if rooted else region.occurrence(place)
+    return mix(place, seen) or 1
 
 
 class _Wrapped:
@@ -241,7 +247,7 @@ class Enclosure(_Wrapped):
         finally:
             thread.top = outer
             if outer is None:
-                thread.root.counts.clear()
+                thread.root.forget_counts()
 
     def _region(self, parent: Region, subject: Any) -> Region:
         if self._path is None or parent.hash == ROOT_HASH or parent.subject is None:

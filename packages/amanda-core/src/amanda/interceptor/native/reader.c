@@ -265,6 +265,13 @@ static inline int has_tangent(const Reader *reader, PyObject *value) {
     return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
 }
 
+int reader_is_trained(const Reader *reader, PyObject *value) {
+    if (!reader->sizes) return -1;
+    const char *tensor = laid_out_at(reader, value);
+    if (tensor && !*(void *const *)(tensor + reader->layout.autodiff)) return 0;
+    return reader_needs_gradient(reader, value) && reader->is_leaf(tensor_at(reader, value));
+}
+
 int reader_is_leaf(const Reader *reader, PyObject *tensor) { return reader->is_leaf(tensor_at(reader, tensor)); }
 
 /* Whether a tensor that needs no gradient may stand in the place of another, but for gradients' way back. */

@@ -95,27 +95,32 @@ PyTypeObject Activation_Type = {
 
 /* ---- calls ---- */
 
-static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place) {
-    if (place_of(thread, site->hash, place)) return -1;
+static int mix_argument(Thread *thread, const Site *site, PyObject *value, uint64_t *place, uint64_t *way) {
+    const Region *region = known_region(thread);
+    return mix_identities(place, value) || (region->ends_after && mix_leaf(way, site->reader, value));
+}
+
+static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place, uint64_t *way) {
+    if (place_of(thread, site->hash, place, way)) return -1;
     if (site->flags & ONE_PLACE) return 0;
-    if (given->self && mix_identities(place, given->self)) return -1;
+    if (given->self && mix_argument(thread, site, given->self, place, way)) return -1;
     Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0;
     for (Py_ssize_t i = 0; i < given->count + named; i++)
-        if (mix_identities(place, given->items[i])) return -1;
+        if (mix_argument(thread, site, given->items[i], place, way)) return -1;
     if (given->dict) {
         PyObject *key, *value;
         Py_ssize_t position = 0;
         while (PyDict_Next(given->dict, &position, &key, &value))
-            if (mix_identities(place, value)) return -1;
+            if (mix_argument(thread, site, value, place, way)) return -1;
     }
     return 0;
 }
 
 static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
-    uint64_t place;
-    if (place_of_call(thread, site, given, &place)) return -1;
+    uint64_t place, way;
+    if (place_of_call(thread, site, given, &place, &way)) return -1;
     int failed;
-    *id = mix(place, occurrence_of(current_region(thread), place, &failed));
+    *id = mix(place, occurrence_of(current_region(thread), place, way, &failed));
     if (!*id) *id = 1;
     return failed ? -1 : 0;
 }
@@ -189,14 +194,29 @@ static inline int mix_known_arguments(const Site *site, PyObject *self, PyObject
     return mix_known_values(self, items, count, hash);
 }
 
+static inline int mix_known_leaves(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c, uint64_t *way) {
+    Arguments given;
+    if (unlikely(site->flags & ONE_PLACE)) return 1;
+    read_arguments(site, &given, self, a, b, c);
+    if (given.self && !mix_known_leaf(site->reader, given.self, way)) return 0;
+    Py_ssize_t named = given.names ? PyTuple_GET_SIZE(given.names) : 0;
+    for (Py_ssize_t i = 0; i < given.count + named; i++)
+        if (!mix_known_leaf(site->reader, given.items[i], way)) return 0;
+    PyObject *name, *value;
+    Py_ssize_t position = 0;
+    while (given.dict && PyDict_Next(given.dict, &position, &name, &value))
+        if (!mix_known_leaf(site->reader, value, way)) return 0;
+    return 1;
+}
+
 #ifdef AMANDA_CHECKED
 /* Ends the process where the long way comes to another place than the short one: such a build is for tests. */
 static void check_place(Thread *thread, Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
-                        uint64_t known) {
+                        uint64_t known_place, uint64_t known_way) {
     Arguments given;
-    uint64_t place;
+    uint64_t place, way;
     read_arguments(site, &given, self, a, b, c);
-    if (place_of_call(thread, site, &given, &place) || place != known)
+    if (place_of_call(thread, site, &given, &place, &way) || place != known_place || way != known_way)
         Py_FatalError("an op was taken for another");
 }
 #endif
@@ -206,12 +226,14 @@ static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Si
                                 PyObject *b, PyObject *c) {
     Region *region = known_region(thread);
     if (unlikely(!region)) return 0;
-    uint64_t seen, place = mix(region->hash, site->hash);
-    if (!mix_known_sites(running, region, &place) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
+    uint64_t seen, place = mix(region->hash, site->hash), way = 0;
+    if (!mix_known_sites(running, region, &place, &way) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
+    int rooted = region->ends_after;
+    if (rooted && known.leaf_type && !mix_known_leaves(site, self, a, b, c, &way)) return 0;
 #ifdef AMANDA_CHECKED
-    check_place(thread, site, self, a, b, c, place);
+    check_place(thread, site, self, a, b, c, place, way);
 #endif
-    if (!count_known(region, place, &seen)) return 0;
+    if (!(rooted ? count_way(region, place, way, &seen) : count_known(region, place, &seen))) return 0;
     uint64_t id = mix(place, seen);
     return id ? id : 1;
 }

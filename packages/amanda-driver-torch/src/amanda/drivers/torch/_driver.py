@@ -51,6 +51,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self.skip(torch.utils.checkpoint.__file__)
         for kind in _CALLED:
             interceptor.add_identity_type(kind)
+        interceptor.set_leaf_type(torch.Tensor, _is_trained)
 
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
@@ -235,6 +236,12 @@ _MOVES = frozenset({"to", "cpu", "cuda"})
 """Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 """Sites whose first argument says what is called."""
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
+    with Unseen():
+        return tensor.requires_grad and tensor.is_leaf
 
 
 def _is_machinery(called: Any) -> bool:
