@@ -4,6 +4,7 @@ Its limits: a callable that was imported by name before a scope opened is not in
 a call costs microseconds where the native interceptor takes nanoseconds.
 """
 
+from amanda.interceptor._fallback._extents import Extent
 from amanda.interceptor._fallback._graphs import Graphs, Mark
 from amanda.interceptor._fallback._native_alone import Hook, Memo, Moments, Program, Reader
 from amanda.interceptor._fallback._places import (
@@ -38,6 +39,7 @@ __all__ = [
     "Activation",
     "Detour",
     "Enclosure",
+    "Extent",
     "Graphs",
     "Hook",
     "Lock",

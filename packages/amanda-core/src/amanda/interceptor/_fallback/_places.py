@@ -175,8 +175,10 @@ def ordinal(subject: Any) -> int:
     address = id(subject)
     if address not in house.named:
 
-        def forget(_: Any) -> None:
-            house.on_death(house.named.pop(address).ordinal)
+        def forget(_: Any, house: House = house, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+            gone = house.named.pop(address)
+            if not ends():  # what hears of it has been taken apart as the process ends
+                house.on_death(gone.ordinal)
 
         try:
             reference = weakref.ref(subject, forget)

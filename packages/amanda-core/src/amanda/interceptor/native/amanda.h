@@ -277,6 +277,10 @@ PyObject *run_plan(Thread *thread, Site *site, PyObject *self, PyObject *a, PyOb
 extern PyTypeObject Memo_Type, Program_Type, Hook_Type;
 int memo_boot(PyObject *names);
 
+/* ---- extent.c: entered and left as a whole ---- */
+
+int extent_boot(PyObject *names);
+
 /* ---- moments.c: statistics of numbers in memory ---- */
 
 int moments_boot(PyObject *names);

@@ -298,6 +298,14 @@ static inline int is_identity_type(PyTypeObject *type) {
     return identity;
 }
 
+static int ends(void) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
+}
+
 static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     uint64_t key = PyLong_AsUnsignedLongLong(address);
     Named *named = map_remove(&known.named, key);
@@ -306,7 +314,7 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     Py_DECREF(named->reference);
     PyMem_RawFree(named->more);
     PyMem_RawFree(named);
-    if (!house.on_death) Py_RETURN_NONE;
+    if (!house.on_death || ends()) Py_RETURN_NONE; /* what hears of it has been taken apart as the process ends */
     PyObject *on_death = Py_NewRef(house.on_death), *told = PyObject_CallFunction(on_death, "K", ordinal);
     Py_DECREF(on_death);
     return told;
