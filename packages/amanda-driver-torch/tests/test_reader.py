@@ -23,7 +23,7 @@ natively = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: only native code reads tensors by itself", run=False
 )
 
-READER = reader(torch.add) if interceptor.NATIVE else None
+READER = reader(torch.add)[0] if interceptor.NATIVE else None
 
 
 def key(*args: Any, **kwargs: Any) -> int:
@@ -165,7 +165,7 @@ def test_a_torch_of_another_layout_is_read_by_its_functions(
 ) -> None:
     monkeypatch.setattr(_layout, missing, {"_SWITCHES": "no_such_function", "_END": 0}[missing])
     assert layout(Functions()) is None
-    found = reader(torch.add)
+    found, _ = reader(torch.add)
     assert found is not None
     x.zero_()
     assert found.version(x) == x._version

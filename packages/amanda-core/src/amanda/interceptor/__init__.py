@@ -81,6 +81,7 @@ if TYPE_CHECKING or not NATIVE:
         reset_root,
         set_leaf_type,
         snapshot,
+        statistics,
         subjects,
         watch_outside,
     )
@@ -135,6 +136,7 @@ __all__ = [
     "reset_root",
     "set_leaf_type",
     "snapshot",
+    "statistics",
     "subjects",
     "uninterrupted",
     "watch_outside",

@@ -23,6 +23,7 @@ from amanda.scope.generators import stepping, stepping_async
 from amanda.scope.leaving import let_go
 from amanda.scope.options import changed_options
 from amanda.scope.report import Report
+from amanda.scope.slow_calls import slow_calls
 from amanda.scope.state import State, activated, restore, tell_switched
 
 P = ParamSpec("P")
@@ -51,6 +52,7 @@ class Scope(interceptor.Extent):
         self._open = self._unsettled = False
         self._token: object = None
         self._joined: tuple[AnyTool, ...] = ()
+        self._calls = interceptor.statistics()
         self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
         self._forked = False
         self.report = Report()
@@ -73,6 +75,7 @@ class Scope(interceptor.Extent):
             )
         self._forked = False
         self._unsettled = True
+        self._calls = interceptor.statistics()
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
@@ -120,6 +123,9 @@ class Scope(interceptor.Extent):
                 for tool in reversed(self._joined):
                     stack.callback(self._left, tool)
         self._unsettled = False
+        slow = slow_calls(self._calls, interceptor.statistics())
+        if slow and not self._opened_later():
+            self.report.add("calls of ops", slow)
         hooks.tell("amanda_scope_left", scope=self)
 
     def _left(self, tool: AnyTool) -> None:

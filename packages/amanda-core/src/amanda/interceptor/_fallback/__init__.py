@@ -29,6 +29,7 @@ from amanda.interceptor._fallback._sites import (
     failure,
     forget_failures,
     keep_failure,
+    statistics,
     watch_outside,
 )
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable, Tally
@@ -65,6 +66,7 @@ __all__ = [
     "reset_root",
     "set_leaf_type",
     "snapshot",
+    "statistics",
     "subjects",
     "watch_outside",
 ]

@@ -4,6 +4,7 @@ import inspect
 import operator
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import RLock
@@ -68,6 +69,14 @@ def forget_failures() -> None:
         failure.error = None
 
 
+_handed = Counter[str]()
+
+
+def statistics() -> dict[str, Any]:
+    """Numbers of calls of ops with routines in this process: all of them ran in Python."""
+    return {"native": 0, "learned": 0, "python": dict(_handed)}
+
+
 class Site:
     """One callable and who handles its calls."""
 
@@ -129,6 +138,7 @@ class Site:
         plan = NotImplemented if table is None else table.get(op_id)
         if plan is None:
             return self.run(args, kwargs)
+        _handed["pure Python"] += 1
         with thread.suspension:
             known = None if plan is NotImplemented else plan
             return self.handler(state, known, op_id, self, args, kwargs)

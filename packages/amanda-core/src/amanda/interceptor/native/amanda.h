@@ -205,6 +205,16 @@ int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, 
                PyObject *shapes);
 int graph_boot(PyObject *names);
 
+/* ---- statistics.c: how many calls of ops with plans ran where ---- */
+
+typedef enum { NEW_OP, NEW_FORM, NO_READER, MODE, ARGUMENTS, SWITCHES, RESULT, WRITTEN, REASONS } Reason;
+
+extern struct Counts {
+    uint64_t native, learned, handed[REASONS]; /* under the GIL; handed: to Python, by reason */
+} counts;
+
+int statistics_boot(PyObject *names);
+
 /* ---- stub.c, call.c: interception ---- */
 
 /* FUNCTION: a builtin function, of any convention. Its own vectorcall pointer is set, because what

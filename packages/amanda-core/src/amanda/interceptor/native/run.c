@@ -192,9 +192,15 @@ static PyObject *listed(PyObject *const *items, Py_ssize_t count) {
     return list;
 }
 
+static void leave_to_python(Reason reason) { /* a call that native code had begun */
+    counts.native--;
+    counts.handed[reason]++;
+}
+
 /* Python goes on after a step, whose routine returned `result` (stolen). */
 static PyObject *go_on(Thread *thread, Call *call, Program *program, const Run *run, Py_ssize_t step, PyObject *result,
                        PyObject *outputs) {
+    leave_to_python(RESULT);
     PyObject *inputs = run->changed ? listed(run->inputs.items, run->count) : Py_NewRef(Py_None);
     PyObject *done = inputs ? Py_BuildValue("OnNOO", program->plan, step, result ? result : Py_NewRef(Py_None),
                                             outputs ? outputs : Py_NotImplemented, inputs)
@@ -527,6 +533,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
     run.shapes.words.count = 0;
     if (program->refuse != Py_None) {
         int refused = is_refused(thread, call->given, program);
+        if (refused > 0) leave_to_python(WRITTEN);
         if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
@@ -534,6 +541,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
         run.count = gather_inputs(program, call->given, &run.inputs);
         if (run.count < 0) {
             Py_XDECREF(run.inputs.made);
+            leave_to_python(ARGUMENTS);
             return PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
         }
         if (program->tallied) {
@@ -610,7 +618,11 @@ FLAT PyObject *memo_run(Thread *thread, Call *call) {
     uint64_t key = reader ? reader_key(reader, thread, call->given, memo->sized, &gradients) : 0;
     PyObject *known = memo->usual.value;
     if (unlikely(key != memo->usual.key || !known)) known = key ? map_get(&memo->entries, key) : NULL;
-    if (!known) return hand_over(thread, call, key, NULL);
+    if (unlikely(!known)) {
+        counts.handed[key ? NEW_FORM : !reader ? NO_READER : reader_is_kept_out(reader) ? MODE : ARGUMENTS]++;
+        return hand_over(thread, call, key, NULL);
+    }
+    counts.native++;
     if (known == Py_None) return call_op(thread, call);
     Py_INCREF(known);
     PyObject *result = run_program(thread, call, gradients, (Program *)known);
@@ -629,8 +641,11 @@ HOT PyObject *run_plan(Thread *thread, Site *site, PyObject *self, PyObject *a, 
     if (plan == Py_None || !is_targets(site, self)) return checked(thread, call_op(thread, &call));
     Py_INCREF(call.state);
     Py_INCREF(call.plan);
-    result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
-                                                                       : hand_over(thread, &call, 0, NULL);
+    if (likely(plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type))) result = memo_run(thread, &call);
+    else {
+        counts.handed[plan || !activation->table ? SWITCHES : NEW_OP]++;
+        result = hand_over(thread, &call, 0, NULL);
+    }
     Py_DECREF(call.plan);
     Py_DECREF(call.state);
     return checked(thread, result);

@@ -83,7 +83,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return reader(plain_straight_through) if interceptor.NATIVE else None
+        return self._reading[0]
+
+    @cached_property
+    def _reading(self) -> tuple[Reader | None, str]:
+        return reader(plain_straight_through) if interceptor.NATIVE else (None, "")
+
+    def slowdown(self) -> str:
+        """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
+        return self._reading[1]
 
     @cached_property
     def _targets(self) -> dict[Site, Target]:
