@@ -43,5 +43,5 @@ class Extent:
                 return
             try:
                 self._end()
-            except BaseException:  # noqa: S110 - the one that came first is raised
+            except BaseException:
                 pass

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from amanda.interceptor._fallback._tables import Lock
-from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, WAY_LIMIT, mix
+from amanda.interceptor.opid import (
+    BOUNDARY,
+    FRAMEWORK,
+    MASK,
+    ROOT_HASH,
+    SITE_STEP,
+    SKIPPED,
+    WALK_LIMIT,
+    WAY_LIMIT,
+    mix,
+)
 
 MOST_ASKS = 8
 """How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""

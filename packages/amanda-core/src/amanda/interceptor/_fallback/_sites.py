@@ -12,7 +12,15 @@ from typing import Any
 
 from amanda.interceptor._copying import reduced
 from amanda.interceptor._fallback._native_alone import Reader
-from amanda.interceptor._fallback._places import Failure, Region, call_sites, mix_identities, mix_leaf, ordinal, thread
+from amanda.interceptor._fallback._places import (
+    Failure,
+    Region,
+    call_sites,
+    mix_identities,
+    mix_leaf,
+    ordinal,
+    thread,
+)
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
 from amanda.interceptor.opid import ROOT_HASH, mix
 

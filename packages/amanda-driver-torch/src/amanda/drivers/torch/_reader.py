@@ -43,8 +43,8 @@ def reader(
 ) -> tuple[interceptor.Reader | None, str]:
     """Return a reader of this build of torch, and what it lacks, which a warning says too; "" for nothing.
 
-    Without a reader Python does the same at a multiple of the time; without a layout native code calls functions
-    of torch where it would read memory.
+    Without a reader Python does the same at a multiple of the time; without a layout native code calls
+    functions of torch where it would read memory.
     through: gives a value with its gradient's way back to an original.
     """
     try:
@@ -78,7 +78,9 @@ _NONE = (
     "native code cannot read the tensors of torch %s, so that routines take a multiple of the time: %s; "
     "a version of amanda-driver-torch for this torch can: pip install --upgrade amanda-driver-torch"
 )
-_SOME = "native code reads the tensors of torch %s by function calls, so that routines take longer: it lacks %s"
+_SOME = (
+    "native code reads the tensors of torch %s by function calls, so that routines take longer: it lacks %s"
+)
 
 
 def _offset() -> int:
