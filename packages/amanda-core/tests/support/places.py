@@ -185,7 +185,7 @@ def repeats() -> None:
 
 @case
 def ways_to_the_root() -> None:
-    """A function of the program has an op for each way to it, a loop none of its own; leaves count as ways."""
+    """A function of the program has an op for each way to it, a loop has one; leaves count as ways."""
 
     def twice() -> None:
         for _ in range(2):

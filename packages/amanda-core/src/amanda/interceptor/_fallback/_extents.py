@@ -1,5 +1,6 @@
 """Extents that a with statement enters and leaves."""
 
+from contextlib import suppress
 from typing import Any
 
 _MOST_TRIES = 16
@@ -8,8 +9,8 @@ _MOST_TRIES = 16
 class Extent:
     """What a with statement enters by `_begin` and leaves by `_end`, methods of a subclass.
 
-    An exception out of these is raised once `_unsettled` is false: until then `_end` is called again. Only the
-    native interceptor has no instant between the statement and these methods at which a signal may come.
+    An exception out of these is raised once `_unsettled` is false: until then `_end` is called again. Only
+    the native interceptor has no instant between the statement and these methods at which a signal may come.
     """
 
     _unsettled = False

@@ -70,7 +70,7 @@ class Failure:
     """A tool's exception since the last op of a thread began; it dies with the thread."""
 
     __slots__ = ("__weakref__", "error")
-    of_threads: "ClassVar[weakref.WeakSet[Failure]]" = weakref.WeakSet()
+    of_threads: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
