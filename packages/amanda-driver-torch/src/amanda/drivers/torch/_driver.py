@@ -51,6 +51,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self.skip(torch.utils.checkpoint.__file__)
         for kind in _CALLED:
             interceptor.add_identity_type(kind)
+        interceptor.set_leaf_type(torch.Tensor, _is_trained)
 
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
@@ -82,7 +83,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return reader(plain_straight_through) if interceptor.NATIVE else None
+        return self._reading[0]
+
+    @cached_property
+    def _reading(self) -> tuple[Reader | None, str]:
+        return reader(plain_straight_through) if interceptor.NATIVE else (None, "")
+
+    def slowdown(self) -> str:
+        """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
+        return self._reading[1]
 
     @cached_property
     def _targets(self) -> dict[Site, Target]:
@@ -258,6 +267,12 @@ _MOVES = frozenset({"to", "cpu", "cuda"})
 """Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 """Sites whose first argument says what is called."""
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
+    with Unseen():
+        return tensor.requires_grad and tensor.is_leaf
 
 
 def _is_machinery(called: Any) -> bool:
