@@ -14,19 +14,10 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.patch._frameworks import NOT_A_POINT, POINTS, Side, copied, points, requires_gradient
 from amanda.tools.patch._region import PatchError, Region
 from amanda.tools.patch._result import Patched, PatchResult
-from amanda.tools.select import Paths, Patterns
+from amanda.tools.select import ModulePaths, Paths, Patterns, listed
 
 logger = logging.getLogger("amanda")
 _SHOWN = 40
-
-
-class ModulePaths(Paths):
-    """Patterns of the paths of modules: a path selects the module itself, and `*` stands within a part."""
-
-    def _fits(self, name: str, pattern: str) -> bool:
-        if not name or not pattern:  # the model itself
-            return name == pattern
-        return name.count(".") == pattern.count(".") and Patterns._fits(self, name, pattern)
 
 
 class PatchTool(amanda.Tool):
@@ -86,7 +77,8 @@ class PatchTool(amanda.Tool):
         self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
         self._is_point = type is None
         kind = ModulePaths if self._is_point else Paths
-        self._modules, self._types = kind("module", module), Patterns("type", type)
+        self._modules = kind("module", module)
+        self._types = Patterns("type", listed("type", type, PatchError))
         self._ends = tuple(one.rpartition(".")[2] for one in self._modules.patterns or ())
         self._differentiable = differentiable
         self._records: dict[tuple[int, int], Patched] = {}
