@@ -90,7 +90,7 @@ def select(plan: Plan, choice: Choice) -> None:
     for option, patterns in (("module", choice.module), ("exclude", choice.exclude)):
         for pattern in patterns or ():
             selection = Paths(option, pattern)
-            if not any([selection(path) for path in modules]):
+            if not any(selection(path) for path in modules):
                 raise PruneError("".join(unmatched([selection], noun="layer with channels")))
     is_chosen, is_excluded = Paths("module", choice.module), Paths("exclude", choice.exclude or ())
     for path, own in modules.items():
