@@ -69,7 +69,7 @@ class QuantizeTool(amanda.Tool):
         exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__()
-        wanted = tuple(listed("type", type, QuantizeError) or TYPES)
+        wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
         self._types, self._asks_for_types = Patterns("type", wanted), type is not None
         self._modules = Paths("module", listed("module", module, QuantizeError))
         self._exclude = Paths("exclude", listed("exclude", exclude, QuantizeError) or ())
