@@ -20,6 +20,9 @@ from amanda.tools.prune.channels._subject import Axes, Masks, Subject
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 
+UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
+
+
 class Module(Subject):
     """A `torch.nn.Module`."""
 
@@ -188,6 +191,9 @@ class ModuleTracing(Tracing):
         import torch
 
         inputs, read = self._given.pop()
+        for one in leaves(inputs):
+            if isinstance(one, torch.nn.Parameter) and self._name(one) is None:
+                self.unfollowed[module] = UNREGISTERED
         made = [one for one in leaves(outputs) if _is_tensor(one)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
@@ -209,7 +215,10 @@ class ModuleTracing(Tracing):
         found = self._known.get(tensor)
         is_new = isinstance(tensor, torch.nn.Parameter) or (is_followed and _is_tensor(tensor))
         if found is None and is_new:
-            found = self._known[tensor] = self.fresh(self._names.get(tensor), tuple(tensor.shape))
+            name = self._names.get(tensor)
+            found = self._known[tensor] = self.fresh(name, tuple(tensor.shape))
+            if name is None:
+                self.notes.labels.leave(found, UNREGISTERED)
         return found or ()
 
     def _name(self, tensor: Any) -> str | None:

@@ -75,7 +75,9 @@ def reduced(call: Call) -> Sequence[Families]:
 
 def concatenated(call: Call) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
-    values = [one for one in call.inputs[0] if one.ndim > 1 or prod(one.shape)]
+    values = [one for one in call.inputs[0] if prod(one.shape)]
+    if not values:
+        return fresh(call)
     rank = values[0].ndim
     axis = call.value("dim", 0) % rank
     parts, runs = [], []
