@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any, get_args
 
@@ -66,6 +67,7 @@ class ChannelPruneTool(amanda.Tool):
         self._finalized: ChannelPruneResult | None = None
         self._masks: Masks = _no_mask
         self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
+        self._simulations: list[ExitStack] = []
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
 
@@ -140,6 +142,16 @@ class ChannelPruneTool(amanda.Tool):
         result.model = finished
         self._finalized = result
         return result
+
+    def scope_entered(self) -> None:
+        """Let the model run in the ops that can be masked."""
+        self._simulations.append(ExitStack())
+        if self._plan is not None:
+            self._simulations[-1].enter_context(self._plan.subject.simulating())
+
+    def scope_left(self) -> None:
+        """Let the model run as without the tool."""
+        self._simulations.pop().close()
 
     def _forget(self) -> None:
         self._plan, self._masks, self._reductions = None, _no_mask, {}
