@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
@@ -16,9 +17,11 @@ def first_difference(expected: Tracing, alive: Any, steps: Sequence[Step]) -> St
         if i >= len(steps):
             return step
         other = steps[i]
-        shapes = [expected.extents(part, alive) for part in step.made]
-        if (step.type, step.module) != (other.type, other.module) or shapes != [s for _, s in other.made]:
+        if (step.type, step.module) != (other.type, other.module) or len(step.made) != len(other.made):
             return step
+        for part, (_, shape) in zip(step.made, other.made, strict=True):
+            if prod(shape) + prod(part[1]) and expected.extents(part, alive) != shape:  # or has no elements
+                return step
         if step.moved is not None and not _move_alike(step, other, expected, alive):
             return step
     return None
