@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Held, HeldError, Weight, WeightResult, WeightTool, parameters
+from amanda.tools.kit import (
+    Held,
+    HeldError,
+    Weight,
+    WeightResult,
+    WeightTool,
+    holders_of,
+    leaves,
+    parameters,
+)
+from amanda.tools.kit._parts import holder_of
+from amanda.tools.mapping import backend_of
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
@@ -18,6 +29,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from amanda.tools.kit._weight_selection import Selected
+
+
+_PASSED_ON = frozenset({"detach", "data", "alias", "requires_grad"})
+"""Ops that hand a parameter on as it is, as `state_dict` does: other ops read what they return."""
 
 
 class QuantizedWeights(WeightResult):
@@ -74,11 +89,33 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if group_size is not None:
             check_count("group_size", group_size, "inputs, or None for all")
         self.group_size = group_size
+        self.other_readers: dict[Hashable, str] = {}
+        """By parameter, an op that reads it otherwise than as the whole weight of a linear layer."""
+        self.add_inst_for_op(self._note_other_readers)
 
     @property
     def result(self) -> QuantizedWeights:
         """The weights that were met, and those that are left."""
         return QuantizedWeights(self)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take what `state_dict` gave, also in another process."""
+        super().load_state_dict(state, strict)
+        self.other_readers.clear()
+
+    def _note_other_readers(self, context: amanda.OpContext) -> None:
+        if context["phase"] != "forward" or context["type"] in _PASSED_ON or context.is_static():
+            return
+        for position, value in enumerate(context.get_inputs()):
+            is_list = isinstance(value, (list, tuple))
+            for holder, one in _holders(context, value) if is_list else [(context.get_variable(position), value)]:
+                if holder is None or (context["type"] == "linear" and position == 1 and one is holder):
+                    continue
+                identity, part = holders_of(holder).held(holder, one)
+                if context["type"] == "linear" and position == 1 and part is None:
+                    continue
+                place = context.get_scope() or context.get_source()
+                self.other_readers.setdefault(identity, f"{context['type']} of {place} reads it too")
 
     def size(self, weight: Weight) -> int:
         """Return the number of weights that share a scale."""
@@ -137,6 +174,18 @@ class IntegerTool(WeightTool[CalibratedWeight]):
                 f"renew() of this {type(self).__name__} and run the model again"
             )
 
+    def write_rounded(self, model: Any, weights: Iterable[CalibratedWeight]) -> None:
+        """Write what the integers of some weights stand for into a model; computed weights stay.
+
+        Raises QuantizeError where a parameter cannot be written; then all are as they were.
+        """
+        ready = [weight for weight in weights if weight.is_ready and weight.holder is not None]
+        try:
+            with amanda.disabled():
+                self._write(model, ready)
+        except HeldError as error:
+            raise QuantizeError(str(error)) from error
+
     def finalize(self, model: Any) -> Any:
         """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
 
@@ -150,6 +199,14 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         """Return what the integers stand for, divided by the scales of the inputs where there are some."""
         made = dequantized(codes, scale, zero_point)
         return (made if smoothing is None else made / smoothing).reshape(value.shape)
+
+
+def _holders(context: amanda.OpContext, values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the parameters that tensors in a list are, or are views of, each with the tensor."""
+    if context.namespace.matches("pytorch/*/eager"):
+        for value in leaves(values):
+            if backend_of(value) == "torch":
+                yield holder_of(value), value
 
 
 def has_factors(weight: Weight) -> bool:
