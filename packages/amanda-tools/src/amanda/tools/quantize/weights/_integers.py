@@ -17,8 +17,8 @@ from amanda.tools.kit import (
     leaves,
     parameters,
 )
-from amanda.tools.kit._parts import holder_of
-from amanda.tools.mapping import backend_of
+from amanda.tools.kit._origins import is_stored
+from amanda.tools.kit._parts import form_of, holder_of
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
@@ -91,6 +91,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.group_size = group_size
         self.other_readers: dict[Hashable, str] = {}
         """By parameter, an op that reads it otherwise than as the whole weight of a linear layer."""
+        self._storages: dict[int, Hashable] = {}
         self.add_inst_for_op(self._note_other_readers)
 
     @property
@@ -102,20 +103,37 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         """Take what `state_dict` gave, also in another process."""
         super().load_state_dict(state, strict)
         self.other_readers.clear()
+        self._storages.clear()
 
     def _note_other_readers(self, context: amanda.OpContext) -> None:
-        if context["phase"] != "forward" or context["type"] in _PASSED_ON or context.is_static():
+        if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
+        kind, place = context["type"], context.get_scope() or context.get_source()
         for position, value in enumerate(context.get_inputs()):
-            is_list = isinstance(value, (list, tuple))
-            for holder, one in _holders(context, value) if is_list else [(context.get_variable(position), value)]:
-                if holder is None or (context["type"] == "linear" and position == 1 and one is holder):
-                    continue
-                identity, part = holders_of(holder).held(holder, one)
-                if context["type"] == "linear" and position == 1 and part is None:
-                    continue
-                place = context.get_scope() or context.get_source()
-                self.other_readers.setdefault(identity, f"{context['type']} of {place} reads it too")
+            for identity, part in self._parameters_in(context, position, value):
+                is_weight_of_linear = kind == "linear" and position == 1 and part is None
+                if kind not in _PASSED_ON and not is_weight_of_linear:
+                    self.other_readers.setdefault(identity, f"{kind} of {place} reads it too")
+
+    def _parameters_in(
+        self, context: amanda.OpContext, position: int, value: Any
+    ) -> Iterator[tuple[Hashable, Any]]:
+        """Yield the parameters that an input has, and the part of each that it is; None for the whole."""
+        if not context.namespace.matches("pytorch/*/eager"):
+            holder = context.get_variable(position)
+            if holder is not None:
+                yield holders_of(holder).held(holder, value)
+            return
+        for tensor in leaves([value]):
+            if not is_stored(tensor):
+                continue
+            holder, storage = holder_of(tensor), tensor.untyped_storage()._cdata
+            if holder is not None:
+                held = holders_of(holder).held(holder, tensor)
+                self._storages[storage] = held[0]
+                yield held
+            elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
+                yield self._storages[storage], form_of(tensor)
 
     def size(self, weight: Weight) -> int:
         """Return the number of weights that share a scale."""
@@ -199,14 +217,6 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         """Return what the integers stand for, divided by the scales of the inputs where there are some."""
         made = dequantized(codes, scale, zero_point)
         return (made if smoothing is None else made / smoothing).reshape(value.shape)
-
-
-def _holders(context: amanda.OpContext, values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the parameters that tensors in a list are, or are views of, each with the tensor."""
-    if context.namespace.matches("pytorch/*/eager"):
-        for value in leaves(values):
-            if backend_of(value) == "torch":
-                yield holder_of(value), value
 
 
 def has_factors(weight: Weight) -> bool:
