@@ -280,7 +280,7 @@ def test_a_value_saved_at_another_length_is_an_error(
     clean = PatchTool("layers.0")
     under(clean, lambda: model(torch.rand(1, length, 4)))
     tool = PatchTool("layers.0", **{edit: clean}, positions=positions)
-    message = rf"shape \(1, {length}, 4\) and does not fit layers.0, whose shape is \(1, 3, 4\), at the module"
+    message = rf"shape \(1, {length}, 4\) and does not fit layers.0, whose shape is \(1, 3, 4\), at"
     with pytest.raises(PatchError, match=message):
         under(tool, lambda: model(torch.rand(1, 3, 4)))
     given = PatchTool("layers.0", **{edit: clean.saved["layers.0"][0][:, -1:]}, positions=positions)

@@ -101,6 +101,11 @@ class PatchTool(amanda.Tool):
         self.add_inst_for_op(self._analyse)
 
     @property
+    def is_copied_when_used(self) -> bool:  # type: ignore[override]
+        """True unless saved values take part in autodiff."""
+        return not self._differentiable
+
+    @property
     def result(self) -> PatchResult:
         """Return a table of the points so far."""
         result = PatchResult(list(self._records.values()), f"Points: {self._edit}")

@@ -20,7 +20,6 @@ from amanda.tools.prune.channels._simulation import over_kept, selected
 from amanda.tools.prune.channels._subject import Axes, Masks, Subject
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
-
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
 
 

@@ -40,6 +40,8 @@ class ChannelPruneTool(amanda.Tool):
     Raises PruneError for options that make no sense.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         sparsity: float = 0.5,

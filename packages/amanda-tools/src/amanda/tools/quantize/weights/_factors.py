@@ -220,6 +220,7 @@ _RULES: dict[str, Rule] = {
         "upsample_bicubic2d interpolate": passed,
     }),
     **dict.fromkeys((
-        "shape size dim numel zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split()
+        "shape size dim numel zeros_like ones_like empty_like full_like "
+        "new_zeros new_ones new_empty new_full".split()
     ), fresh),
 }  # fmt: skip

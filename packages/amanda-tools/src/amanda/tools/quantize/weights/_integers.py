@@ -52,6 +52,7 @@ class QuantizedWeights(WeightResult):
         self._tool = tool
         self.calibration = tool.calibration if isinstance(tool, CalibratedTool) else ""
         super().__init__(tool)
+        del self._tool  # which cannot be copied
 
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
