@@ -68,8 +68,7 @@ def test_a_copy_of_a_used_tool_is_independent_or_refused(name: str, tmp_path: Pa
     for how, copied in COPIES.items():
         try:
             twin = copied(tool)
-        except ToolError as error:
-            assert "cannot be pickled or copied" in str(error), how
+        except ToolError:
             continue
         assert shown(twin) == before, how
         with amanda.apply(twin):

@@ -761,7 +761,8 @@ def test_modules_are_selected_with_all_that_lies_in_them() -> None:
         torch.rand(3, 4),
     )
     for options, wanted in (
-        ({"module": "0"}, {"0.0", "0.2"}), ({"exclude": ["0"]}, {"1"}), ({"module": "0", "exclude": "0.2"}, {"0.0"}),
+        ({"module": "0"}, {"0.0", "0.2"}), ({"exclude": ["0"]}, {"1"}),
+        ({"module": "0", "exclude": "0.2"}, {"0.0"}),
     ):  # fmt: skip
         tool = QuantizeTool(method="dynamic", **options)  # type: ignore[arg-type]
         with amanda.apply(tool):
