@@ -858,3 +858,24 @@ def test_modules_in_a_list_that_one_line_calls_have_scales_of_their_own() -> Non
     model, tool = Listed(), QuantizeTool(calibration=1)
     for expert in (SECOND, BOTH, BOTH, SECOND):
         assert experts_error(tool, model, expert) < 0.05  # type: ignore[arg-type]
+
+
+def test_modules_are_selected_with_all_that_lies_in_them() -> None:
+    net, x = (
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2)),
+        torch.rand(3, 4),
+    )
+    for options, wanted in (
+        ({"module": "0"}, {"0.0", "0.2"}), ({"exclude": ["0"]}, {"1"}),
+        ({"module": "0", "exclude": "0.2"}, {"0.0"}),
+    ):  # fmt: skip
+        tool = QuantizeTool(method="dynamic", **options)  # type: ignore[arg-type]
+        with amanda.apply(tool):
+            net(x)
+        assert {one.module for one in tool.result} == wanted
+    with pytest.raises(QuantizeError, match="module is 3; give a name or a list of names"):
+        QuantizeTool(module=3)  # type: ignore[arg-type]
+    tool = QuantizeTool(module="nine")
+    with amanda.apply(tool):
+        net(x)
+    assert "no op was selected by module=nine" in tool.unmatched()[0]

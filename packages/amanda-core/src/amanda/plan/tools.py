@@ -105,6 +105,7 @@ class Registry:
         self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
         self.options: dict[str, str] | None = None  # those when a scope opened last
         self.logged: set[str] = set()  # selections that fitted no op
+        self.was_used = False  # in a scope
 
     def on_death(self, op_id: int) -> None:
         """Note that an op is gone; the tool is told later, since an object may die anywhere."""

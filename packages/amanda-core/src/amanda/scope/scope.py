@@ -79,6 +79,7 @@ class Scope(interceptor.Extent):
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
+                tool._amanda.was_used = True
                 for text in changed_options(tool):
                     self.report.add(f"options of {type(tool).__name__}", text)
                 tool.scope_entered()

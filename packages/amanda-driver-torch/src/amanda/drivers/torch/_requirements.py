@@ -49,6 +49,8 @@ ESSENTIAL = (
 """Without one of these nothing is instrumented."""
 
 OPTIONAL = {
+    "utils.data.dataloader._MultiProcessingDataLoaderIter._reset": "the report lacks ops of a DataLoader's "
+    "worker processes",
     "_C._autograd._top_saved_tensors_default_hooks": "what in-place ops save of values that routines change "
     "does not go through hooks on saved tensors",
     "_C._autograd._unsafe_set_version_counter": "torch's error for a tensor that was written after an op in "

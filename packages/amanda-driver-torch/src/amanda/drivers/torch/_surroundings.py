@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ._driver import TorchDriver
 
 
+LOADER = "torch.utils.data.dataloader"
+IN_WORKERS = "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
+_RESET = "_MultiProcessingDataLoaderIter._reset"
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 MACHINERY = {
@@ -64,6 +67,7 @@ class Surroundings:
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
             attributes.when_imported(module, functools.partial(_let_be, attributes, module, name))
+        attributes.when_imported(LOADER, lambda: _tell_of_workers(attributes))
         attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         attributes.when_imported("torch._dynamo", lambda: self._take_stance(attributes))
@@ -213,6 +217,23 @@ def _let_be(attributes: Attributes, module: str, name: str) -> None:
             return function(*args, **kwargs)
 
     attributes.set(holder, method, alone)
+
+
+def _tell_of_workers(attributes: Attributes) -> None:
+    """Report a pass through a DataLoader whose worker processes run the ops of its data set."""
+    reset = found(f"utils.data.dataloader.{_RESET}")
+    if reset is None:
+        return
+
+    @functools.wraps(reset)
+    def reset_and_tell(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is not None:
+            activation.state.report("worker processes of a DataLoader", IN_WORKERS)
+        return reset(iterator, *args, **kwargs)
+
+    owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter  # type: ignore[attr-defined]
+    attributes.set(owner, "_reset", reset_and_tell)
 
 
 def _with_callback_in_place(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,6 +31,8 @@ class DynamicPruneTool(amanda.Tool):
     shares that were pruned since `clear()`.
     """
 
+    is_copied_when_used = False
+
     training = False
 
     def __init__(self, seed: int = 0, state: Callable[[], Any] = dict) -> None:

@@ -54,6 +54,8 @@ class FlopsTool(amanda.Tool):
     analysed: a tool that reads it says `guard="shape"`.
     """
 
+    is_copied_when_used = False
+
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
         self._custom = dict(formulas or {})

@@ -14,7 +14,7 @@ from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
-from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
+from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
 from amanda.tools.steps import execution_number
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
@@ -97,7 +97,8 @@ class InjectTool(amanda.Tool):
             if given is not None and given < least:
                 raise InjectError(f"{name} is {given}; it is at least {least}")
         self._target, self._index = target, index
-        self._types, self._modules = Patterns("type", type), Paths("module", module)
+        self._types = Patterns("type", listed("type", type, InjectError))
+        self._modules = Paths("module", listed("module", module, InjectError))
         self._probability, self._count = probability, count
         self._permanent, self._limit = permanent, limit
         self._executions = range(start, sys.maxsize if end is None else end, frequency)

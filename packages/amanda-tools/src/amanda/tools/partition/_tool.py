@@ -41,6 +41,8 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     what was asked for.
     """
 
+    is_copied_when_used = False
+
     @overload
     def __init__(
         self: PartitionTool[PartitionResult],

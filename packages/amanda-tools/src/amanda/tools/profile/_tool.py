@@ -30,6 +30,8 @@ class ProfileTool(amanda.Tool):
     Raises ToolError for numbers below 0, and for `repeat` without `active`.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         wait: int = 0,

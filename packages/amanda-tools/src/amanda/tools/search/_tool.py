@@ -41,6 +41,8 @@ class SearchTool(amanda.Tool):
     >>> search = SearchTool(["conv2d=keep|conv5", "sigmoid=keep|relu"])
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         choices: Sequence[Choice | str] | Choice | str = (),
