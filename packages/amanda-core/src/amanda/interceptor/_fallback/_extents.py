@@ -1,6 +1,5 @@
 """Extents that a with statement enters and leaves."""
 
-from contextlib import suppress
 from typing import Any
 
 _MOST_TRIES = 16
@@ -42,7 +41,5 @@ class Extent:
         for _ in range(_MOST_TRIES):
             if not self._unsettled:
                 return
-            try:
+            with suppress(BaseException):  # the exception that came first is raised
                 self._end()
-            except BaseException:
-                pass
