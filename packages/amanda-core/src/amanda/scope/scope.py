@@ -79,6 +79,7 @@ class Scope(interceptor.Extent):
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
+                tool._amanda.was_used = True
                 for text in changed_options(tool):
                     self.report.add(f"options of {type(tool).__name__}", text)
                 tool.scope_entered()
@@ -131,8 +132,14 @@ class Scope(interceptor.Extent):
     def _left(self, tool: AnyTool) -> None:
         """Tell a tool that the scope has closed; report what the tool selected in vain."""
         self._joined = tuple(one for one in self._joined if one is not tool)
+        logged = tool._amanda.logged
         for text in tool.unmatched():
-            self.report.add(f"what was selected for {type(tool).__name__}", text)
+            selection = text.partition(";")[0]  # the names after it differ from scope to scope
+            what = f"what was selected for {type(tool).__name__}"
+            reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
+            if (what, selection) not in reported:
+                self.report.add(what, text, is_logged=selection not in logged)
+            logged.add(selection)
         tool.scope_left()
 
     def _leave(self) -> None:

@@ -256,6 +256,7 @@ typedef struct Activation {
     PyObject_HEAD
     int active;
     int memos;        /* whether what memos have learned holds */
+    int variant;      /* of what memos have learned, the part that holds */
     PlanTable *table; /* NULL: no plan is kept, every op reaches its handler */
     PyObject *state;
     PyObject *references; /* weak */

@@ -615,7 +615,9 @@ FLAT PyObject *memo_run(Thread *thread, Call *call) {
     Memo *memo = (Memo *)call->plan;
     const Reader *reader = call->site->reader;
     int gradients = 0;
+    uint64_t variant = (uint64_t)thread->next.activation->variant; /* before anything else runs */
     uint64_t key = reader ? reader_key(reader, thread, call->given, memo->sized, &gradients) : 0;
+    if (key) key ^= variant;
     PyObject *known = memo->usual.value;
     if (unlikely(key != memo->usual.key || !known)) known = key ? map_get(&memo->entries, key) : NULL;
     if (unlikely(!known)) {

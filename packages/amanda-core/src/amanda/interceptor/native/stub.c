@@ -27,14 +27,15 @@ Activation *active_activation(Thread *thread) {
 
 static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *table, *state;
-    int active = 1, memos = 1;
-    if (!PyArg_ParseTuple(args, "OO|pp", &table, &state, &active, &memos)) return NULL;
+    int active = 1, memos = 1, variant = 0;
+    if (!PyArg_ParseTuple(args, "OO|ppi", &table, &state, &active, &memos, &variant)) return NULL;
     if (table != Py_None && !Py_IS_TYPE(table, &PlanTable_Type))
         return PyErr_Format(PyExc_TypeError, "a PlanTable or None is wanted, not %R", table);
     Activation *self = (Activation *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->active = active;
     self->memos = memos;
+    self->variant = variant;
     self->table = table == Py_None ? NULL : (PlanTable *)Py_NewRef(table);
     self->state = Py_NewRef(state);
     return (PyObject *)self;
@@ -61,6 +62,7 @@ static PyObject *activation_become(Activation *self, PyObject *value) {
     PyObject *table = (PyObject *)self->table, *state = self->state;
     self->active = other->active;
     self->memos = other->memos;
+    self->variant = other->variant;
     self->table = (PlanTable *)Py_XNewRef((PyObject *)other->table);
     self->state = Py_NewRef(other->state);
     Py_XDECREF(table);
@@ -83,8 +85,8 @@ PyTypeObject Activation_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Activation",
     .tp_basicsize = sizeof(Activation),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Activation(table, state, active=True, memos=True): what is in force in an execution context.\n\n"
-              "memos: whether what memos have learned holds.",
+    .tp_doc = "Activation(table, state, active=True, memos=True, variant=0): what is in force in an execution context.\n\n"
+              "memos: whether what memos have learned holds.  variant: memos learn for each of these numbers apart.",
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,

@@ -12,7 +12,7 @@ import amanda
 from amanda.interceptor import OCCURRENCE_CAP
 from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import Executed, Seen, also, tool
+from amanda.testing._suite._tools import Executed, Seen, also, inserting, tool
 
 PROGRAM = """
 import importlib.util, sys
@@ -237,6 +237,30 @@ class IdentityTests:
         before, first, second = relu.ids[:3]
         assert len({before, first, second}) == 3
         assert relu.ids[3:] == [first, second] * 3
+
+    @needs("backward")
+    def test_a_checkpoint_computes_the_same_executions_again(self, sample: Sample) -> None:
+        decided: list[tuple[int, bool]] = []
+        heard: list[bool] = []
+
+        def decide(value: Any, run: dict[str, Any], recomputed: bool) -> Any:
+            number = run.setdefault("number", sum(not again for _, again in decided))
+            decided.append((number, recomputed))
+            return value * (number + 1)
+
+        relu = inserting("insert_before_op", sample.name("relu"), decide, [0])
+        also(
+            relu,
+            lambda context: context.insert_before_op(amanda.observer(lambda: heard.append(True)), []),
+            sample.name("relu"),
+        )
+        module = sample.module(lambda x: sample.checkpoint(sample.relu, x))
+        with amanda.apply(relu):
+            results = [module(sample.tensor([2.0], requires_grad=True)) for _ in range(3)]
+            for result in results:
+                sample.backward(result)
+        assert sorted(decided) == [(number, again) for number in range(3) for again in (False, True)]
+        assert len(heard) == 3
 
     @needs("backward")
     def test_backward_ops_have_ids_that_stay(self, sample: Sample) -> None:
