@@ -30,6 +30,6 @@ def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
         f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda one: -one[1])
     )
     return (
-        f"{total:,} of {total + native:,} calls with routines ran in Python, at a multiple of the time of native "
-        f"code: {why}"
+        f"{total:,} of {total + native:,} calls with routines ran in Python, at a multiple of the time of "
+        f"native code: {why}"
     )

@@ -42,7 +42,5 @@ class Extent:
         for _ in range(_MOST_TRIES):
             if not self._unsettled:
                 return
-            try:
+            with suppress(BaseException):  # the exception that came first is raised
                 self._end()
-            except BaseException:
-                pass
