@@ -53,6 +53,20 @@ class Call(ABC):
         """Return the user's tensors that the op has written and gives back."""
         return spread(inputs[i] for i in self.targets) if self.targets else []
 
+    def unreturned(self, outputs: Any) -> Sequence[int]:
+        """Return the positions of the inputs that the op has written and did not return; outputs: its result."""
+        return ()
+
+    def with_written(
+        self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Add the inputs that the op wrote without returning them to its result as `EagerOps.flatten` has it."""
+        written = [inputs[i] for i in self.unreturned(outputs)]
+        if not written:
+            return values, rebuild
+        count = len(values)
+        return [*values, *written], lambda changed: rebuild(list(changed[:count]))
+
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
@@ -130,9 +144,11 @@ class EagerOps(TensorOps):
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's result as a list, and a function that puts such a list back into its form."""
 
-    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return what `flatten` does, for the result of this call, where the form depends on the call."""
-        return self.flatten(outputs)
+    def results(
+        self, call: Call, outputs: Any, inputs: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Return what `flatten` does for the result of a call, with what the op wrote and did not return."""
+        return call.with_written(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
     def gradients(self, inputs: Sequence[Any]) -> Hashable:

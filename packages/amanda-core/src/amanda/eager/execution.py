@@ -16,7 +16,7 @@ from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Plan
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.plan.source import user_source
-from amanda.plan.tensors import spread
+from amanda.plan.tensors import is_among, spread
 
 if TYPE_CHECKING:
     from amanda.eager.views import Views
@@ -125,7 +125,7 @@ class EagerExecution(EagerOps):
             self.begin(tracing, inputs)
             with tracing as made:
                 outputs = self._compute(plan, call, inputs, told, run, saved)
-        values, rebuild = self.results(call, outputs)
+        values, rebuild = self.results(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._written_back(call, inputs, versions, values)
             outputs = rebuild(values)
@@ -178,7 +178,7 @@ class EagerExecution(EagerOps):
 
             def again() -> list[Any]:
                 with self.isolated():
-                    return self.results(call, call.invoke(call.inputs))[0]
+                    return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
             views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
         if changed is not values:
@@ -202,7 +202,7 @@ class EagerExecution(EagerOps):
         """written: the user's tensors among the values.  returned: what the first routine did, if called."""
         keep = None if saved is None else saved.keep
         for action in actions:
-            mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
+            mutable = [i for i, one in enumerate(values) if is_among(one, written)]
             values = run_routine(
                 self, action, values, told, run, state.autodiff, mutable, returned, keep, shapes
             )
@@ -232,7 +232,7 @@ class EagerExecution(EagerOps):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.formed(outputs)
-        values, rebuild = self.flatten(outputs)
+        values, rebuild = self.results(call, outputs, inputs)
         first = step - len(plan.before)
         if first < 0:
             first, returned = 0, NOT_CALLED

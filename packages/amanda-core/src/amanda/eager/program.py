@@ -63,12 +63,12 @@ def _tracer(
         leaving: Callable[..., None] = ops.leaving(settled, bool(call.targets))
         return leaving
 
-    mutable = tuple(call.mutable)
+    mutable, written = tuple(call.mutable), tuple(call.unreturned(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
         run = plan.runs.handed_on(plan.before, plan.after)
         trace = Trace(facts.op_id, gradients, plan, run)
-        values = ops.flatten(outputs)[0]
+        values = ops.flatten(outputs)[0] or [inputs[i] for i in written]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
         if plan.is_complete(gradients) and not plan.takes_run:
@@ -100,6 +100,8 @@ def _program_of(
         return None
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
+    if call.unreturned(...):  # native code has outputs that were returned or written, not both
+        return None
     substitutes = call.takes_equals()
     replace = None
     if plan.replace is not None:
@@ -112,7 +114,8 @@ def _program_of(
     routines = plan.runs.routines(ops, plan.before, plan.after, trace is not None)
     return _program(
         plan.before, plan.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        trace is not None and plan.hands_on_shapes, routines=routines, replaced_by=plan.replace,
+        trace is not None and plan.hands_on_shapes, tuple(call.unreturned(None)),
+        routines=routines, replaced_by=plan.replace,
     )  # fmt: skip
 
 

@@ -149,3 +149,10 @@ class TensorMap(Generic[T]):
 def spread(values: Iterable[Any]) -> list[Any]:
     """Values, each list among them as its elements."""
     return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def is_among(value: Any, tensors: Sequence[Any]) -> bool:
+    """Return True for one of the tensors, and for a list of them."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(is_among(one, tensors) for one in value)
+    return any(value is one for one in tensors)

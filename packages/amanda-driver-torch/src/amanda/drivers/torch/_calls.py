@@ -70,6 +70,14 @@ class TorchCall(Call):
             return super().written(inputs, outputs) if self.targets else []
         return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
 
+    def unreturned(self, outputs: Any) -> Sequence[int]:
+        """Return all that the schema says is written where nothing was returned, else what is apart from it."""
+        binding = self._binding
+        if not binding.mutable:
+            return ()
+        written = binding.mutable if outputs is None else binding.apart
+        return [i for i in written if self.inputs[i] is not None]
+
     def may_write(self) -> bool:
         """Return whether the op may write: it says so, or is called through an object, as a Function is."""
         return bool(self.mutable or self._head)

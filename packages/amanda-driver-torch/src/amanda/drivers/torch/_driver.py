@@ -1,6 +1,6 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -171,9 +171,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False)
 
-    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list; that of a functional collective is waited for."""
-        values, rebuild = self.flatten(outputs)
+    def results(
+        self, call: Call, outputs: Any, inputs: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's outputs as a list; those of a functional collective are waited for."""
+        values, rebuild = super().results(call, outputs, inputs)
         if is_functional(call.op):
             wait(values)
         return values, rebuild
