@@ -8,7 +8,8 @@ from amanda.backend import Call
 from amanda.interceptor import Site
 
 from ._schema import Binding
-from ._views import Written, in_memory_like
+from ._storages import in_memory_like
+from ._views import Written
 
 
 class TorchCall(Call):

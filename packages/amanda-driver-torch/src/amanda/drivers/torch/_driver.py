@@ -19,9 +19,10 @@ from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
 from ._requirements import check
 from ._schema import binding
+from ._straight_through import plain_straight_through
 from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
-from ._tensors import TorchTensors, plain_straight_through
+from ._tensors import TorchTensors
 from ._views import TorchViews
 
 

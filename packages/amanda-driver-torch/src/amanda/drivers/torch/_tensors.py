@@ -9,72 +9,12 @@ import torch
 from amanda.eager import Saved
 from amanda.errors import RoutineError
 from amanda.plan import spread
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._saved import Reached, SavedTensors, has_hooks
 from ._schema import flatten_outputs
-from ._views import PLAIN, overlaps
-
-
-class StraightThrough(torch.autograd.Function):
-    """A routine's value in the place of an original: the gradient goes to the original as it is."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()  # no view: it may be written in place
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
-        return tangent.view_as(tangent)
-
-
-class PlainStraightThrough(torch.autograd.Function):
-    """The same outside of transforms of torch.func and of forward-mode gradients, at a third of the cost."""
-
-    @staticmethod
-    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return value.detach()  # no view: it may be written in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
-
-
-plain_straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = super(
-    torch.autograd.Function, PlainStraightThrough
-).apply
-"""`PlainStraightThrough.apply`, past the look for transforms and for tensors that have left one."""
-
-
-class WriteThrough(torch.autograd.Function):
-    """A routine's value written into an original: the gradient passes as if nothing was written."""
-
-    @staticmethod
-    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(original)
-        ctx.set_materialize_grads(False)
-        original.copy_(value)
-        return original
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
-        return tangent.mul_(1)  # torch wants to see it written
+from ._storages import PLAIN, overlaps, same_bits
+from ._straight_through import StraightThrough, WriteThrough, has_tangent, straight_through
 
 
 class GradOff:
@@ -140,12 +80,7 @@ class TorchTensors:
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
         value = _detached(_fitting(original, value))
-        recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
-        if _has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
-            return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-        if recorded:
-            return PlainStraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-        return value
+        return straight_through(original, value)
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
@@ -163,7 +98,7 @@ class TorchTensors:
         recorded = target.requires_grad and torch.is_grad_enabled()
         if recorded and target.retains_grad:  # torch cannot record a write into one that `squeeze_` has made
             _without_gradient(target.detach().copy_, value)
-        elif (recorded and not (target.is_leaf and not target._is_view())) or _has_tangent(target):
+        elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)
@@ -345,12 +280,6 @@ def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
             "a routine returned different values for elements of a tensor of shape "
             f"{tuple(target.shape)} that are one in memory, as after expand"
         )
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    if forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -8,40 +8,48 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that override nothing."""
+from ._storages import PLAIN, distinct, is_strided, laid_out_like, overlaps, storage, strided_parts
 
 
 class TorchViews(Views):
     """`Views` of PyTorch, where tensors with one storage share memory."""
 
     def memory(self, value: Any) -> Hashable:
-        """Return the storage of a strided tensor; None for one that a subclass wraps, and other layouts."""
-        kind = type(value)
-        if kind is Written:
-            value, kind = value.tensor, type(value.tensor)
-        if kind in PLAIN:
-            return _storage(value)
-        if not isinstance(value, torch.Tensor) or kind.__torch_dispatch__ is not _NO_DISPATCH:
+        """Return the storage of a strided tensor; None for one that consists of others."""
+        if type(value) is Written:
+            value = value.tensor
+        if type(value) in PLAIN:
+            return None if value.is_nested else storage(value)
+        if not is_strided(value):
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            return _storage(value)
+            return storage(value)
+
+    def parts_of(self, value: Any) -> Sequence[Any]:
+        """Return the strided tensors that a tensor consists of, such as the values of a sparse one."""
+        return (value,) if type(value) is Written else strided_parts(value)
 
     def is_lent(self, value: torch.Tensor) -> bool:
         """Return whether the memory came from elsewhere: torch resizes its own alone."""
         return not value.untyped_storage().resizable()
 
     def tie(
-        self, view: torch.Tensor, value: torch.Tensor, is_input: bool, on_death: Callable[[Tie], None]
+        self,
+        view: torch.Tensor,
+        value: torch.Tensor,
+        is_input: bool,
+        on_death: Callable[[Tie], None],
+        holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
         """Tie a value to a view, outside autograd where that is a `detach` of its base, or its `data`."""
-        return TensorTie(self, view, value, is_input or view._is_view(), on_death)
+        if holders:
+            return PartTie(self, view, value, holders, on_death)
+        is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
+        return TensorTie(self, view, value, is_known, on_death)
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
-        if view.shape != value.shape or view.stride() == value.stride() or overlaps(view):
-            return value.clone()
-        return value.new_empty_strided(value.size(), view.stride()).copy_(value)
+        return laid_out_like(view, value)
 
     def shares(self, value: torch.Tensor) -> bool:
         """Return whether a tensor is a view of another, or a parameter."""
@@ -136,7 +144,9 @@ class TensorTie(Tie):
         self._base = weakref.ref(view if view._base is None else view._base)
         self._recorded = recorded
         with torch.no_grad():
-            self._data, self._view = value.detach(), view.detach()
+            self._whole = view.detach()
+            once = view if view.stride() == value.stride() else value
+            self._data, self._view = distinct(value.detach(), once), distinct(view.detach(), once)
         self._versions = self._now()
 
     @property
@@ -148,7 +158,7 @@ class TensorTie(Tie):
     @property
     def view(self) -> torch.Tensor:
         """The view, outside autograd."""
-        return self._view
+        return self._whole
 
     def carry(self, start: Hashable, written: Part) -> Part | None:
         """Copy the elements that were written to the other side, as an op of the program would."""
@@ -162,9 +172,7 @@ class TensorTie(Tie):
                 return None
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _reached(self._data, value, at_value, written), self._view
-                if torch.is_grad_enabled():
-                    view = _reached(view, base, not at_value, written)
+                data, view = self._sides(value, base, at_value, written)
                 source, target = (data, view) if at_value else (view, data)
                 if at_value and marks is not None and overlaps(view):
                     return _write_overlapping(base, self._view, data, marks)
@@ -172,6 +180,15 @@ class TensorTie(Tie):
                 return Part(target, marks)
         finally:
             self._versions = self._now()
+
+    def _sides(
+        self, value: torch.Tensor | None, base: torch.Tensor | None, at_value: bool, written: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the value and the view as autograd knows them, where it does."""
+        data, view = _reached(self._data, value, at_value, written), self._view
+        if torch.is_grad_enabled():
+            view = _reached(view, base, not at_value, written)
+        return data, view
 
     def drifted(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy."""
@@ -181,11 +198,11 @@ class TensorTie(Tie):
         now, before = self._now(), self._versions
         if now[0] != before[0]:
             return value
-        return self._view if now[1] != before[1] else None
+        return self._whole if now[1] != before[1] else None
 
     def rejoin(self) -> bool:
         """Give the value the memory of the view, if that holds the same."""
-        value, view = self.value, self._view
+        value, view = self.value, self._whole
         if value is None:
             return True
         same = value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
@@ -197,22 +214,66 @@ class TensorTie(Tie):
             value.data = view
         return True
 
-    def _now(self) -> tuple[int, int]:
+    def _now(self) -> tuple[Hashable, int]:
         return _version(self._data), _version(self._view)
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-    except (NotImplementedError, RuntimeError):  # a wrapper of functorch, a nested tensor
-        return None
+class PartTie(TensorTie):
+    """A part of tensors that the program holds, such as the values of a sparse one; autograd knows no such part.
 
+    It lives as long as one of the holders.
+    """
 
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor are one in memory, as `expand` makes it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    def __init__(
+        self,
+        views: TorchViews,
+        view: torch.Tensor,
+        value: torch.Tensor,
+        holders: Sequence[torch.Tensor],
+        on_death: Callable[[Tie], None],
+    ) -> None:
+        def forget(holder: Any) -> None:
+            self._holders.remove(holder)
+            if not self._holders:
+                on_death(self)
+
+        self._holders = [weakref.ref(one, forget) for one in holders]
+        with torch.no_grad():
+            self._part = value.detach()
+        super().__init__(views, view, self._part, False, lambda _: None)
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The part; None where no holder has it any more."""
+        return self._part if self._held() else None
+
+    def _sides(
+        self, value: torch.Tensor | None, base: torch.Tensor | None, at_value: bool, written: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._data, self._view
+
+    def rejoin(self) -> bool:
+        """Give the holders the memory of the view, where torch lets them take it."""
+        if self.value is None:
+            return True
+        before, held = self._data, self._held()
+        if before.stride() != self._view.stride() or not super().rejoin():
+            return False
+        moved = self._view.storage_offset() - before.storage_offset()
+        for part in held:
+            start = part.storage_offset() + moved
+            part.data = self._view.as_strided(part.size(), part.stride(), start)
+        return not self._held()
+
+    def _held(self) -> list[torch.Tensor]:
+        """Return the parts of the holders that lie in the memory of the value."""
+        parts = (part for one in self._holders for part in self._views.parts_of(one()))
+        return [part for part in parts if self._views.memory(part) == self.ends[0]]
+
+    def _now(self) -> tuple[Hashable, int]:
+        holders = (one() for one in self._holders)
+        versions = [_version(one) for one in holders if one is not None]
+        return (_version(self._data), *versions), _version(self._view)
 
 
 def _write_overlapping(
@@ -228,15 +289,6 @@ def _write_overlapping(
     flags[index] = True
     value.copy_(torch.where(_strided_as(flags, view), _strided_as(whole, view), value))
     return Part(whole, flags)
-
-
-def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` where `original` lies, in a copy of that tensor's storage."""
-    with torch.no_grad():
-        storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
-        own = torch.empty(0, dtype=original.dtype, device=original.device)
-        own.set_(storage, original.storage_offset(), original.size(), original.stride())
-    return own.copy_(value)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -260,9 +312,14 @@ def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Make a view of `base` once more, in autograd."""
     if _same_elements(view, base):
         return base
-    if base.is_complex() != view.is_complex():
-        base = torch.view_as_real(base) if base.is_complex() else torch.view_as_complex(base)
-    again = base.as_strided(view.size(), view.stride(), view.storage_offset())
+    if base.is_complex() and not view.is_complex():
+        base = torch.view_as_real(base.conj() if base.is_conj() else base)
+    if view.is_complex() and not base.is_complex():  # the base may be the real part alone
+        pairs = torch.view_as_real(view.conj() if view.is_conj() else view)
+        base = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
+        again = torch.view_as_complex(base)
+    else:
+        again = base.as_strided(view.size(), view.stride(), view.storage_offset())
     again = again.conj() if view.is_conj() != again.is_conj() else again
     return again._neg_view() if view.is_neg() != again.is_neg() else again
 
@@ -283,6 +340,3 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-_NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
