@@ -75,6 +75,10 @@ class Call(ABC):
         """Return whether the op may write into its inputs; some ops do so without a schema that says it."""
         return True
 
+    def may_write_unseen(self) -> bool:
+        """Return True if the op may write tensors that it is not given, or without saying so, as scripts do."""
+        return False
+
     def takes_equals(self) -> bool:
         """Return True if native code may give the op a tensor in the place of one of equal dtype and shape.
 
@@ -178,6 +182,10 @@ class EagerOps(TensorOps):
         own: the op's inputs.  inputs: those that it ran with.
         """
         return given
+
+    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+        """Return True for an output that is a tensor which the program has already, such as an input."""
+        return self.is_tensor(value) and any(value is one for one in spread(inputs))
 
     def shown(self, values: list[Any]) -> list[Any]:
         """Return values as analysis routines see them, where a framework wraps them for autodiff."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -79,7 +81,7 @@ class EagerExecution(EagerOps):
         result = self._execute(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.keep()
-            if call.mutable:
+            if call.mutable or call.may_write_unseen():
                 layer.writers.add(op_id)
             self._keep(layer, op_id, analysis.plan)
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
@@ -143,9 +145,9 @@ class EagerExecution(EagerOps):
         written = call.written(inputs, values)
         if written and saved is None and plan.gives_outputs:
             saved = self.saved_of(written)
-        changed = self._run_after(plan.after, values, written, told, run, state, shapes, saved=saved)
+        changed = self._run_after(plan.after, values, written, told, run, state, shapes, inputs, saved=saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
         return outputs if changed is values else rebuild(changed)
 
     def _written_back(
@@ -170,22 +172,52 @@ class EagerExecution(EagerOps):
         values: list[Any],
         changed: list[Any],
         told: OpFacts,
+        isolated: bool,
     ) -> list[Any]:
-        """Tie the values that routines gave to the views whose place they took; return the outputs to use."""
-        if inputs is not call.inputs or changed is not values:
-            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
+        """Tie the values that routines gave to the views whose place they took; return the outputs to use.
+
+        isolated: whether the routines before the op took no part in autodiff.
+        """
         if inputs is not call.inputs:
 
+            @cache
             def again() -> list[Any]:
                 with self.isolated():
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
+            if isolated:
+                changed = self._handed_back(call.inputs, inputs, changed, again)
+        if inputs is not call.inputs or changed is not values:
+            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
+        if inputs is not call.inputs:
             views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
         if changed is not values:
             changed = views.given_after(inputs, values, changed, (told.name, told.source))
         if views and call.mutable:
             views.wrote(call.writes(inputs, values))
+        if views and call.may_write_unseen():
+            views.settle()
         return changed
+
+    def _handed_back(
+        self,
+        own: Sequence[Any],
+        inputs: Sequence[Any],
+        values: list[Any],
+        again: Callable[[], Sequence[Any]],
+    ) -> list[Any]:
+        """Put the op's own inputs in the place of equal ones that routines gave and the op handed back.
+
+        own: the op's inputs.  inputs: those that it ran with.  again: runs it on its own inputs.
+        """
+        pairs = zip(spread(own), spread(inputs), strict=False)
+        stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
+        results = list(values)
+        for i, value in enumerate(values):
+            original = stands_for.get(id(value))
+            if original is not None and self.same(original, value) and again()[i] is original:
+                results[i] = original
+        return results if any(map(operator.is_not, results, values)) else values
 
     def _run_after(
         self,
@@ -196,17 +228,29 @@ class EagerExecution(EagerOps):
         run: dict[str, Any],
         state: State,
         shapes: Hashable,
+        inputs: Sequence[Any],
         returned: Any = NOT_CALLED,
         saved: Saved | None = None,
     ) -> list[Any]:
-        """written: the user's tensors among the values.  returned: what the first routine did, if called."""
+        """Run the routines on the outputs; an equal value for an input that the op handed back is that input.
+
+        written: the user's tensors among the values.  inputs: those of the op.
+        returned: what the first routine did, if called.
+        """
         keep = None if saved is None else saved.keep
         for action in actions:
             mutable = [i for i, one in enumerate(values) if is_among(one, written)]
-            values = run_routine(
+            changed = run_routine(
                 self, action, values, told, run, state.autodiff, mutable, returned, keep, shapes
             )
-            returned = NOT_CALLED
+            if changed is not values and not (action.differentiable or state.autodiff):
+                changed = [
+                    old if new is not old and self.is_handed_back(old, inputs) and self.same(old, new) else new
+                    for old, new in zip(values, changed, strict=True)
+                ]
+                if all(map(operator.is_, values, changed)):
+                    changed = values
+            values, returned = changed, NOT_CALLED
         return values
 
     def _resume(
@@ -240,9 +284,9 @@ class EagerExecution(EagerOps):
         saved = self.saved_of(written) if written else None
         rest, shapes = plan.after[first:], (self.shapes(call.inputs), self.shapes(values))
         run = plan.runs.end() if plan.watches else plan.runs.resumed((*plan.before, *plan.after[:first]))
-        changed = self._run_after(rest, values, written, told, run, state, shapes, returned, saved)
+        changed = self._run_after(rest, values, written, told, run, state, shapes, inputs, returned, saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
@@ -286,6 +330,11 @@ class EagerExecution(EagerOps):
         again: whether the framework lets another pass come through them.
         """
         trace.finish(again)
+
+
+def _is_isolated(plan: Plan, state: State) -> bool:
+    """Return True if no routine before the op takes part in autodiff."""
+    return not (state.autodiff or any(action.differentiable for action in plan.before))
 
 
 def _acts_later(plan: Plan, analysis: Analysis | None) -> bool:

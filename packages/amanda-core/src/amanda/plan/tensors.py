@@ -75,6 +75,10 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
+    def same(self, value: Any, other: Any) -> bool:
+        """Return True if two tensors are known to be of one kind and to hold the same bits."""
+        return False
+
     @abstractmethod
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value`, with the identity as its gradient's way back to `original`.

@@ -83,6 +83,10 @@ class TorchCall(Call):
         """Return whether the op may write: it says so, or is called through an object, as a Function is."""
         return bool(self.mutable or self._head)
 
+    def may_write_unseen(self) -> bool:
+        """Return True for an autograd.Function and for TorchScript, whose code may write any tensor."""
+        return bool(self._head) and self._site.key in _OPAQUE
+
     def takes_equals(self) -> bool:
         """Return True unless the op may write, or reads what lies around a tensor in memory."""
         return not self.may_write() and self._site.key != "as_strided"
@@ -115,6 +119,10 @@ class TorchCall(Call):
             return self._site.key
         name = getattr(self.op, "_qualified_op_name", None) or getattr(self.op, "__name__", str(self.op))
         return str(name).removeprefix("aten::")
+
+
+_OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
+"""Keys of sites that run code of the program within one op."""
 
 
 class CollectiveCall(TorchCall):

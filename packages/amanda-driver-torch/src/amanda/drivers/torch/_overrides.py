@@ -50,6 +50,8 @@ class UnseenTensors(TorchTensors):
     gradients = _unseen(TorchTensors.gradients)
     shapes = _unseen(TorchTensors.shapes)
     flatten = _unseen(TorchTensors.flatten)
+    same = _unseen(TorchTensors.same)
+    is_handed_back = _unseen(TorchTensors.is_handed_back)
     write = _unseen(TorchTensors.write)
 
     def call_isolated(

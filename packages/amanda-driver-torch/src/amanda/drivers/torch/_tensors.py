@@ -66,6 +66,10 @@ class TorchTensors:
         except RuntimeError:  # an inference tensor has none
             return [self.version(value) for value in values]
 
+    def same(self, value: Any, other: Any) -> bool:
+        """Return True if two tensors are of one kind and hold the same bits."""
+        return same_bits(value, other)
+
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -189,6 +193,12 @@ class TorchTensors:
                         placed[i] = StraightThrough.apply(original, new)  # type: ignore[no-untyped-call]
         return given if all(map(operator.is_, placed, given)) else placed
 
+    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+        """Return True for an input, and for a leaf that needs a gradient: an object may hand over its own."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        return any(value is one for one in spread(inputs)) or (value.requires_grad and not _has_node(value))
+
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """An op's result as a list, and how to put it back into its form."""
         return flatten_outputs(outputs)
@@ -201,7 +211,15 @@ def _needs_gradient(original: Any, value: torch.Tensor) -> bool:
 
 def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
     is_leaf = isinstance(output, torch.Tensor) and output.requires_grad and not _has_node(output)
-    return is_leaf and not any(one is output for one in spread(inputs))
+    return is_leaf and not any(one is output or _may_hold_tensors(one) for one in spread(inputs))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Return True for an object of a class that gives results of ops itself, such as tensors that it holds."""
+    override = getattr(type(value), "__torch_function__", None)
+    if override is None or override is torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(override, "__func__", None) is not torch.Tensor.__torch_function__.__func__
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:
