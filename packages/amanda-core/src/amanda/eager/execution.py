@@ -19,12 +19,12 @@ from amanda.plan.plan import Plan
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.plan.source import user_source
 from amanda.plan.tensors import is_among, spread
+from amanda.scope.state import State, in_force
 
 if TYPE_CHECKING:
     from amanda.eager.views import Views
     from amanda.plan.action import Action
     from amanda.plan.layer import Layer
-    from amanda.scope.state import State
 
 
 class EagerExecution(EagerOps):
@@ -182,7 +182,8 @@ class EagerExecution(EagerOps):
 
             @cache
             def again() -> list[Any]:
-                with self.isolated():
+                unseen = interceptor.Activation(None, State.current(), False, False)
+                with self.isolated(), in_force(unseen):
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:

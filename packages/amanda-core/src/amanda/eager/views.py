@@ -34,6 +34,11 @@ class Tie(ABC):
         """The value; None if the program has let go of it."""
 
     @property
+    def is_link(self) -> bool:
+        """Return True if the program has let go of the value, so that the tie only joins others."""
+        return self.value is None
+
+    @property
     @abstractmethod
     def view(self) -> Any:
         """The view, outside autodiff."""
@@ -75,6 +80,10 @@ class Views(ABC):
     def parts_of(self, value: Any) -> Sequence[Any]:
         """Return the tensors with one memory each that a tensor consists of: itself, unless it is composite."""
         return (value,)
+
+    def keeps_alive(self, view: Any, value: Any) -> bool:
+        """Return True if the framework keeps a tensor while the program has a view of it."""
+        return True
 
     @abstractmethod
     def is_lent(self, value: Any) -> bool:
@@ -130,10 +139,13 @@ class Views(ABC):
                 continue
             for own_part, part in zip(*parts, strict=True):
                 memory = self.memory(part)
-                lying = [one for one, memories in zip(results, reached, strict=True) if memory in memories]
-                if memory is None or not lying or memory in self._ties or memory == self.memory(own_part):
+                lying = [
+                    one for one, memories in zip(results, reached, strict=True)
+                    if any(self._reaches(each, {memory}) for each in memories)
+                ]  # fmt: skip
+                if memory is None or not lying:
                     continue
-                is_whole = part is value and all(self.memory(one) == memory for one in lying)
+                is_whole = part is value and all(self.keeps_alive(one, value) for one in lying)
                 if own_part.shape != part.shape or not (
                     (is_whole and self.alike(own_part, part))
                     or any(self.memory(own_part) in self._memories(one) for one in spread(again()))
@@ -214,18 +226,31 @@ class Views(ABC):
 
     def _composite(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
         """Tie the parts of a value, such as the values of a sparse tensor, to those whose place they took."""
-        if self._memories(value) & (memories | self._ties.keys()):
+        pairs = self._paired(view, value, memories)
+        if any(self.memory(own) in memories or self.memory(own) in self._ties for _, own in pairs):
             value = self.laid_out(view, value)
-        parts = self.parts_of(view), self.parts_of(value)
-        if len(parts[0]) == len(parts[1]):
-            for part, own in zip(*parts, strict=True):
-                if self._reaches(self.memory(part), memories) and part.shape == own.shape:
-                    self._add(part, own, False, label, (value,))
+            pairs = self._paired(view, value, memories)
+        for part, own in pairs:
+            self._add(part, own, False, label, (value,))
         return value
+
+    def _paired(self, view: Any, value: Any, memories: set[Hashable]) -> list[tuple[Any, Any]]:
+        """Return parts of a view in some memories, each with the part of a value that stands for it."""
+        parts = self.parts_of(view), self.parts_of(value)
+        return [
+            (part, own) for part, own in zip(*parts, strict=False)
+            if part.shape == own.shape and self.memory(part) != self.memory(own)
+            and self._reaches(self.memory(part), memories)
+        ]  # fmt: skip
 
     def _add(
         self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
     ) -> None:
+        start = self.memory(value)
+        if self._reaches(self.memory(view), {start}):
+            return  # ties make no circle
+        if any(tie.ends[0] == start for tie in self._ties.get(start, ())):
+            return
         tie = self.tie(view, value, is_input, self._drop, holders)
         self._labels[tie] = label
         for memory in tie.ends:
@@ -251,7 +276,7 @@ class Views(ABC):
             if not ties:
                 self._ties.pop(memory, None)
         for link in list(self._ties.get(view, ())):
-            if link.ends[0] == view and link.value is None:
+            if link.ends[0] == view and link.is_link:
                 self._drop(link)
 
     def _each(self) -> list[Tie]:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from amanda.interceptor import Suspension
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._straight_through import straight_through
@@ -45,7 +46,7 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
     if not isinstance(value, torch.Tensor):
         return ()
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with Suspension(), torch._C.DisableTorchFunctionSubclass():
             if hasattr(type(value), "__tensor_flatten__"):
                 inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
                 return [part for one in inner for part in strided_parts(one)]

@@ -29,6 +29,10 @@ class TorchViews(Views):
         """Return the strided tensors that a tensor consists of, such as the values of a sparse one."""
         return (value,) if type(value) is Written else strided_parts(value)
 
+    def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
+        """Return True for the tensor itself and its views in autograd, unlike a `detach`, `data` or a part."""
+        return view is value or getattr(view, "_base", None) is (value if value._base is None else value._base)
+
     def is_lent(self, value: torch.Tensor) -> bool:
         """Return whether the memory came from elsewhere: torch resizes its own alone."""
         return not value.untyped_storage().resizable()
@@ -140,8 +144,8 @@ class TensorTie(Tie):
     ) -> None:
         self._views = views
         self.ends = views.memory(value), views.memory(view)
-        self._value = weakref.ref(value, lambda _: on_death(self))
-        self._base = weakref.ref(view if view._base is None else view._base)
+        self._value: Callable[[], torch.Tensor | None] = weakref.ref(value, lambda _: on_death(self))
+        self._base: Callable[[], torch.Tensor | None] = weakref.ref(view if view._base is None else view._base)
         self._recorded = recorded
         with torch.no_grad():
             self._whole = view.detach()
@@ -209,7 +213,7 @@ class TensorTie(Tie):
         if value.is_inference() or not same:
             return False
         with torch.no_grad():
-            if not value.is_meta and not bool(((value == view) | ((value != value) & (view != view))).all()):
+            if not _is_equal(value, view):
                 return False
             value.data = view
         return True
@@ -219,9 +223,10 @@ class TensorTie(Tie):
 
 
 class PartTie(TensorTie):
-    """A part of tensors that the program holds, such as the values of a sparse one; autograd knows no such part.
+    """A value that is no tensor of the program, such as the values of a sparse one, or what a `detach` is of.
 
-    It lives as long as one of the holders.
+    It lives as long as the memory of the value, and keeps none of that. Autograd knows no such part.
+    holders: tensors of the program in that memory.
     """
 
     def __init__(
@@ -232,20 +237,41 @@ class PartTie(TensorTie):
         holders: Sequence[torch.Tensor],
         on_death: Callable[[Tie], None],
     ) -> None:
-        def forget(holder: Any) -> None:
-            self._holders.remove(holder)
-            if not self._holders:
-                on_death(self)
-
-        self._holders = [weakref.ref(one, forget) for one in holders]
+        self._views = views
+        self.ends = views.memory(value), views.memory(view)
+        self._recorded = False
+        self._value = self._base = _nothing
+        self._storage = weakref.ref(value.untyped_storage(), lambda _: on_death(self))
+        self._holders = [weakref.ref(one) for one in holders]
         with torch.no_grad():
-            self._part = value.detach()
-        super().__init__(views, view, self._part, False, lambda _: None)
+            self._whole = view.detach()
+            once = view if view.stride() == value.stride() else value
+            part, self._view = distinct(value.detach(), once), distinct(self._whole, once)
+        self._empty = part.new_empty(0)
+        self._place = part.storage_offset(), part.size(), part.stride()
+        self._is_conj, self._is_neg = part.is_conj(), part.is_neg()
+        self._versions = self._now()
+
+    @property
+    def _data(self) -> Any:
+        storage = self._storage()
+        if storage is None:
+            return None
+        with torch.no_grad():
+            data = self._empty.detach().set_(storage, *self._place)  # type: ignore[call-overload]
+            data = data.conj() if self._is_conj else data
+            return data._neg_view() if self._is_neg else data
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The part; None where no holder has it any more."""
-        return self._part if self._held() else None
+        """The part; None where the memory is gone."""
+        data: torch.Tensor | None = self._data
+        return data
+
+    @property
+    def is_link(self) -> bool:
+        """Return True if the memory is gone."""
+        return self._storage() is None
 
     def _sides(
         self, value: torch.Tensor | None, base: torch.Tensor | None, at_value: bool, written: Part
@@ -254,26 +280,36 @@ class PartTie(TensorTie):
 
     def rejoin(self) -> bool:
         """Give the holders the memory of the view, where torch lets them take it."""
-        if self.value is None:
+        value = self._data
+        if value is None:
             return True
-        before, held = self._data, self._held()
-        if before.stride() != self._view.stride() or not super().rejoin():
+        if value.stride() != self._view.stride() or not _is_equal(value, self._view):
             return False
-        moved = self._view.storage_offset() - before.storage_offset()
-        for part in held:
-            start = part.storage_offset() + moved
-            part.data = self._view.as_strided(part.size(), part.stride(), start)
-        return not self._held()
+        moved = self._view.storage_offset() - value.storage_offset()
+        del value
+        for part in self._parts():
+            with torch.no_grad():
+                start = part.storage_offset() + moved
+                part.data = self._view.as_strided(part.size(), part.stride(), start)
+        return not self._parts()
 
-    def _held(self) -> list[torch.Tensor]:
+    def _parts(self) -> list[torch.Tensor]:
         """Return the parts of the holders that lie in the memory of the value."""
         parts = (part for one in self._holders for part in self._views.parts_of(one()))
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
 
     def _now(self) -> tuple[Hashable, int]:
         holders = (one() for one in self._holders)
-        versions = [_version(one) for one in holders if one is not None]
-        return (_version(self._data), *versions), _version(self._view)
+        return tuple([_version(one) for one in holders if one is not None]), _version(self._view)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_equal(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return True if two tensors hold the same numbers, those of a tensor without data in any case."""
+    return value.is_meta or bool(((value == view) | ((value != value) & (view != view))).all())
 
 
 def _write_overlapping(
