@@ -187,7 +187,10 @@ class EagerExecution(EagerOps):
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:
-                changed = self._handed_back(call.inputs, inputs, changed, again)
+                handed = self._handed_back(call.inputs, inputs, changed, again)
+                if handed:
+                    values = [handed.get(id(one), one) for one in values]
+                    changed = [handed.get(id(one), one) for one in changed]
         if inputs is not call.inputs or changed is not values:
             changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
         if inputs is not call.inputs:
@@ -206,19 +209,20 @@ class EagerExecution(EagerOps):
         inputs: Sequence[Any],
         values: list[Any],
         again: Callable[[], Sequence[Any]],
-    ) -> list[Any]:
-        """Put the op's own inputs in the place of equal ones that routines gave and the op handed back.
+    ) -> dict[int, Any]:
+        """Return the op's own inputs for equal ones that routines gave and the op handed back, by their ids.
 
         own: the op's inputs.  inputs: those that it ran with.  again: runs it on its own inputs.
         """
         pairs = zip(spread(own), spread(inputs), strict=False)
         stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
-        results = list(values)
-        for i, value in enumerate(values):
-            original = stands_for.get(id(value))
-            if original is not None and self.same(original, value) and again()[i] is original:
-                results[i] = original
-        return results if any(map(operator.is_not, results, values)) else values
+        return {
+            id(value): original
+            for i, value in enumerate(values)
+            if (original := stands_for.get(id(value))) is not None
+            and self.same(original, value)
+            and again()[i] is original
+        }
 
     def _run_after(
         self,

@@ -169,7 +169,7 @@ class Views(ABC):
 
     def settle(self) -> None:
         """Copy what was written where no op was seen, such as under `amanda.disabled()`."""
-        for tie in self._each():
+        for tie in list(self._labels):
             side = tie.drifted()
             if side is not None:
                 try:

@@ -70,6 +70,8 @@ class WriteThrough(torch.autograd.Function):
 def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` with the identity as its gradient's way back to `original`."""
     recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
+    if original.is_nested and original.layout is torch.strided:
+        return _cloned_through(original, value) if recorded else value
     if has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
         return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
     if recorded:
@@ -82,3 +84,11 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _cloned_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a clone of `original` that holds `value`: functions of autograd take no strided nested tensor."""
+    clone = original.clone()
+    with torch.no_grad():
+        clone.detach().copy_(value)
+    return clone

@@ -100,7 +100,8 @@ class TorchTensors:
             _without_gradient(_write_each, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
-        if recorded and target.retains_grad:  # torch cannot record a write into one that `squeeze_` has made
+        # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
+        if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
         elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]

@@ -130,7 +130,8 @@ class Part:
 class TensorTie(Tie):
     """A tensor that a routine gave, and the view whose place it took.
 
-    It keeps the memory of the view alive, as the view would, but not its graph.
+    It lives as long as the memory of the value, which other tensors of the program may have. It keeps the
+    memory of the view alive, as the view would, but not its graph.
     recorded: whether autograd knows that writes into the one are writes into the other.
     """
 
@@ -144,13 +145,17 @@ class TensorTie(Tie):
     ) -> None:
         self._views = views
         self.ends = views.memory(value), views.memory(view)
-        self._value: Callable[[], torch.Tensor | None] = weakref.ref(value, lambda _: on_death(self))
+        self._storage = weakref.ref(value.untyped_storage(), lambda _: on_death(self))
+        self._value: Callable[[], torch.Tensor | None] = weakref.ref(value)
         self._base: Callable[[], torch.Tensor | None] = weakref.ref(view if view._base is None else view._base)
         self._recorded = recorded
         with torch.no_grad():
             self._whole = view.detach()
             once = view if view.stride() == value.stride() else value
-            self._data, self._view = distinct(value.detach(), once), distinct(view.detach(), once)
+            part, self._view = distinct(value.detach(), once), distinct(self._whole, once)
+        self._empty = torch.empty(0, dtype=part.dtype, device=part.device)
+        self._place = part.storage_offset(), part.size(), part.stride()
+        self._is_conj, self._is_neg = part.is_conj(), part.is_neg()
         self._versions = self._now()
 
     @property
@@ -160,23 +165,43 @@ class TensorTie(Tie):
         return value if value is not None and self._views.memory(value) == self.ends[0] else None
 
     @property
+    def is_link(self) -> bool:
+        """Return True if the memory of the value is gone."""
+        return self._storage() is None
+
+    @property
     def view(self) -> torch.Tensor:
         """The view, outside autograd."""
         return self._whole
+
+    @property
+    def _data(self) -> Any:
+        """The value, outside autograd; None where its memory is gone."""
+        storage = self._storage()
+        if storage is None:
+            return None
+        with torch.no_grad():
+            data = self._empty.detach().set_(storage, *self._place)  # type: ignore[call-overload]
+            data = data.conj() if self._is_conj else data
+            return data._neg_view() if self._is_neg else data
 
     def carry(self, start: Hashable, written: Part) -> Part | None:
         """Copy the elements that were written to the other side, as an op of the program would."""
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        at_value = start == self.ends[0]
-        marks = written.at(self._data if at_value else self._view)
+        own, at_value = self._data, start == self.ends[0]
+        if own is None:
+            return None
+        marks = written.at(own if at_value else self._view)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = self._sides(value, base, at_value, written)
+                data, view = _reached(own, value, at_value, written), self._view
+                if torch.is_grad_enabled():
+                    view = _reached(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
                 if at_value and marks is not None and overlaps(view):
                     return _write_overlapping(base, self._view, data, marks)
@@ -185,23 +210,14 @@ class TensorTie(Tie):
         finally:
             self._versions = self._now()
 
-    def _sides(
-        self, value: torch.Tensor | None, base: torch.Tensor | None, at_value: bool, written: Part
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the value and the view as autograd knows them, where it does."""
-        data, view = _reached(self._data, value, at_value, written), self._view
-        if torch.is_grad_enabled():
-            view = _reached(view, base, not at_value, written)
-        return data, view
-
     def drifted(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy."""
-        value = self.value
-        if value is None:
+        value = self._value()
+        if value is not None and self.value is None:
             return None
         now, before = self._now(), self._versions
-        if now[0] != before[0]:
-            return value
+        if any(one is not None and one != other for one, other in zip(now[0], before[0], strict=True)):
+            return self._data if value is None else value
         return self._whole if now[1] != before[1] else None
 
     def rejoin(self) -> bool:
@@ -218,15 +234,15 @@ class TensorTie(Tie):
             value.data = view
         return True
 
-    def _now(self) -> tuple[Hashable, int]:
-        return _version(self._data), _version(self._view)
+    def _now(self) -> tuple[Sequence[int | None], int]:
+        """Return the versions of the tensors of the program in the value's memory, and that of the view."""
+        return [_version(self._value())], _version(self._view) or 0
 
 
 class PartTie(TensorTie):
     """A value that is no tensor of the program, such as the values of a sparse one, or what a `detach` is of.
 
-    It lives as long as the memory of the value, and keeps none of that. Autograd knows no such part.
-    holders: tensors of the program in that memory.
+    Autograd knows no such part.  holders: tensors of the program in the memory of the value.
     """
 
     def __init__(
@@ -237,46 +253,15 @@ class PartTie(TensorTie):
         holders: Sequence[torch.Tensor],
         on_death: Callable[[Tie], None],
     ) -> None:
-        self._views = views
-        self.ends = views.memory(value), views.memory(view)
-        self._recorded = False
-        self._value = self._base = _nothing
-        self._storage = weakref.ref(value.untyped_storage(), lambda _: on_death(self))
         self._holders = [weakref.ref(one) for one in holders]
-        with torch.no_grad():
-            self._whole = view.detach()
-            once = view if view.stride() == value.stride() else value
-            part, self._view = distinct(value.detach(), once), distinct(self._whole, once)
-        self._empty = part.new_empty(0)
-        self._place = part.storage_offset(), part.size(), part.stride()
-        self._is_conj, self._is_neg = part.is_conj(), part.is_neg()
-        self._versions = self._now()
-
-    @property
-    def _data(self) -> Any:
-        storage = self._storage()
-        if storage is None:
-            return None
-        with torch.no_grad():
-            data = self._empty.detach().set_(storage, *self._place)  # type: ignore[call-overload]
-            data = data.conj() if self._is_conj else data
-            return data._neg_view() if self._is_neg else data
+        super().__init__(views, view, value, False, on_death)
+        self._value = self._base = _nothing
 
     @property
     def value(self) -> torch.Tensor | None:
         """The part; None where the memory is gone."""
         data: torch.Tensor | None = self._data
         return data
-
-    @property
-    def is_link(self) -> bool:
-        """Return True if the memory is gone."""
-        return self._storage() is None
-
-    def _sides(
-        self, value: torch.Tensor | None, base: torch.Tensor | None, at_value: bool, written: Part
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._data, self._view
 
     def rejoin(self) -> bool:
         """Give the holders the memory of the view, where torch lets them take it."""
@@ -298,9 +283,8 @@ class PartTie(TensorTie):
         parts = (part for one in self._holders for part in self._views.parts_of(one()))
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
 
-    def _now(self) -> tuple[Hashable, int]:
-        holders = (one() for one in self._holders)
-        return tuple([_version(one) for one in holders if one is not None]), _version(self._view)
+    def _now(self) -> tuple[Sequence[int | None], int]:
+        return [_version(one()) for one in self._holders], _version(self._view) or 0
 
 
 def _nothing() -> None:
@@ -327,8 +311,8 @@ def _write_overlapping(
     return Part(whole, flags)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _reached(data: torch.Tensor, own: torch.Tensor | None, was_written: bool, written: Part) -> torch.Tensor:
