@@ -90,5 +90,6 @@ def _cloned_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     """Return a clone of `original` that holds `value`: functions of autograd take no strided nested tensor."""
     clone = original.clone()
     with torch.no_grad():
-        clone.detach().copy_(value)
+        for own, one in zip(clone.detach().unbind(), value.unbind(), strict=True):
+            own.copy_(one)
     return clone
