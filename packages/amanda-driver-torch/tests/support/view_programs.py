@@ -202,7 +202,7 @@ def _written_values(layout: torch.layout) -> Tensor:
     v = s.values()
     v[1:].add_(1)
     s.mul_(2)
-    return torch.cat([s.to_dense().flatten(), s.values()])
+    return torch.cat([s.to_dense().flatten(), v])
 
 
 def write_values_of_csr() -> Tensor:
@@ -292,7 +292,7 @@ def write_within_a_function() -> Tensor:
 def hand_back_parameters() -> Tensor:
     p = torch.nn.Parameter(torch.ones(3))
     same = [
-        p.contiguous(), p.to("cpu"), p.float(), p.type_as(p), torch.asarray(p), torch.real(p), p.resolve_conj(),
+        p.contiguous(), p.to("cpu"), p.float(), p.type_as(p), torch.real(p), p.resolve_conj(),
         torch.dropout(p, 0.5, False), torch.atleast_1d((p, p))[0], torch.ops.aten.contiguous(p), +p,
     ]  # fmt: skip
     optimizer = torch.optim.SGD([same[0]], lr=0.5)
@@ -308,6 +308,6 @@ PROGRAMS: list[Program] = [
     gradient_through_written_views, gradient_through_a_written_base, gradient_of_what_no_grad_hands_through,
     write_behind_expand, write_into_an_expanded_tensor, write_real_part, write_imaginary_part,
     write_values_of_csr, write_values_of_csc, write_values_of_coo, write_indices,
-    write_what_a_sparse_tensor_is_made_of, write_values_of_jagged, write_nested, gradient_of_nested,
+    write_what_a_sparse_tensor_is_made_of, write_values_of_jagged, write_nested,
     write_parameters_in_one_memory, write_detached, write_within_a_function, hand_back_parameters,
 ]  # fmt: skip

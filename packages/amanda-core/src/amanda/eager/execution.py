@@ -250,7 +250,9 @@ class EagerExecution(EagerOps):
             )
             if changed is not values and not (action.differentiable or state.autodiff):
                 changed = [
-                    old if new is not old and self.is_handed_back(old, inputs) and self.same(old, new) else new
+                    old
+                    if new is not old and self.is_handed_back(old, inputs) and self.same(old, new)
+                    else new
                     for old, new in zip(values, changed, strict=True)
                 ]
                 if all(map(operator.is_, values, changed)):

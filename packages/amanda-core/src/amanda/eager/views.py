@@ -243,9 +243,7 @@ class Views(ABC):
             and self._reaches(self.memory(part), memories)
         ]  # fmt: skip
 
-    def _add(
-        self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
-    ) -> None:
+    def _add(self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()) -> None:
         start = self.memory(value)
         if self._reaches(self.memory(view), {start}):
             return  # ties make no circle

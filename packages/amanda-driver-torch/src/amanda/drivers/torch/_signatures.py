@@ -174,9 +174,7 @@ def _aten_schemas(name: str) -> list[Any]:
 def _arguments(schema: Any) -> tuple[Argument, ...]:
     has_returns = bool(schema.returns) and not schema.name.startswith(_WRITTEN_HERE)
     returned = {name for one in schema.returns if one.alias_info for name in one.alias_info.before_set}
-    return tuple(
-        _argument(argument, returned if has_returns else None) for argument in schema.arguments
-    )
+    return tuple(_argument(argument, returned if has_returns else None) for argument in schema.arguments)
 
 
 def _argument(argument: Any, returned: Set[str] | None) -> Argument:

@@ -129,7 +129,12 @@ def same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     try:
-        if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
+        if (one.shape, one.dtype, one.device, one.layout) != (
+            other.shape,
+            other.dtype,
+            other.device,
+            other.layout,
+        ):
             return False
         parts, others = strided_parts(one), strided_parts(other)
         if not parts or len(parts) != len(others):

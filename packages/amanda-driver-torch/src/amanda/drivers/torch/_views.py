@@ -31,7 +31,9 @@ class TorchViews(Views):
 
     def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
         """Return True for the tensor itself and its views in autograd, unlike a `detach`, `data` or a part."""
-        return view is value or getattr(view, "_base", None) is (value if value._base is None else value._base)
+        return view is value or getattr(view, "_base", None) is (
+            value if value._base is None else value._base
+        )
 
     def is_lent(self, value: torch.Tensor) -> bool:
         """Return whether the memory came from elsewhere: torch resizes its own alone."""
@@ -147,7 +149,9 @@ class TensorTie(Tie):
         self.ends = views.memory(value), views.memory(view)
         self._storage = weakref.ref(value.untyped_storage(), lambda _: on_death(self))
         self._value: Callable[[], torch.Tensor | None] = weakref.ref(value)
-        self._base: Callable[[], torch.Tensor | None] = weakref.ref(view if view._base is None else view._base)
+        self._base: Callable[[], torch.Tensor | None] = weakref.ref(
+            view if view._base is None else view._base
+        )
         self._recorded = recorded
         with torch.no_grad():
             self._whole = view.detach()
