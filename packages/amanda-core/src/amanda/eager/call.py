@@ -54,13 +54,13 @@ class Call(ABC):
         return spread(inputs[i] for i in self.targets) if self.targets else []
 
     def unreturned(self, outputs: Any) -> Sequence[int]:
-        """Return the positions of the inputs that the op has written and did not return; outputs: its result."""
+        """Return the positions of inputs that the op has written and did not return.  outputs: its result."""
         return ()
 
     def with_written(
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Add the inputs that the op wrote without returning them to its result as `EagerOps.flatten` has it."""
+        """Add the inputs that the op wrote without returning them to its result, flattened."""
         written = [inputs[i] for i in self.unreturned(outputs)]
         if not written:
             return values, rebuild
@@ -76,7 +76,7 @@ class Call(ABC):
         return True
 
     def may_write_unseen(self) -> bool:
-        """Return True if the op may write tensors that it is not given, or without saying so, as scripts do."""
+        """Return True if the op may write other tensors, or inputs without saying so, as scripts do."""
         return False
 
     def takes_equals(self) -> bool:

@@ -78,7 +78,7 @@ class Views(ABC):
         """Identity of the memory that a tensor lies in; None where it has none that can be told."""
 
     def parts_of(self, value: Any) -> Sequence[Any]:
-        """Return the tensors with one memory each that a tensor consists of: itself, unless it is composite."""
+        """Return the tensors with one memory each that a tensor consists of: mostly itself."""
         return (value,)
 
     def keeps_alive(self, view: Any, value: Any) -> bool:
@@ -215,7 +215,7 @@ class Views(ABC):
         return value
 
     def _reaches(self, memory: Hashable, memories: set[Hashable]) -> bool:
-        """Return True for one of the memories, and where ties lead to one: an op within the op made the view."""
+        """Return True for one of the memories, or where ties lead to one, as of a view made within the op."""
         waiting = [memory]
         while waiting:
             if not memories.isdisjoint(waiting):

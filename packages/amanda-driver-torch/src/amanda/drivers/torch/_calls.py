@@ -72,7 +72,7 @@ class TorchCall(Call):
         return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
 
     def unreturned(self, outputs: Any) -> Sequence[int]:
-        """Return all that the schema says is written where nothing was returned, else what is apart from it."""
+        """Return all that the schema says is written if nothing was returned, else what is apart."""
         binding = self._binding
         if not binding.mutable:
             return ()

@@ -1,4 +1,4 @@
-"""Memory of tensors: the strided tensors that one consists of, layouts in which elements are one, equal bits."""
+"""Memory of tensors: strided parts, layouts in which elements are one, equal bits."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -125,7 +125,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Return True if two tensors are of one kind and hold the same bits; on the meta device there are none."""
+    """Return True if two tensors are of one kind and hold the same bits, or are without data."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     try:

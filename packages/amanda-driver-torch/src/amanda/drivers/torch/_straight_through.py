@@ -87,7 +87,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def _cloned_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a clone of `original` that holds `value`: functions of autograd take no strided nested tensor."""
+    """Return a clone of `original` that holds `value`: autograd.Function takes no strided nested tensor."""
     clone = original.clone()
     with torch.no_grad():
         for own, one in zip(clone.detach().unbind(), value.unbind(), strict=True):

@@ -195,7 +195,7 @@ class TorchTensors:
         return given if all(map(operator.is_, placed, given)) else placed
 
     def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
-        """Return True for an input, and for a leaf that needs a gradient: an object may hand over its own."""
+        """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
         if not isinstance(value, torch.Tensor):
             return False
         return any(value is one for one in spread(inputs)) or (value.requires_grad and not _has_node(value))
@@ -216,7 +216,7 @@ def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """Return True for an object of a class that gives results of ops itself, such as tensors that it holds."""
+    """Return True for an object of a class that gives results of ops itself, as of tensors it holds."""
     override = getattr(type(value), "__torch_function__", None)
     if override is None or override is torch._C._disabled_torch_function_impl:
         return False

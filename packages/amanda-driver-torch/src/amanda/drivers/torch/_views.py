@@ -30,7 +30,7 @@ class TorchViews(Views):
         return (value,) if type(value) is Written else strided_parts(value)
 
     def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
-        """Return True for the tensor itself and its views in autograd, unlike a `detach`, `data` or a part."""
+        """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part."""
         return view is value or getattr(view, "_base", None) is (
             value if value._base is None else value._base
         )

@@ -31,7 +31,7 @@ def roles(context: amanda.OpContext) -> None:
 
 
 def saved() -> list[Any] | None:
-    """Return what autograd's node under way has saved; None where hooks on saved tensors give it once only."""
+    """Return what autograd's node under way has saved; None where hooks give a saved tensor once only."""
     import torch
 
     node: Any = torch._C._current_autograd_node()

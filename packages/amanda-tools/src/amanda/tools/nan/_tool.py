@@ -47,7 +47,7 @@ class _Op:
 
     dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
     variable holds.  are_finite: returns True only if all elements of some values are finite.
-    op_id: of the forward op.  saved: returns what the backward op under way has saved, None if that is unknown.
+    op_id: of the forward op.  saved: returns what the backward op under way has saved, or None.
     """
 
     phase: str

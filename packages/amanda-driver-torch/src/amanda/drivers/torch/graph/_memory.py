@@ -10,7 +10,6 @@ import torch
 from amanda.errors import AmandaError
 from torch.utils._pytree import tree_flatten
 
-
 if TYPE_CHECKING:
     from amanda.backend import Action, OpFacts
     from torch.fx import Node
