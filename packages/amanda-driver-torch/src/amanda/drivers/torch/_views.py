@@ -8,6 +8,7 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
+from ._overrides import of_class
 from ._storages import PLAIN, distinct, is_strided, laid_out_like, overlaps, storage, strided_parts
 
 
@@ -55,7 +56,8 @@ class TorchViews(Views):
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
-        return laid_out_like(view, value)
+        copy: torch.Tensor = of_class(value, laid_out_like(view, value))
+        return copy
 
     def shares(self, value: torch.Tensor) -> bool:
         """Return whether a tensor is a view of another, or a parameter."""
