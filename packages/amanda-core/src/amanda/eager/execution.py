@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -16,13 +18,13 @@ from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Plan
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.plan.source import user_source
-from amanda.plan.tensors import spread
+from amanda.plan.tensors import is_among, spread
+from amanda.scope.state import State, in_force
 
 if TYPE_CHECKING:
     from amanda.eager.views import Views
     from amanda.plan.action import Action
     from amanda.plan.layer import Layer
-    from amanda.scope.state import State
 
 
 class EagerExecution(EagerOps):
@@ -79,7 +81,7 @@ class EagerExecution(EagerOps):
         result = self._execute(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.keep()
-            if call.mutable:
+            if call.mutable or call.may_write_unseen():
                 layer.writers.add(op_id)
             self._keep(layer, op_id, analysis.plan)
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
@@ -126,7 +128,7 @@ class EagerExecution(EagerOps):
             self.begin(tracing, inputs)
             with tracing as made:
                 outputs = self._compute(actions.replace, call, inputs, told, run, saved)
-        values, rebuild = self.results(call, outputs)
+        values, rebuild = self.results(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._written_back(call, inputs, versions, values)
             outputs = rebuild(values)
@@ -145,9 +147,9 @@ class EagerExecution(EagerOps):
         if written and saved is None and plan.gives_outputs:
             saved = self.saved_of(written)
         after = plan.actions(state.recall is not None).after
-        changed = self._run_after(after, values, written, told, run, state, shapes, saved=saved)
+        changed = self._run_after(after, values, written, told, run, state, shapes, inputs, saved=saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
         return outputs if changed is values else rebuild(changed)
 
     def _written_back(
@@ -172,22 +174,57 @@ class EagerExecution(EagerOps):
         values: list[Any],
         changed: list[Any],
         told: OpFacts,
+        isolated: bool,
     ) -> list[Any]:
-        """Tie the values that routines gave to the views whose place they took; return the outputs to use."""
+        """Tie the values that routines gave to the views whose place they took; return the outputs to use.
+
+        isolated: whether the routines before the op took no part in autodiff.
+        """
+        if inputs is not call.inputs:
+
+            @cache
+            def again() -> list[Any]:
+                unseen = interceptor.Activation(None, State.current(), False, False)
+                with self.isolated(), in_force(unseen):
+                    return self.results(call, call.invoke(call.inputs), call.inputs)[0]
+
+            if isolated:
+                handed = self._handed_back(call.inputs, inputs, changed, again)
+                if handed:
+                    values = [handed.get(id(one), one) for one in values]
+                    changed = [handed.get(id(one), one) for one in changed]
         if inputs is not call.inputs or changed is not values:
             changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
         if inputs is not call.inputs:
-
-            def again() -> list[Any]:
-                with self.isolated():
-                    return self.results(call, call.invoke(call.inputs))[0]
-
             views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
         if changed is not values:
             changed = views.given_after(inputs, values, changed, (told.name, told.source))
         if views and call.mutable:
             views.wrote(call.writes(inputs, values))
+        if views and call.may_write_unseen():
+            views.settle()
         return changed
+
+    def _handed_back(
+        self,
+        own: Sequence[Any],
+        inputs: Sequence[Any],
+        values: list[Any],
+        again: Callable[[], Sequence[Any]],
+    ) -> dict[int, Any]:
+        """Return the op's own inputs for equal ones that routines gave and the op handed back, by their ids.
+
+        own: the op's inputs.  inputs: those that it ran with.  again: runs it on its own inputs.
+        """
+        pairs = zip(spread(own), spread(inputs), strict=False)
+        stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
+        return {
+            id(value): original
+            for i, value in enumerate(values)
+            if (original := stands_for.get(id(value))) is not None
+            and self.same(original, value)
+            and again()[i] is original
+        }
 
     def _run_after(
         self,
@@ -198,17 +235,31 @@ class EagerExecution(EagerOps):
         run: dict[str, Any],
         state: State,
         shapes: Hashable,
+        inputs: Sequence[Any],
         returned: Any = NOT_CALLED,
         saved: Saved | None = None,
     ) -> list[Any]:
-        """written: the user's tensors among the values.  returned: what the first routine did, if called."""
+        """Run the routines on the outputs; an equal value for an input that the op handed back is that input.
+
+        written: the user's tensors among the values.  inputs: those of the op.
+        returned: what the first routine did, if called.
+        """
         keep = None if saved is None else saved.keep
         for action in actions:
-            mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
-            values = run_routine(
+            mutable = [i for i, one in enumerate(values) if is_among(one, written)]
+            changed = run_routine(
                 self, action, values, told, run, state.autodiff, mutable, returned, keep, shapes
             )
-            returned = NOT_CALLED
+            if changed is not values and not (action.differentiable or state.autodiff):
+                changed = [
+                    old
+                    if new is not old and self.is_handed_back(old, inputs) and self.same(old, new)
+                    else new
+                    for old, new in zip(values, changed, strict=True)
+                ]
+                if all(map(operator.is_, values, changed)):
+                    changed = values
+            values, returned = changed, NOT_CALLED
         return values
 
     def _resume(
@@ -234,7 +285,7 @@ class EagerExecution(EagerOps):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.formed(outputs)
-        values, rebuild = self.flatten(outputs)
+        values, rebuild = self.results(call, outputs, inputs)
         actions = plan.actions(state.recall is not None)
         first = step - len(actions.before)
         if first < 0:
@@ -247,9 +298,9 @@ class EagerExecution(EagerOps):
         if any(action.takes_run for action in actions.after[next_step:]):
             before = (*actions.before, *actions.after[:next_step])
             run = plan.runs(self, state.is_recorded).resumed(before, plan.watches)
-        changed = self._run_after(rest, values, written, told, run, state, shapes, returned, saved)
+        changed = self._run_after(rest, values, written, told, run, state, shapes, inputs, returned, saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
@@ -293,6 +344,11 @@ class EagerExecution(EagerOps):
         again: whether the framework lets another pass come through them.
         """
         trace.finish(again)
+
+
+def _is_isolated(plan: Plan, state: State) -> bool:
+    """Return True if no routine before the op takes part in autodiff."""
+    return not (state.autodiff or any(action.differentiable for action in plan.before))
 
 
 def _acts_later(plan: Plan, analysis: Analysis | None) -> bool:

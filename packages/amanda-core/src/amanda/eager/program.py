@@ -68,12 +68,12 @@ def _tracer(
         leaving: Callable[..., None] = ops.leaving(settled, bool(call.targets))
         return leaving
 
-    mutable = tuple(call.mutable)
+    mutable, written = tuple(call.mutable), tuple(call.unreturned(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
         run = runs.handed_on(actions.before, actions.after)
         trace = Trace(facts.op_id, gradients, plan, run)
-        values = ops.flatten(outputs)[0]
+        values = ops.flatten(outputs)[0] or [inputs[i] for i in written]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
         if plan.is_complete(gradients) and not plan.takes_run:
@@ -107,6 +107,8 @@ def _program_of(
         return None
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
+    if call.unreturned(...):  # native code has outputs that were returned or written, not both
+        return None
     substitutes = call.takes_equals()
     replace = None
     if actions.replace is not None:
@@ -119,7 +121,8 @@ def _program_of(
     routines = runs.routines(ops, actions.before, actions.after, trace is not None)
     return _program(
         actions.before, actions.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        trace is not None and plan.hands_on_shapes, routines=routines, replaced_by=actions.replace,
+        trace is not None and plan.hands_on_shapes, tuple(call.unreturned(None)),
+        routines=routines, replaced_by=actions.replace,
     )  # fmt: skip
 
 

@@ -186,6 +186,18 @@ static void end_run(Run *run) {
     Py_XDECREF(run->inputs.made);
 }
 
+/* The outputs of a call: those that it returned, or, of one that returns None, the inputs that it wrote, for which
+   there is room in `written`. */
+static Py_ssize_t outputs_of(const Reader *reader, const Program *program, const Run *run, PyObject *const *outputs,
+                             PyObject *const **values, PyObject **written) {
+    if (*outputs != Py_None || !program->written || run->count < 0) return spread_outputs(reader, outputs, values);
+    Py_ssize_t count = PyTuple_GET_SIZE(program->written);
+    for (Py_ssize_t i = 0; i < count; i++)
+        written[i] = run->inputs.items[PyLong_AsSsize_t(PyTuple_GET_ITEM(program->written, i))];
+    *values = written;
+    return count;
+}
+
 static PyObject *listed(PyObject *const *items, Py_ssize_t count) {
     PyObject *list = PyList_New(count);
     for (Py_ssize_t i = 0; list && i < count; i++) PyList_SET_ITEM(list, i, Py_NewRef(items[i]));
@@ -331,8 +343,8 @@ int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values,
 
 /* What the op gave, once the shapes of its outputs have been told; takes over the reference. */
 static PyObject *add_shapes_of(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
-    PyObject *const *values;
-    Py_ssize_t count = spread_outputs(reader, &outputs, &values);
+    PyObject *const *values, *written[VALUE_LIMIT];
+    Py_ssize_t count = outputs_of(reader, program, run, &outputs, &values, written);
     if (count < 0) {
         values = &outputs;
         count = 1;
@@ -464,9 +476,9 @@ static int is_refused(Thread *thread, const Arguments *given, Program *program) 
 static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *program, Run *run, PyObject *outputs) {
     const Reader *reader = call->site->reader;
     if (!program->after && !run->changed) return outputs;
-    PyObject *const *values, *result = NULL, *changed = NULL;
+    PyObject *const *values, *written[VALUE_LIMIT], *result = NULL, *changed = NULL;
     Values kept;
-    Py_ssize_t count = spread_outputs(reader, &outputs, &values);
+    Py_ssize_t count = outputs_of(reader, program, run, &outputs, &values, written);
     if (count < 0 || shares_changed(reader, run, values, count)) {
         result = go_on(thread, call, program, run, program->before - 1, NULL, outputs);
         Py_DECREF(outputs);
@@ -537,7 +549,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
         if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
-    if (program->before || program->replaces || program->shaped || program->tallied) {
+    if (program->before || program->replaces || program->shaped || program->tallied || program->written) {
         run.count = gather_inputs(program, call->given, &run.inputs);
         if (run.count < 0) {
             Py_XDECREF(run.inputs.made);

@@ -19,9 +19,10 @@ from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, l
 from ._reader import reader
 from ._requirements import check
 from ._schema import binding
+from ._straight_through import plain_straight_through
 from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
-from ._tensors import TorchTensors, plain_straight_through
+from ._tensors import TorchTensors
 from ._views import TorchViews
 
 
@@ -201,9 +202,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False, self.invoke)
 
-    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list; that of a functional collective is waited for."""
-        values, rebuild = self.flatten(outputs)
+    def results(
+        self, call: Call, outputs: Any, inputs: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's outputs as a list; those of a functional collective are waited for."""
+        values, rebuild = super().results(call, outputs, inputs)
         if is_functional(call.op):
             wait(values)
         return values, rebuild
