@@ -5,7 +5,8 @@
 The cases are those of packages/amanda-tools/tests/test_diff_models.py, in eager mode: two changes of one op
 in each of ten models, and one harmless pair of each (channels last, or attention in plain ops).  The logs of
 DebugMode, with hashes, and the tensors of TorchLens are compared line by line, for equality: neither has a
-tolerance of its own.  TorchLens leaves torch changed, so it comes last.
+tolerance of its own.  TorchLens leaves torch changed, so it comes last.  Pairs of programs that differ in
+structure, where the others have no lines to compare, follow with `diff` alone.
 """
 
 import copy
@@ -22,9 +23,12 @@ from _models import let_torchvision_load
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "packages/amanda-tools/tests"))
+sys.path += [str(ROOT / "packages/amanda-tools/tests"), str(ROOT / "packages/amanda-tools/tests/support")]
 let_torchvision_load()
 import test_diff_models as cases  # noqa: E402
+import test_diff_planted as structure  # noqa: E402
+
+from amanda.tools.diff import diff  # noqa: E402
 
 Found = str | None
 NOTHING = "nothing"
@@ -107,5 +111,22 @@ def main(names: list[str]) -> None:
         print(f"| {tool} | {named} of {planted} | {false} of {harmless} |", flush=True)
 
 
+def pairs() -> None:
+    """Print in how many pairs of programs diff names the cause, or errs where nothing is wrong."""
+    counts: dict[bool, list[bool]] = {True: [], False: []}
+    for name, make in structure.planted.PAIRS.items():
+        torch.manual_seed(1)
+        wanted = make()
+        result = diff(wanted.a, wanted.b, **wanted.options)
+        counts[wanted.is_equal].append(structure.is_named(result.first, wanted))
+        if not counts[wanted.is_equal][-1]:
+            print(f"{name}: {result.sentence}", file=sys.stderr, flush=True)
+    equal, different = counts[True], counts[False]
+    print(f"\nPairs of programs: {sum(different)} of {len(different)} causes named with their line,")
+    print(f"{len(equal) - sum(equal)} of {len(equal)} said to differ though nothing is wrong")
+
+
 if __name__ == "__main__":
     main(sys.argv[1:])
+    if not sys.argv[1:]:
+        pairs()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from copies import copied
 from torch import Tensor
-from view_programs import PROGRAMS, Program
+from view_programs import PROGRAMS, Program, gradient_of_nested
 
 import amanda
 from amanda.testing import Fresh
@@ -43,6 +43,7 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("made", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_equal_values_leave_a_program_as_it_is(program: Program, made: Callable[[], amanda.Tool]) -> None:
@@ -180,3 +181,61 @@ def test_an_expanded_tensor_that_an_op_writes_takes_equal_values_and_refuses_oth
 
     with amanda.apply(Rows(only="set_")), pytest.raises(amanda.errors.RoutineError, match="one in memory"):
         x.set_(torch.arange(3.0).untyped_storage(), 0, (2, 3), (0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_gradients_pass_values_given_for_nested_tensors() -> None:
+    expected = gradient_of_nested()
+    with amanda.apply(Times()):
+        for _ in range(3):
+            assert torch.equal(gradient_of_nested(), expected)
+
+
+class Held:
+    """An object that gives the tensor that it holds as the result of each op."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        held: Tensor = args[0].held
+        return held
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_gradient_reaches_a_leaf_that_an_object_hands_over(factor: float) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with amanda.apply(Times(factor, "linalg_eigvalsh")):
+        values = torch.linalg.eigvalsh(Held(leaf))  # type: ignore[arg-type]
+        assert torch.equal(values, torch.full((3,), factor))
+        (values * 2).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
+
+
+def add_one(x: Tensor) -> None:
+    x.add_(1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("made", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
+def test_a_view_sees_what_a_script_writes(made: Callable[[], amanda.Tool]) -> None:
+    base, script = torch.zeros(4), torch.jit.script(add_one)
+    with amanda.apply(made()):
+        view = base[:2]
+        for _ in range(4):
+            script(base)
+        script(view)
+        assert view.tolist() == [5.0, 5.0]
+    assert base.tolist() == [5.0, 5.0, 4.0, 4.0]
+
+
+def test_a_changed_value_for_part_of_a_sparse_tensor_leaves_it_and_takes_its_writes() -> None:
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
+    with amanda.apply(Times(2.0, "values")):
+        values = sparse.values()
+        assert values.tolist() == [4.0, 6.0]
+        assert sparse.to_dense().tolist() == [[0.0, 2.0], [3.0, 0.0]]
+        values[0] = 7.0
+        assert sparse.to_dense().tolist() == [[0.0, 7.0], [3.0, 0.0]]

@@ -219,3 +219,121 @@ def test_what_a_function_hands_on_is_not_written(acting: Act) -> None:
         for _ in range(3):
             same(Handed.apply(x).detach(), torch.full((2,), 10.0))
     same(x.detach(), torch.ones(2))
+
+
+class Outputs(amanda.Tool):
+    """Looks at the outputs of each op; returns others for those of one op.
+
+    seen: by op, what routines were given.  analysed: by op, the number of outputs that contexts have.
+    """
+
+    def __init__(self, only: str = "", change: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        self.only, self.change = only, change
+        self.seen: dict[str, list[Any]] = {}
+        self.analysed: dict[str, int] = {}
+        self.add_inst_for_op(self.analyse, require_outputs=True)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        name = context.get_op_type()
+        self.analysed[name] = len(context.get_outputs() or ())
+        context.insert_after_op(self.look if name != self.only else self.changed, name=name)
+
+    def look(self, *values: Any, name: str) -> None:
+        self.seen.setdefault(name, []).append(values)
+
+    def changed(self, *values: Any, name: str) -> Any:
+        self.look(*values, name=name)
+        return [
+            [self.change(each) for each in one] if isinstance(one, (list, tuple)) else self.change(one)
+            for one in values
+        ]
+
+
+@torch.library.custom_op("amanda_writes::fill", mutates_args={"x"})
+def fill(x: Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+@torch.library.custom_op("amanda_writes::swap", mutates_args={"x"})
+def swap(x: Tensor, value: float) -> Tensor:
+    before = x.clone()
+    x.fill_(value)
+    return before
+
+
+def assign_column() -> Tensor:
+    z = torch.zeros(2, 2)
+    z[:, 0] = 3.0
+    return z
+
+
+def fill_custom() -> Tensor:
+    z = torch.zeros(2, 2)
+    fill(z, 3.0)
+    return z
+
+
+def add_to_list() -> Tensor:
+    z = torch.zeros(2, 2)
+    torch.ops.aten._foreach_add_.Scalar([z, z.clone()], 3.0)
+    return z
+
+
+def step_fused(optimizer: Any = torch.optim.Adam) -> Tensor:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    optimizer([weight], lr=0.1, fused=True).step()
+    return weight.detach()
+
+
+WRITERS = {
+    "setitem": assign_column, "amanda_writes::fill": fill_custom, "_foreach_add_": add_to_list,
+    "_fused_adam_": step_fused, "_fused_sgd_": lambda: step_fused(torch.optim.SGD),
+    "_fused_adagrad_": lambda: step_fused(torch.optim.Adagrad),
+    "_fused_adamw_": lambda: step_fused(torch.optim.AdamW),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", WRITERS)
+def test_what_an_op_writes_and_does_not_return_is_an_output(op: str) -> None:
+    program, tool = WRITERS[op], Outputs()
+    expected = program()
+    with amanda.apply(tool):
+        for _ in range(4):
+            assert torch.equal(program(), expected)
+    assert tool.analysed[op] >= 1
+    assert len(tool.seen[op]) == 4
+    for values in tool.seen[op]:
+        first = values[0][0] if isinstance(values[0], list) else values[0]
+        same(first.detach(), expected)
+
+
+@pytest.mark.parametrize("op", WRITERS)
+def test_what_an_op_writes_and_does_not_return_can_be_changed_after_it(op: str) -> None:
+    with amanda.apply(Outputs(op, lambda x: x * 0 + 7)):
+        for _ in range(4):
+            same(WRITERS[op](), torch.full((2, 2), 7.0))
+
+
+def test_what_an_op_writes_beside_its_result_comes_after_it() -> None:
+    with amanda.apply(tool := Outputs("amanda_writes::swap", lambda x: x + 1)):
+        for _ in range(4):
+            z = torch.zeros(2)
+            same(swap(z, 3.0), torch.ones(2))
+            same(z, torch.full((2,), 4.0))
+    assert [len(values) for values in tool.seen["amanda_writes::swap"]] == [2] * 4
+
+
+def test_gradients_pass_what_was_assigned_by_index() -> None:
+    def program() -> Any:
+        x = torch.ones(3, 3, requires_grad=True)
+        z = x * 2
+        z[:, 0] = x[:, 1] * 3
+        z[z > 5] = 1.0
+        (z**2).sum().backward()
+        return x.grad
+
+    expected = program()
+    with amanda.apply(Outputs("setitem")):
+        for _ in range(4):
+            same(program(), expected)

@@ -155,15 +155,21 @@ def test_a_dropped_scale_in_attention_is_found_at_its_line() -> None:
     assert first.source == line_of(Attention.forward, "scaled_dot_product_attention")
 
 
-def test_ops_that_one_run_alone_has_are_left_out() -> None:
+def test_an_op_that_one_run_lacks_is_named_before_the_op_that_reads_its_result() -> None:
     model = nn.Sequential(ByHand(0.5), ByHand(0.5))
     other = twin(model, nn.Sequential(ByHand(0.5), ByHand(None)))
     result = compared(model, other, torch.randn(2, 5, 16))
     assert {(op.phase, op.type) for op in result.only_a} == {("forward", "mul"), ("backward", "mul_backward")}
     assert result.only_b == ()
     assert result.first_forward is not None
-    assert (result.first_forward.type, result.first_forward.module) == ("softmax", "1")
-    assert result.first_forward.source == line_of(ByHand.forward, "softmax")
+    assert (result.first_forward.type, result.first_forward.module) == ("mul", "1")
+    assert result.first_forward.source == line_of(ByHand.forward, "scores * self.scale")
+    assert (result.first_forward.only, result.rows()[result.comparisons.index(result.first_forward)][4]) == (
+        "a", "(a alone)",
+    )  # fmt: skip
+    reader = result.comparisons[result.comparisons.index(result.first_forward) + 1]
+    assert (reader.type, reader.source) == ("softmax", line_of(ByHand.forward, "softmax"))
+    assert f"an op of a alone, whose result softmax in 1, {reader.source} reads" in result.sentence
 
 
 def test_another_way_to_compute_the_same_diverges_nowhere() -> None:
@@ -270,9 +276,8 @@ def test_a_wrong_backward_is_found_where_forward_agrees() -> None:
     assert first.type == "mul"
     assert first.source == line_of(Square.backward, "return 2 * x")
     assert first.other_source == line_of(WrongSquare.backward, "return x")
-    backward = result.first_backward
-    assert backward is not None
-    assert (backward.module, backward.type) == ("1", "Square_backward")
+    backward = next(one for one in result.comparisons if one.diverges and one.type == "Square_backward")
+    assert (backward.phase, backward.module) == ("backward", "1")
     assert backward.other_type == "WrongSquare_backward"
     assert backward.source == line_of(Squared.forward, "apply")
 

@@ -199,7 +199,7 @@ def test_what_remains_is_a_second_difference() -> None:
     assert remaining is not None
     assert remaining.first is not None
     assert (remaining.first.module, remaining.first.inputs) == ("3", False)
-    assert "its inputs differ already (input 2 by " in remaining.sentence  # the bias
+    assert "its inputs differ already (parameter 3.bias by " in remaining.sentence
     assert {one.verdict for one in remaining.comparisons[:3]} == {"same"}
 
 

@@ -11,6 +11,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import amanda
@@ -391,3 +392,54 @@ def test_compiled_attention_is_looked_at_as_well() -> None:
     with amanda.apply(tool, compiled="instrument"):
         call(torch.rand(2, 4))
     assert tool.result.notes()[0] == "parameter weight holds 8 NaN."
+
+
+@pytest.mark.parametrize("form", ["fused", "foreach", None])
+@pytest.mark.parametrize(
+    ("optimizer", "options", "types"),
+    [
+        (torch.optim.Adam, {"eps": 0.0}, {"_fused_adam", "_foreach_addcdiv", "addcdiv"}),
+        (torch.optim.AdamW, {"eps": 0.0}, {"_fused_adamw", "_foreach_addcdiv", "addcdiv"}),
+        (torch.optim.Adagrad, {"eps": 0.0}, {"_fused_adagrad", "_foreach_addcdiv", "addcdiv"}),
+        (torch.optim.SGD, {"lr": 0.1}, {"_fused_sgd", "_foreach_add", "add"}),
+    ],
+)
+def test_the_op_of_an_optimizer_that_makes_nan_is_named(
+    optimizer: Any, options: dict[str, Any], types: set[str], form: str | None
+) -> None:
+    begin = torch.inf if optimizer is torch.optim.SGD else 0.0  # inf - inf, or 0 / 0
+    weight = nn.Parameter(torch.full((2,), begin))
+    weight.grad = weight.detach().clone()
+    forms = {"fused": False, "foreach": False} | ({form: True} if form else {})
+    with amanda.apply(tool := NanTool()):
+        optimizer([weight], **options, **forms).step()
+    assert weight.isnan().all()
+    assert tool.result.first is not None
+    assert tool.result.first.type in types
+    assert tool.result.first.phase == "optimizer"
+
+
+def test_an_assignment_by_index_that_brings_nan_passes_it_on() -> None:
+    with amanda.apply(tool := NanTool()):
+        x = torch.zeros(2, 2)
+        x[:, 0] = torch.zeros(2) / torch.zeros(2)
+    assert [one.type for one in tool.result.findings] == ["div"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_backward_op_whose_saved_result_is_nan_passes_it_on(checkpointed: bool) -> None:
+    layer = nn.Linear(3, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(layer(x), torch.tensor([0, 1]))
+
+    with torch.no_grad():
+        layer.weight[0, 0] = torch.nan
+    with amanda.apply(tool := NanTool()):
+        for _ in range(3):
+            x = torch.ones(2, 3, requires_grad=True)
+            value = (
+                torch.utils.checkpoint.checkpoint(loss, x, use_reentrant=False) if checkpointed else loss(x)
+            )
+            value.backward()
+    assert not tool.result.findings

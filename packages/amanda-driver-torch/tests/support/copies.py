@@ -12,10 +12,11 @@ def copied(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         return value
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not plain or value.is_nested:
         return value.clone()
     overlaps = any(n > 1 and step == 0 for n, step in zip(value.size(), value.stride(), strict=True))
-    if value.is_quantized or value.is_nested or overlaps:
+    if value.is_quantized or overlaps:
         return value.clone()
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device).copy_(
         value

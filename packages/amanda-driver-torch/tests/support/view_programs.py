@@ -160,9 +160,154 @@ def gradient_of_what_no_grad_hands_through() -> Any:
     return x.grad
 
 
+def write_behind_expand() -> Tensor:
+    b = torch.arange(6.0).reshape(2, 3)
+    wide = b.expand(4, 2, 3)
+    copy = wide.contiguous()
+    copy.div_(2)
+    row = wide[0]
+    row.add_(1)
+    return torch.cat([b.flatten(), wide.reshape(-1), copy.flatten()])
+
+
+def write_into_an_expanded_tensor() -> Tensor:
+    wide = torch.zeros(2).expand(3, 2)
+    try:
+        wide.add_(1)
+    except RuntimeError:  # several elements are one in memory
+        return wide * 1
+    raise AssertionError
+
+
+def write_real_part() -> Tensor:
+    def part() -> Tensor:
+        return torch.fft.ifft(torch.fft.fft(torch.arange(20.0).reshape(2, 2, 5).requires_grad_())).real.mT
+
+    r = part()[..., :3, :]
+    r += part()[..., :3, :]
+    r[..., 0] -= 1
+    return r.detach() * 1
+
+
+def write_imaginary_part() -> Tensor:
+    c = torch.fft.fft(torch.arange(6.0))
+    r, i = c.real, c.imag[1:4]
+    c.mul_(2)
+    i.add_(1)
+    return torch.cat([torch.view_as_real(c).flatten(), r, i])
+
+
+def _written_values(layout: torch.layout) -> Tensor:
+    s = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse(layout=layout)
+    v = s.values()
+    v[1:].add_(1)
+    s.mul_(2)
+    return torch.cat([s.to_dense().flatten(), v])
+
+
+def write_values_of_csr() -> Tensor:
+    return _written_values(torch.sparse_csr)
+
+
+def write_values_of_csc() -> Tensor:
+    return _written_values(torch.sparse_csc)
+
+
+def write_values_of_coo() -> Tensor:
+    return _written_values(torch.sparse_coo)
+
+
+def write_indices() -> Tensor:
+    s = torch.eye(2).to_sparse()
+    s.indices()[1].copy_(torch.tensor([1, 0]))
+    return s.to_dense()
+
+
+def write_what_a_sparse_tensor_is_made_of() -> Tensor:
+    v = torch.tensor([1.0, 2.0])
+    s = torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), v, (2, 2))
+    v.fill_(7)
+    return s.to_dense()
+
+
+def write_values_of_jagged() -> Tensor:
+    v = torch.zeros(3, 1)
+    n = torch.nested.nested_tensor_from_jagged(v, torch.tensor([0, 2, 3]))
+    v.add_(1)
+    n.values().mul_(3)
+    n.unbind()[0].add_(1)
+    return torch.cat([n.values(), v])
+
+
+def write_nested() -> Tensor:
+    n = torch.nested.nested_tensor([torch.arange(6.0).view(2, 3), torch.ones(1, 3)])
+    first, last = n.unbind()
+    first.add_(1)
+    n.values().mul_(2)
+    n.mul_(3)
+    return torch.cat([n.to_padded_tensor(0.0).flatten(), first.flatten(), last.flatten()])
+
+
+def gradient_of_nested() -> Any:
+    a, b = torch.ones(2, 3, requires_grad=True), torch.ones(1, 3, requires_grad=True)
+    n = torch.nested.as_nested_tensor([a, b])
+    torch.softmax((n * 3).transpose(1, 2).contiguous(), -1).to_padded_tensor(0.0)[:, 0].sum().backward()
+    return torch.cat([a.grad, b.grad])
+
+
+def write_parameters_in_one_memory() -> Tensor:
+    flat = torch.ones(5)
+    parts = [torch.nn.Parameter(flat[:2]), torch.nn.Parameter(flat[2:])]
+    for part in parts:
+        part.grad = torch.ones_like(part)
+    torch.optim.SGD(parts, lr=0.5, fused=True).step()
+    return flat
+
+
+def write_detached() -> Tensor:
+    b = torch.zeros(3)
+    b.detach()[1:].add_(1)
+    b.data[0] = 5
+    return b
+
+
+class _Writing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * 2, None
+
+
+def write_within_a_function() -> Tensor:
+    b = torch.zeros(3)
+    v = b[:2]
+    _Writing.apply(torch.ones(2, requires_grad=True), b)  # type: ignore[no-untyped-call]
+    return v * 1
+
+
+def hand_back_parameters() -> Tensor:
+    p = torch.nn.Parameter(torch.ones(3))
+    same = [
+        p.contiguous(), p.to("cpu"), p.float(), p.type_as(p), torch.real(p), p.resolve_conj(),
+        torch.dropout(p, 0.5, False), torch.atleast_1d((p, p))[0], torch.ops.aten.contiguous(p), +p,
+    ]  # fmt: skip
+    optimizer = torch.optim.SGD([same[0]], lr=0.5)
+    (same[1] * 2).sum().backward()
+    optimizer.step()
+    return torch.cat([p.detach(), torch.tensor([float(one is p) for one in same])])
+
+
 PROGRAMS: list[Program] = [
     copy_into_slice, add_to_view, out_into_slice, fill_diagonal, add_to_chunk, write_base, write_other_view,
     write_through_views_of_views, write_row_of_expanded, foreach_on_parts, complex_as_real, other_type,
     numpy_array, weight_under_no_grad, in_inference_mode, while_disabled, gradient_of_what_is_copied,
     gradient_through_written_views, gradient_through_a_written_base, gradient_of_what_no_grad_hands_through,
+    write_behind_expand, write_into_an_expanded_tensor, write_real_part, write_imaginary_part,
+    write_values_of_csr, write_values_of_csc, write_values_of_coo, write_indices,
+    write_what_a_sparse_tensor_is_made_of, write_values_of_jagged, write_nested,
+    write_parameters_in_one_memory, write_detached, write_within_a_function, hand_back_parameters,
 ]  # fmt: skip

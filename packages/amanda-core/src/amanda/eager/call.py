@@ -53,6 +53,20 @@ class Call(ABC):
         """Return the user's tensors that the op has written and gives back."""
         return spread(inputs[i] for i in self.targets) if self.targets else []
 
+    def unreturned(self, outputs: Any) -> Sequence[int]:
+        """Return the positions of inputs that the op has written and did not return.  outputs: its result."""
+        return ()
+
+    def with_written(
+        self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Add the inputs that the op wrote without returning them to its result, flattened."""
+        written = [inputs[i] for i in self.unreturned(outputs)]
+        if not written:
+            return values, rebuild
+        count = len(values)
+        return [*values, *written], lambda changed: rebuild(list(changed[:count]))
+
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
@@ -60,6 +74,10 @@ class Call(ABC):
     def may_write(self) -> bool:
         """Return whether the op may write into its inputs; some ops do so without a schema that says it."""
         return True
+
+    def may_write_unseen(self) -> bool:
+        """Return True if the op may write other tensors, or inputs without saying so, as scripts do."""
+        return False
 
     def takes_equals(self) -> bool:
         """Return True if native code may give the op a tensor in the place of one of equal dtype and shape.
@@ -134,9 +152,11 @@ class EagerOps(TensorOps):
         """Make a call as the program does."""
         return site.invoke(args, kwargs)
 
-    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return what `flatten` does, for the result of this call, where the form depends on the call."""
-        return self.flatten(outputs)
+    def results(
+        self, call: Call, outputs: Any, inputs: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Return what `flatten` does for the result of a call, with what the op wrote and did not return."""
+        return call.with_written(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
@@ -166,6 +186,10 @@ class EagerOps(TensorOps):
         own: the op's inputs.  inputs: those that it ran with.
         """
         return given
+
+    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+        """Return True for an output that is a tensor which the program has already, such as an input."""
+        return self.is_tensor(value) and any(value is one for one in spread(inputs))
 
     def shown(self, values: list[Any]) -> list[Any]:
         """Return values as analysis routines see them, where a framework wraps them for autodiff."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -16,13 +18,13 @@ from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Plan
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.plan.source import user_source
-from amanda.plan.tensors import spread
+from amanda.plan.tensors import is_among, spread
+from amanda.scope.state import State, in_force
 
 if TYPE_CHECKING:
     from amanda.eager.views import Views
     from amanda.plan.action import Action
     from amanda.plan.layer import Layer
-    from amanda.scope.state import State
 
 
 class EagerExecution(EagerOps):
@@ -60,7 +62,7 @@ class EagerExecution(EagerOps):
             return self._first(call, state, op_id, signature)
         plan = memo.plans[signature]
         if key and not layer.by_callables and not watched:
-            learn(self, memo, key, plan, call)
+            learn(self, memo, key, plan, call, state)
         return self._execute(plan, call, state, op_id)
 
     def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
@@ -79,7 +81,7 @@ class EagerExecution(EagerOps):
         result = self._execute(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.keep()
-            if call.mutable:
+            if call.mutable or call.may_write_unseen():
                 layer.writers.add(op_id)
             self._keep(layer, op_id, analysis.plan)
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
@@ -100,11 +102,12 @@ class EagerExecution(EagerOps):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         tracing = self.tracing() if plan.watches else None
         step, returned = called
-        run = plan.runs.resumed(plan.before[: step + 1])
+        actions = plan.actions(state.recall is not None)
+        run = plan.runs(self, state.is_recorded).resumed(actions.before[: step + 1])
         shapes: tuple[Any, ...] | None = None
         if plan.watches or plan.takes_shapes or (analysis is not None and (plan.before or call.may_write())):
             shapes = (self.shapes(call.inputs),)
-        for i, action in enumerate(plan.before):
+        for i, action in enumerate(actions.before):
             if i >= step:
                 result = returned if i == step else NOT_CALLED
                 inputs = run_routine(
@@ -120,12 +123,12 @@ class EagerExecution(EagerOps):
             saved = self.written_later([inputs[i] for i in call.targets])
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
         if trace is None or tracing is None:
-            outputs = self._compute(plan, call, inputs, told, run, saved)
+            outputs = self._compute(actions.replace, call, inputs, told, run, saved)
         else:
             self.begin(tracing, inputs)
             with tracing as made:
-                outputs = self._compute(plan, call, inputs, told, run, saved)
-        values, rebuild = self.results(call, outputs)
+                outputs = self._compute(actions.replace, call, inputs, told, run, saved)
+        values, rebuild = self.results(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._written_back(call, inputs, versions, values)
             outputs = rebuild(values)
@@ -143,9 +146,10 @@ class EagerExecution(EagerOps):
         written = call.written(inputs, values)
         if written and saved is None and plan.gives_outputs:
             saved = self.saved_of(written)
-        changed = self._run_after(plan.after, values, written, told, run, state, shapes, saved=saved)
+        after = plan.actions(state.recall is not None).after
+        changed = self._run_after(after, values, written, told, run, state, shapes, inputs, saved=saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
         return outputs if changed is values else rebuild(changed)
 
     def _written_back(
@@ -170,22 +174,57 @@ class EagerExecution(EagerOps):
         values: list[Any],
         changed: list[Any],
         told: OpFacts,
+        isolated: bool,
     ) -> list[Any]:
-        """Tie the values that routines gave to the views whose place they took; return the outputs to use."""
+        """Tie the values that routines gave to the views whose place they took; return the outputs to use.
+
+        isolated: whether the routines before the op took no part in autodiff.
+        """
+        if inputs is not call.inputs:
+
+            @cache
+            def again() -> list[Any]:
+                unseen = interceptor.Activation(None, State.current(), False, False)
+                with self.isolated(), in_force(unseen):
+                    return self.results(call, call.invoke(call.inputs), call.inputs)[0]
+
+            if isolated:
+                handed = self._handed_back(call.inputs, inputs, changed, again)
+                if handed:
+                    values = [handed.get(id(one), one) for one in values]
+                    changed = [handed.get(id(one), one) for one in changed]
         if inputs is not call.inputs or changed is not values:
             changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
         if inputs is not call.inputs:
-
-            def again() -> list[Any]:
-                with self.isolated():
-                    return self.results(call, call.invoke(call.inputs))[0]
-
             views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
         if changed is not values:
             changed = views.given_after(inputs, values, changed, (told.name, told.source))
         if views and call.mutable:
             views.wrote(call.writes(inputs, values))
+        if views and call.may_write_unseen():
+            views.settle()
         return changed
+
+    def _handed_back(
+        self,
+        own: Sequence[Any],
+        inputs: Sequence[Any],
+        values: list[Any],
+        again: Callable[[], Sequence[Any]],
+    ) -> dict[int, Any]:
+        """Return the op's own inputs for equal ones that routines gave and the op handed back, by their ids.
+
+        own: the op's inputs.  inputs: those that it ran with.  again: runs it on its own inputs.
+        """
+        pairs = zip(spread(own), spread(inputs), strict=False)
+        stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
+        return {
+            id(value): original
+            for i, value in enumerate(values)
+            if (original := stands_for.get(id(value))) is not None
+            and self.same(original, value)
+            and again()[i] is original
+        }
 
     def _run_after(
         self,
@@ -196,17 +235,31 @@ class EagerExecution(EagerOps):
         run: dict[str, Any],
         state: State,
         shapes: Hashable,
+        inputs: Sequence[Any],
         returned: Any = NOT_CALLED,
         saved: Saved | None = None,
     ) -> list[Any]:
-        """written: the user's tensors among the values.  returned: what the first routine did, if called."""
+        """Run the routines on the outputs; an equal value for an input that the op handed back is that input.
+
+        written: the user's tensors among the values.  inputs: those of the op.
+        returned: what the first routine did, if called.
+        """
         keep = None if saved is None else saved.keep
         for action in actions:
-            mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
-            values = run_routine(
+            mutable = [i for i, one in enumerate(values) if is_among(one, written)]
+            changed = run_routine(
                 self, action, values, told, run, state.autodiff, mutable, returned, keep, shapes
             )
-            returned = NOT_CALLED
+            if changed is not values and not (action.differentiable or state.autodiff):
+                changed = [
+                    old
+                    if new is not old and self.is_handed_back(old, inputs) and self.same(old, new)
+                    else new
+                    for old, new in zip(values, changed, strict=True)
+                ]
+                if all(map(operator.is_, values, changed)):
+                    changed = values
+            values, returned = changed, NOT_CALLED
         return values
 
     def _resume(
@@ -232,30 +285,35 @@ class EagerExecution(EagerOps):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.formed(outputs)
-        values, rebuild = self.flatten(outputs)
-        first = step - len(plan.before)
+        values, rebuild = self.results(call, outputs, inputs)
+        actions = plan.actions(state.recall is not None)
+        first = step - len(actions.before)
         if first < 0:
             first, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
         saved = self.saved_of(written) if written else None
-        rest, shapes = plan.after[first:], (self.shapes(call.inputs), self.shapes(values))
-        run = plan.runs.end() if plan.watches else plan.runs.resumed((*plan.before, *plan.after[:first]))
-        changed = self._run_after(rest, values, written, told, run, state, shapes, returned, saved)
+        rest, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
+        next_step = first + (returned is not NOT_CALLED)
+        run: dict[str, Any] = {}
+        if any(action.takes_run for action in actions.after[next_step:]):
+            before = (*actions.before, *actions.after[:next_step])
+            run = plan.runs(self, state.is_recorded).resumed(before, plan.watches)
+        changed = self._run_after(rest, values, written, told, run, state, shapes, inputs, returned, saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
         self,
-        plan: Plan,
+        replace: Action | None,
         call: Call,
         inputs: list[Any],
         told: OpFacts,
         run: dict[str, Any],
         saved: Saved | None,
     ) -> Any:
-        if plan.replace is not None:
-            result = run_replacement(self, plan.replace, inputs, told, run, call.targets, call.compute)
+        if replace is not None:
+            result = run_replacement(self, replace, inputs, told, run, call.targets, call.compute)
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:
@@ -286,6 +344,11 @@ class EagerExecution(EagerOps):
         again: whether the framework lets another pass come through them.
         """
         trace.finish(again)
+
+
+def _is_isolated(plan: Plan, state: State) -> bool:
+    """Return True if no routine before the op takes part in autodiff."""
+    return not (state.autodiff or any(action.differentiable for action in plan.before))
 
 
 def _acts_later(plan: Plan, analysis: Analysis | None) -> bool:

@@ -34,6 +34,11 @@ class Tie(ABC):
         """The value; None if the program has let go of it."""
 
     @property
+    def is_link(self) -> bool:
+        """Return True if the program has let go of the value, so that the tie only joins others."""
+        return self.value is None
+
+    @property
     @abstractmethod
     def view(self) -> Any:
         """The view, outside autodiff."""
@@ -72,15 +77,27 @@ class Views(ABC):
     def memory(self, value: Any) -> Hashable:
         """Identity of the memory that a tensor lies in; None where it has none that can be told."""
 
+    def parts_of(self, value: Any) -> Sequence[Any]:
+        """Return the tensors with one memory each that a tensor consists of: mostly itself."""
+        return (value,)
+
+    def keeps_alive(self, view: Any, value: Any) -> bool:
+        """Return True if the framework keeps a tensor while the program has a view of it."""
+        return True
+
     @abstractmethod
     def is_lent(self, value: Any) -> bool:
         """Return whether a tensor lies in memory that is not the framework's own, such as a NumPy array's."""
 
     @abstractmethod
-    def tie(self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None]) -> Tie:
+    def tie(
+        self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None],
+        holders: Sequence[Any] = (),
+    ) -> Tie:  # fmt: skip
         """Tie a value to a view.
 
         is_input: whether that is a tensor which the op was given, not one that the op made.
+        holders: the tensors of the program in whose memory the value lies, if it is none itself.
         """
 
     @abstractmethod
@@ -114,32 +131,45 @@ class Views(ABC):
 
         again: runs the op on its own inputs, to see whether it makes views of these.
         """
-        reached = [self.memory(one) for one in spread(outputs)]
+        results = spread(outputs)
+        reached = [self._memories(one) for one in results]
         for view, value in _pairs(own, given):
-            memory = self.memory(value)
-            if memory is None or memory not in reached or memory in self._ties:
+            parts = self.parts_of(view), self.parts_of(value)
+            if len(parts[0]) != len(parts[1]):
                 continue
-            if memory == self.memory(view) or view.shape != value.shape:
-                continue
-            if self.alike(view, value) or self.memory(view) in map(self.memory, spread(again())):
-                self._add(view, value, True, label)
+            for own_part, part in zip(*parts, strict=True):
+                memory = self.memory(part)
+                lying = [
+                    one for one, memories in zip(results, reached, strict=True)
+                    if any(self._reaches(each, {memory}) for each in memories)
+                ]  # fmt: skip
+                if memory is None or not lying:
+                    continue
+                is_whole = part is value and all(self.keeps_alive(one, value) for one in lying)
+                if own_part.shape != part.shape or not (
+                    (is_whole and self.alike(own_part, part))
+                    or any(self.memory(own_part) in self._memories(one) for one in spread(again()))
+                ):
+                    continue
+                self._add(own_part, part, True, label, () if is_whole else lying)
 
     def given_after(
         self, inputs: Sequence[Any], outputs: Sequence[Any], given: Sequence[Any], label: Label
     ) -> list[Any]:
         """Tie the values that routines gave as outputs where these are views; return the values to use."""
-        near = {id(one): self.memory(one) for one in spread(inputs)}
+        near = {id(one): self._memories(one) for one in spread(inputs)}
         return [self._stand_in(old, new, near, label) for old, new in zip(outputs, given, strict=True)]
 
     def wrote(self, values: Sequence[Any]) -> None:
         """Copy what an op has written into these tensors to where the program expects to see it."""
-        values = [value for value in values if self.memory(value) in self._ties]
+        parts = [part for value in values for part in self.parts_of(value)]
+        values = [part for part in parts if self.memory(part) in self._ties]
         if values:
             self._spread_out(self.parts(values))
 
     def settle(self) -> None:
         """Copy what was written where no op was seen, such as under `amanda.disabled()`."""
-        for tie in self._each():
+        for tie in list(self._labels):
             side = tie.drifted()
             if side is not None:
                 try:
@@ -159,7 +189,11 @@ class Views(ABC):
         self._lost.clear()
         self.watching = False
 
-    def _stand_in(self, view: Any, value: Any, inputs: dict[int, Hashable], label: Label) -> Any:
+    def _memories(self, value: Any) -> set[Hashable]:
+        """Return the memories that a tensor lies in."""
+        return {memory for memory in map(self.memory, self.parts_of(value)) if memory is not None}
+
+    def _stand_in(self, view: Any, value: Any, inputs: dict[int, set[Hashable]], label: Label) -> Any:
         if value is view:
             return value
         if isinstance(view, (list, tuple)):
@@ -168,18 +202,54 @@ class Views(ABC):
             each = [self._stand_in(*pair, inputs, label) for pair in zip(view, value, strict=True)]
             return tuple(each) if isinstance(value, tuple) else each
         memory, own = self.memory(view), self.memory(value)
-        if own is None or memory is None or own == memory or view.shape != value.shape:
+        memories = set().union(*inputs.values())
+        if memory is None:
+            return self._composite(view, value, memories, label)
+        if own is None or own == memory or view.shape != value.shape:
             return value  # no view can be a tensor of another shape, which a differentiable routine may give
-        memories = set(inputs.values())
-        if memory not in memories and not self.is_lent(view):
+        if not (self._reaches(memory, memories) or self.is_lent(view)):
             return value
         if own in memories or own in self._ties or self.shares(value) or not self.alike(view, value):
             value = self.laid_out(view, value)
         self._add(view, value, id(view) in inputs, label)
         return value
 
-    def _add(self, view: Any, value: Any, is_input: bool, label: Label) -> None:
-        tie = self.tie(view, value, is_input, self._drop)
+    def _reaches(self, memory: Hashable, memories: set[Hashable]) -> bool:
+        """Return True for one of the memories, or where ties lead to one, as of a view made within the op."""
+        waiting = [memory]
+        while waiting:
+            if not memories.isdisjoint(waiting):
+                return True
+            ties = [tie for start in waiting for tie in self._ties.get(start, ()) if tie.ends[0] == start]
+            waiting = [tie.ends[1] for tie in ties]
+        return False
+
+    def _composite(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
+        """Tie the parts of a value, such as the values of a sparse tensor, to those whose place they took."""
+        pairs = self._paired(view, value, memories)
+        if any(self.memory(own) in memories or self.memory(own) in self._ties for _, own in pairs):
+            value = self.laid_out(view, value)
+            pairs = self._paired(view, value, memories)
+        for part, own in pairs:
+            self._add(part, own, False, label, (value,))
+        return value
+
+    def _paired(self, view: Any, value: Any, memories: set[Hashable]) -> list[tuple[Any, Any]]:
+        """Return parts of a view in some memories, each with the part of a value that stands for it."""
+        parts = self.parts_of(view), self.parts_of(value)
+        return [
+            (part, own) for part, own in zip(*parts, strict=False)
+            if part.shape == own.shape and self.memory(part) != self.memory(own)
+            and self._reaches(self.memory(part), memories)
+        ]  # fmt: skip
+
+    def _add(self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()) -> None:
+        start = self.memory(value)
+        if self._reaches(self.memory(view), {start}):
+            return  # ties make no circle
+        if any(tie.ends[0] == start for tie in self._ties.get(start, ())):
+            return
+        tie = self.tie(view, value, is_input, self._drop, holders)
         self._labels[tie] = label
         for memory in tie.ends:
             self._ties.setdefault(memory, []).append(tie)
@@ -204,7 +274,7 @@ class Views(ABC):
             if not ties:
                 self._ties.pop(memory, None)
         for link in list(self._ties.get(view, ())):
-            if link.ends[0] == view and link.value is None:
+            if link.ends[0] == view and link.is_link:
                 self._drop(link)
 
     def _each(self) -> list[Tie]:

@@ -10,6 +10,6 @@ Beside `amanda.backend` a driver may import what is in `__all__`, to carry plans
 
 from amanda.plan.plan import Actions, Plan
 from amanda.plan.routine import run_replacement, run_routine
-from amanda.plan.tensors import spread
+from amanda.plan.tensors import is_among, spread
 
-__all__ = ["Actions", "Plan", "run_replacement", "run_routine", "spread"]
+__all__ = ["Actions", "Plan", "is_among", "run_replacement", "run_routine", "spread"]

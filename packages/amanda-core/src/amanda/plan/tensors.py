@@ -75,6 +75,10 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
+    def same(self, value: Any, other: Any) -> bool:
+        """Return True if two tensors are known to be of one kind and to hold the same bits."""
+        return False
+
     def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that changes no value; it reads tensors outside of what their classes override."""
         return self.call_isolated(func, values, kwargs)
@@ -161,3 +165,10 @@ class TensorMap(Generic[T]):
 def spread(values: Iterable[Any]) -> list[Any]:
     """Values, each list among them as its elements."""
     return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def is_among(value: Any, tensors: Sequence[Any]) -> bool:
+    """Return True for one of the tensors, and for a list of them."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(is_among(one, tensors) for one in value)
+    return any(value is one for one in tensors)

@@ -27,7 +27,7 @@ static int read_step(Step *step, PyObject *told) {
         step->tally = (Tally *)func;
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
-    step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
+    step->names = step->kwargs ? PySequence_Tuple(step->kwargs) : NULL; /* a subclass may iterate otherwise */
     if (shapes && step->names) {
         PyObject *last = Py_BuildValue("(s)", "shapes");
         Py_SETREF(step->names, last ? PySequence_Concat(step->names, last) : NULL);
@@ -98,13 +98,21 @@ too_many:
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"before", "after", "told", "sources", "constants",
-                            "plan", "trace", "refuse", "replace", "substitutes", "shaped", NULL};
+                            "plan", "trace", "refuse", "replace", "substitutes", "shaped", "written", NULL};
     PyObject *before, *after, *told, *sources = Py_None, *constants = Py_None, *plan = Py_None;
     PyObject *trace = Py_None, *refuse = Py_None, *replace = Py_None;
+    PyObject *written = NULL;
     int substitutes = 0, shaped = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOpp", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes, &shaped))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOppO!", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes, &shaped,
+                                     &PyTuple_Type, &written))
         return NULL;
+    for (Py_ssize_t i = 0; written && i < PyTuple_GET_SIZE(written); i++) {
+        Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(written, i));
+        if (position == -1 && PyErr_Occurred()) return NULL;
+        if (position < 0 || sources == Py_None || position >= PyTuple_GET_SIZE(sources))
+            return PyErr_Format(PyExc_ValueError, "no input %zd, which is written", position);
+    }
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
         return PyErr_Format(PyExc_TypeError, "sources and constants are tuples of one length");
@@ -120,6 +128,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     program->plan = Py_NewRef(plan);
     program->trace = Py_NewRef(trace);
     program->refuse = Py_NewRef(refuse);
+    program->written = written && PyTuple_GET_SIZE(written) ? Py_NewRef(written) : NULL;
     program->spread = -1;
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
@@ -140,6 +149,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
     Py_VISIT(self->plan);
     Py_VISIT(self->trace);
     Py_VISIT(self->refuse);
+    Py_VISIT(self->written);
     Py_VISIT(self->shapes);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_VISIT(self->steps[i].func);
@@ -155,6 +165,7 @@ static void program_dealloc(Program *self) {
     Py_CLEAR(self->plan);
     Py_CLEAR(self->trace);
     Py_CLEAR(self->refuse);
+    Py_CLEAR(self->written);
     Py_CLEAR(self->shapes);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_CLEAR(self->steps[i].func);
@@ -180,7 +191,7 @@ PyTypeObject Program_Type = {
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
-              "replace=None, substitutes=False, shaped=False): routines around an op.\n\n"
+              "replace=None, substitutes=False, shaped=False, written=()): routines around an op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A Tally that is given no\n"
               "values counts the execution, by shapes if it is given these.\n"
               "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
@@ -192,7 +203,8 @@ PyTypeObject Program_Type = {
               "refuse(input): whether a call whose first input is this is not for the program.\n"
               "replace: a step that runs instead of the op, and the names of the last of those that it selects.\n"
               "substitutes: whether native code may put what routines return in the place of tensors.\n"
-              "shaped: whether marks shall have the shapes of the op; they are told too where a step is given them.",
+              "shaped: whether marks shall have the shapes of the op; they are told too where a step is given them.\n"
+              "written: positions of the inputs that are the outputs where a call returns None.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

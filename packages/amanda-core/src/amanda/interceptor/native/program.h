@@ -22,6 +22,7 @@ typedef struct {
     PyObject_VAR_HEAD
     PyObject *trace;  /* owned; hears of the backward ops that the op made; None: nobody does */
     PyObject *refuse; /* owned; says of the first argument that only Python can; None: of none */
+    PyObject *written; /* owned tuple; positions of the inputs that are the outputs where a call returns None */
     int8_t *sources;  /* input -> flat argument, or constant; NULL: the arguments as they are */
     int before, after;
     int8_t source_count, spread, first, last; /* spread: the input that is a tuple of several arguments; -1: none is */

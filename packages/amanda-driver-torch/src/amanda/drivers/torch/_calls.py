@@ -8,7 +8,8 @@ from amanda.backend import Call
 from amanda.interceptor import Site
 
 from ._schema import Binding
-from ._views import Written, in_memory_like
+from ._storages import in_memory_like
+from ._views import Written
 
 
 class TorchCall(Call):
@@ -73,9 +74,21 @@ class TorchCall(Call):
             return super().written(inputs, outputs) if self.targets else []
         return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
 
+    def unreturned(self, outputs: Any) -> Sequence[int]:
+        """Return all that the schema says is written if nothing was returned, else what is apart."""
+        binding = self._binding
+        if not binding.mutable:
+            return ()
+        written = binding.mutable if outputs is None else binding.apart
+        return [i for i in written if self.inputs[i] is not None]
+
     def may_write(self) -> bool:
         """Return whether the op may write: it says so, or is called through an object, as a Function is."""
         return bool(self.mutable or self._head)
+
+    def may_write_unseen(self) -> bool:
+        """Return True for an autograd.Function and for TorchScript, whose code may write any tensor."""
+        return bool(self._head) and self._site.key in _OPAQUE
 
     def takes_equals(self) -> bool:
         """Return True unless the op may write, or reads what lies around a tensor in memory."""
@@ -109,6 +122,10 @@ class TorchCall(Call):
             return self._site.key
         name = getattr(self.op, "_qualified_op_name", None) or getattr(self.op, "__name__", str(self.op))
         return str(name).removeprefix("aten::")
+
+
+_OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
+"""Keys of sites that run code of the program within one op."""
 
 
 class CollectiveCall(TorchCall):

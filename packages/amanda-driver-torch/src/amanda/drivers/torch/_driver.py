@@ -19,9 +19,10 @@ from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, l
 from ._reader import reader
 from ._requirements import check
 from ._schema import binding
+from ._straight_through import plain_straight_through
 from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
-from ._tensors import TorchTensors, plain_straight_through
+from ._tensors import TorchTensors
 from ._views import TorchViews
 
 
@@ -51,6 +52,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self.skip(torch.utils.checkpoint.__file__)
         for kind in _CALLED:
             interceptor.add_identity_type(kind)
+        interceptor.set_leaf_type(torch.Tensor, _is_trained)
 
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
@@ -82,7 +84,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return reader(plain_straight_through) if interceptor.NATIVE else None
+        return self._reading[0]
+
+    @cached_property
+    def _reading(self) -> tuple[Reader | None, str]:
+        return reader(plain_straight_through) if interceptor.NATIVE else (None, "")
+
+    def slowdown(self) -> str:
+        """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
+        return self._reading[1]
 
     @cached_property
     def _targets(self) -> dict[Site, Target]:
@@ -192,9 +202,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False, self.invoke)
 
-    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list; that of a functional collective is waited for."""
-        values, rebuild = self.flatten(outputs)
+    def results(
+        self, call: Call, outputs: Any, inputs: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's outputs as a list; those of a functional collective are waited for."""
+        values, rebuild = super().results(call, outputs, inputs)
         if is_functional(call.op):
             wait(values)
         return values, rebuild
@@ -258,6 +270,12 @@ _MOVES = frozenset({"to", "cpu", "cuda"})
 """Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 """Sites whose first argument says what is called."""
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
+    with Unseen():
+        return tensor.requires_grad and tensor.is_leaf
 
 
 def _is_machinery(called: Any) -> bool:

@@ -18,6 +18,7 @@ class Layout:
     positional: the input of each positional argument, the spread ones left out.
     spread: the input that takes all remaining positional arguments.
     keywords: the input of each keyword argument, in the order of the call.
+    mutable: inputs that the op writes.  apart: those of an op that returns other values.
     filled: defaults of arguments that stand before a given one.
     optional_tensors: inputs whose schema type is a tensor or None.
     """
@@ -27,6 +28,7 @@ class Layout:
     spread: int | None
     keywords: tuple[tuple[str, int], ...]
     mutable: tuple[int, ...]
+    apart: tuple[int, ...]
     optional_tensors: frozenset[int]
     filled: Mapping[int, Any] = field(hash=False)
     defaults: Mapping[str, Any] = field(hash=False)
@@ -129,6 +131,7 @@ def _layout(form: Form) -> Layout:
         spread=positional[-1] if form.spread else None,
         keywords=tuple(zip(form.keywords, named, strict=True)),
         mutable=tuple(written),
+        apart=tuple(i for i in written if i < length and arguments[i].is_apart),
         optional_tensors=frozenset(
             i for i in range(length) if arguments[i].type == "Tensor" and arguments[i].is_optional
         ),

@@ -27,14 +27,16 @@ class Binding:
 
     names: the schema's name of each input.
     mutable: inputs that the operator writes: in place, `out=`, running statistics.
+    apart: those of an operator that returns other values.
     defaults: arguments that the call left out and the schema gives a value.
     """
 
-    __slots__ = ("_indices", "_optional_tensors", "_trained", "defaults", "mutable", "names")
+    __slots__ = ("_indices", "_optional_tensors", "_trained", "apart", "defaults", "mutable", "names")
 
     def __init__(self, layout: Layout) -> None:
         self.names = layout.names
         self.mutable = layout.mutable
+        self.apart = layout.apart
         self.defaults: Mapping[str, Any] = layout.defaults
         self._optional_tensors = layout.optional_tensors
         self._indices = {name: i for i, name in enumerate(self.names)}

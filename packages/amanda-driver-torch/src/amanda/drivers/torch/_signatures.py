@@ -6,7 +6,7 @@ that may be spread over the call, as in `x.view(2, 3)`.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,13 +19,17 @@ from ._targets import Target, by_callable
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a schema. type is the schema's element type, "Any" where unknown."""
+    """One argument of a schema. type is the schema's element type, "Any" where unknown.
+
+    is_apart: whether the op writes the argument and returns other values than that.
+    """
 
     name: str
     type: str
     is_list: bool = False
     is_optional: bool = False
     is_written: bool = False
+    is_apart: bool = False
     keyword_only: bool = False
     has_default: bool = False
     default: Any = None
@@ -59,6 +63,9 @@ _SPELLINGS = {
     "axis": ("dim",),
     "keepdims": ("keepdim",),
 }
+
+_WRITTEN_HERE = "amanda::"
+"""Namespace of the schemas of this module, which do not say what a call returns."""
 
 # Callables whose Python signature is no ATen schema, by their Python name.
 _MOVE = "(Tensor self, Device? device=None, bool non_blocking=False, *, {})"
@@ -145,7 +152,7 @@ def signatures(called: Any) -> tuple[Signature, ...]:
 def _target_signatures(target: Target) -> tuple[Signature, ...]:
     written = PYTHON_SIGNATURES.get(target.name)
     if written is not None:
-        parsed = (torch._C.parse_schema(f"amanda::op{text} -> Any") for text in written)
+        parsed = (torch._C.parse_schema(f"{_WRITTEN_HERE}op{text} -> Any") for text in written)
         return tuple(_in_python_order(_arguments(schema), target) for schema in parsed)
     known = [_arguments(schema) for schema in _aten_schemas(target.canonical)]
     # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists.
@@ -165,10 +172,13 @@ def _aten_schemas(name: str) -> list[Any]:
 
 
 def _arguments(schema: Any) -> tuple[Argument, ...]:
-    return tuple(_argument(argument) for argument in schema.arguments)
+    has_returns = bool(schema.returns) and not schema.name.startswith(_WRITTEN_HERE)
+    returned = {name for one in schema.returns if one.alias_info for name in one.alias_info.before_set}
+    return tuple(_argument(argument, returned if has_returns else None) for argument in schema.arguments)
 
 
-def _argument(argument: Any) -> Argument:
+def _argument(argument: Any, returned: Set[str] | None) -> Argument:
+    """Read an argument; returned: names of the memory that the op returns, None where nothing says that."""
     kind, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
     while kind.kind() in ("OptionalType", "ListType"):
         is_optional |= kind.kind() == "OptionalType" and not is_list
@@ -178,12 +188,14 @@ def _argument(argument: Any) -> Argument:
     default = argument.default_value
     if kind_name in _ENUMS and isinstance(default, int):
         default = _ENUMS[kind_name][default]
+    written = argument.alias_info if argument.alias_info and argument.alias_info.is_write else None
     return Argument(
         name=argument.name,
         type=kind_name,
         is_list=is_list,
         is_optional=is_optional,
-        is_written=argument.alias_info is not None and argument.alias_info.is_write,
+        is_written=written is not None,
+        is_apart=bool(written and returned is not None and returned.isdisjoint(written.before_set)),
         keyword_only=argument.kwarg_only,
         has_default=argument.has_default_value(),
         default=tuple(default) if isinstance(default, list) else default,

@@ -9,72 +9,12 @@ import torch
 from amanda.eager import Saved
 from amanda.errors import RoutineError
 from amanda.plan import spread
-from torch.autograd import forward_ad
 
 from ._overrides import left, of_class, reading
 from ._saved import Reached, SavedTensors, has_hooks
 from ._schema import flatten_outputs
-from ._views import PLAIN, overlaps
-
-
-class StraightThrough(torch.autograd.Function):
-    """A routine's value in the place of an original: the gradient goes to the original as it is."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()  # no view: it may be written in place
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
-        return tangent.view_as(tangent)
-
-
-class PlainStraightThrough(torch.autograd.Function):
-    """The same outside of transforms of torch.func and of forward-mode gradients, at a third of the cost."""
-
-    @staticmethod
-    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return value.detach()  # no view: it may be written in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
-
-
-plain_straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = super(
-    torch.autograd.Function, PlainStraightThrough
-).apply
-"""`PlainStraightThrough.apply`, past the look for transforms and for tensors that have left one."""
-
-
-class WriteThrough(torch.autograd.Function):
-    """A routine's value written into an original: the gradient passes as if nothing was written."""
-
-    @staticmethod
-    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(original)
-        ctx.set_materialize_grads(False)
-        original.copy_(value)
-        return original
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
-        return tangent.mul_(1)  # torch wants to see it written
+from ._storages import PLAIN, overlaps, same_bits
+from ._straight_through import StraightThrough, WriteThrough, has_tangent, straight_through
 
 
 class GradOff:
@@ -126,6 +66,10 @@ class TorchTensors:
         except RuntimeError:  # an inference tensor has none
             return [self.version(value) for value in values]
 
+    def same(self, value: Any, other: Any) -> bool:
+        """Return True if two tensors are of one kind and hold the same bits."""
+        return same_bits(value, other)
+
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -154,13 +98,8 @@ class TorchTensors:
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
         like, value = value, _detached(_fitting(original, value))
-        recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
-        through: Any = None
-        if _has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
-            through = StraightThrough
-        elif recorded:
-            through = PlainStraightThrough
-        return of_class(like, value if through is None else through.apply(original, value))  # type: ignore[no-any-return]
+        placed: torch.Tensor = of_class(like, straight_through(original, value))
+        return placed
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
@@ -176,9 +115,10 @@ class TorchTensors:
             _without_gradient(_write_each, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
-        if recorded and target.retains_grad:  # torch cannot record a write into one that `squeeze_` has made
+        # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
+        if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
-        elif (recorded and not (target.is_leaf and not target._is_view())) or _has_tangent(target):
+        elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)
@@ -269,6 +209,12 @@ class TorchTensors:
                         placed[i] = StraightThrough.apply(original, new)  # type: ignore[no-untyped-call]
         return given if all(map(operator.is_, placed, given)) else placed
 
+    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+        """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        return any(value is one for one in spread(inputs)) or (value.requires_grad and not _has_node(value))
+
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """An op's result as a list, and how to put it back into its form."""
         return flatten_outputs(outputs)
@@ -281,7 +227,15 @@ def _needs_gradient(original: Any, value: torch.Tensor) -> bool:
 
 def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
     is_leaf = isinstance(output, torch.Tensor) and output.requires_grad and not _has_node(output)
-    return is_leaf and not any(one is output for one in spread(inputs))
+    return is_leaf and not any(one is output or _may_hold_tensors(one) for one in spread(inputs))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Return True for an object of a class that gives results of ops itself, as of tensors it holds."""
+    override = getattr(type(value), "__torch_function__", None)
+    if override is None or override is torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(override, "__func__", None) is not torch.Tensor.__torch_function__.__func__
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:
@@ -360,12 +314,6 @@ def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
             "a routine returned different values for elements of a tensor of shape "
             f"{tuple(target.shape)} that are one in memory, as after expand"
         )
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    if forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -9,41 +9,55 @@ from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
 from ._overrides import of_class
-
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that override nothing."""
+from ._storages import PLAIN, distinct, is_strided, laid_out_like, overlaps, storage, strided_parts
 
 
 class TorchViews(Views):
     """`Views` of PyTorch, where tensors with one storage share memory."""
 
     def memory(self, value: Any) -> Hashable:
-        """Return the storage of a strided tensor; None for one that a subclass wraps, and other layouts."""
-        kind = type(value)
-        if kind is Written:
-            value, kind = value.tensor, type(value.tensor)
-        if kind in PLAIN:
-            return _storage(value)
-        if not isinstance(value, torch.Tensor) or kind.__torch_dispatch__ is not _NO_DISPATCH:
+        """Return the storage of a strided tensor; None for one that consists of others."""
+        if type(value) is Written:
+            value = value.tensor
+        if type(value) in PLAIN:
+            return None if value.is_nested else storage(value)
+        if not is_strided(value):
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            return _storage(value)
+            return storage(value)
+
+    def parts_of(self, value: Any) -> Sequence[Any]:
+        """Return the strided tensors that a tensor consists of, such as the values of a sparse one."""
+        return (value,) if type(value) is Written else strided_parts(value)
+
+    def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
+        """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part."""
+        return view is value or getattr(view, "_base", None) is (
+            value if value._base is None else value._base
+        )
 
     def is_lent(self, value: torch.Tensor) -> bool:
         """Return whether the memory came from elsewhere: torch resizes its own alone."""
         return not value.untyped_storage().resizable()
 
     def tie(
-        self, view: torch.Tensor, value: torch.Tensor, is_input: bool, on_death: Callable[[Tie], None]
+        self,
+        view: torch.Tensor,
+        value: torch.Tensor,
+        is_input: bool,
+        on_death: Callable[[Tie], None],
+        holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
         """Tie a value to a view, outside autograd where that is a `detach` of its base, or its `data`."""
-        return TensorTie(self, view, value, is_input or view._is_view(), on_death)
+        if holders:
+            return PartTie(self, view, value, holders, on_death)
+        is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
+        return TensorTie(self, view, value, is_known, on_death)
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
-        if view.shape != value.shape or view.stride() == value.stride() or overlaps(view):
-            return of_class(value, value.clone())
-        return of_class(value, value.new_empty_strided(value.size(), view.stride()).copy_(value))
+        copy: torch.Tensor = of_class(value, laid_out_like(view, value))
+        return copy
 
     def shares(self, value: torch.Tensor) -> bool:
         """Return whether a tensor is a view of another, or a parameter."""
@@ -120,7 +134,8 @@ class Part:
 class TensorTie(Tie):
     """A tensor that a routine gave, and the view whose place it took.
 
-    It keeps the memory of the view alive, as the view would, but not its graph.
+    It lives as long as the memory of the value, which other tensors of the program may have. It keeps the
+    memory of the view alive, as the view would, but not its graph.
     recorded: whether autograd knows that writes into the one are writes into the other.
     """
 
@@ -134,11 +149,19 @@ class TensorTie(Tie):
     ) -> None:
         self._views = views
         self.ends = views.memory(value), views.memory(view)
-        self._value = weakref.ref(value, lambda _: on_death(self))
-        self._base = weakref.ref(view if view._base is None else view._base)
+        self._storage = weakref.ref(value.untyped_storage(), lambda _: on_death(self))
+        self._value: Callable[[], torch.Tensor | None] = weakref.ref(value)
+        self._base: Callable[[], torch.Tensor | None] = weakref.ref(
+            view if view._base is None else view._base
+        )
         self._recorded = recorded
         with torch.no_grad():
-            self._data, self._view = value.detach(), view.detach()
+            self._whole = view.detach()
+            once = view if view.stride() == value.stride() else value
+            part, self._view = distinct(value.detach(), once), distinct(self._whole, once)
+        self._empty = torch.empty(0, dtype=part.dtype, device=part.device)
+        self._place = part.storage_offset(), part.size(), part.stride()
+        self._is_conj, self._is_neg = part.is_conj(), part.is_neg()
         self._versions = self._now()
 
     @property
@@ -148,23 +171,41 @@ class TensorTie(Tie):
         return value if value is not None and self._views.memory(value) == self.ends[0] else None
 
     @property
+    def is_link(self) -> bool:
+        """Return True if the memory of the value is gone."""
+        return self._storage() is None
+
+    @property
     def view(self) -> torch.Tensor:
         """The view, outside autograd."""
-        return self._view
+        return self._whole
+
+    @property
+    def _data(self) -> Any:
+        """The value, outside autograd; None where its memory is gone."""
+        storage = self._storage()
+        if storage is None:
+            return None
+        with torch.no_grad():
+            data = self._empty.detach().set_(storage, *self._place)  # type: ignore[call-overload]
+            data = data.conj() if self._is_conj else data
+            return data._neg_view() if self._is_neg else data
 
     def carry(self, start: Hashable, written: Part) -> Part | None:
         """Copy the elements that were written to the other side, as an op of the program would."""
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        at_value = start == self.ends[0]
-        marks = written.at(self._data if at_value else self._view)
+        own, at_value = self._data, start == self.ends[0]
+        if own is None:
+            return None
+        marks = written.at(own if at_value else self._view)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _reached(self._data, value, at_value, written), self._view
+                data, view = _reached(own, value, at_value, written), self._view
                 if torch.is_grad_enabled():
                     view = _reached(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
@@ -177,44 +218,88 @@ class TensorTie(Tie):
 
     def drifted(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy."""
-        value = self.value
-        if value is None:
+        value = self._value()
+        if value is not None and self.value is None:
             return None
         now, before = self._now(), self._versions
-        if now[0] != before[0]:
-            return value
-        return self._view if now[1] != before[1] else None
+        if any(one is not None and one != other for one, other in zip(now[0], before[0], strict=True)):
+            return self._data if value is None else value
+        return self._whole if now[1] != before[1] else None
 
     def rejoin(self) -> bool:
         """Give the value the memory of the view, if that holds the same."""
-        value, view = self.value, self._view
+        value, view = self.value, self._whole
         if value is None:
             return True
         same = value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
         if value.is_inference() or not same:
             return False
         with torch.no_grad():
-            if not value.is_meta and not bool(((value == view) | ((value != value) & (view != view))).all()):
+            if not _is_equal(value, view):
                 return False
             value.data = view
         return True
 
-    def _now(self) -> tuple[int, int]:
-        return _version(self._data), _version(self._view)
+    def _now(self) -> tuple[Sequence[int | None], int]:
+        """Return the versions of the tensors of the program in the value's memory, and that of the view."""
+        return [_version(self._value())], _version(self._view) or 0
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-    except (NotImplementedError, RuntimeError):  # a wrapper of functorch, a nested tensor
-        return None
+class PartTie(TensorTie):
+    """A value that is no tensor of the program, such as the values of a sparse one, or what a `detach` is of.
+
+    Autograd knows no such part.  holders: tensors of the program in the memory of the value.
+    """
+
+    def __init__(
+        self,
+        views: TorchViews,
+        view: torch.Tensor,
+        value: torch.Tensor,
+        holders: Sequence[torch.Tensor],
+        on_death: Callable[[Tie], None],
+    ) -> None:
+        self._holders = [weakref.ref(one) for one in holders]
+        super().__init__(views, view, value, False, on_death)
+        self._value = self._base = _nothing
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The part; None where the memory is gone."""
+        data: torch.Tensor | None = self._data
+        return data
+
+    def rejoin(self) -> bool:
+        """Give the holders the memory of the view, where torch lets them take it."""
+        value = self._data
+        if value is None:
+            return True
+        if value.stride() != self._view.stride() or not _is_equal(value, self._view):
+            return False
+        moved = self._view.storage_offset() - value.storage_offset()
+        del value
+        for part in self._parts():
+            with torch.no_grad():
+                start = part.storage_offset() + moved
+                part.data = self._view.as_strided(part.size(), part.stride(), start)
+        return not self._parts()
+
+    def _parts(self) -> list[torch.Tensor]:
+        """Return the parts of the holders that lie in the memory of the value."""
+        parts = (part for one in self._holders for part in self._views.parts_of(one()))
+        return [part for part in parts if self._views.memory(part) == self.ends[0]]
+
+    def _now(self) -> tuple[Sequence[int | None], int]:
+        return [_version(one()) for one in self._holders], _version(self._view) or 0
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor are one in memory, as `expand` makes it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+def _nothing() -> None:
+    return None
+
+
+def _is_equal(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return True if two tensors hold the same numbers, those of a tensor without data in any case."""
+    return value.is_meta or bool(((value == view) | ((value != value) & (view != view))).all())
 
 
 def _write_overlapping(
@@ -232,17 +317,8 @@ def _write_overlapping(
     return Part(whole, flags)
 
 
-def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` where `original` lies, in a copy of that tensor's storage."""
-    with torch.no_grad():
-        storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
-        own = torch.empty(0, dtype=original.dtype, device=original.device)
-        own.set_(storage, original.storage_offset(), original.size(), original.stride())
-    return own.copy_(value)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _reached(data: torch.Tensor, own: torch.Tensor | None, was_written: bool, written: Part) -> torch.Tensor:
@@ -262,9 +338,14 @@ def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Make a view of `base` once more, in autograd."""
     if _same_elements(view, base):
         return base
-    if base.is_complex() != view.is_complex():
-        base = torch.view_as_real(base) if base.is_complex() else torch.view_as_complex(base)
-    again = base.as_strided(view.size(), view.stride(), view.storage_offset())
+    if base.is_complex() and not view.is_complex():
+        base = torch.view_as_real(base.conj() if base.is_conj() else base)
+    if view.is_complex() and not base.is_complex():  # the base may be the real part alone
+        pairs = torch.view_as_real(view.conj() if view.is_conj() else view)
+        base = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
+        again = torch.view_as_complex(base)
+    else:
+        again = base.as_strided(view.size(), view.stride(), view.storage_offset())
     again = again.conj() if view.is_conj() != again.is_conj() else again
     return again._neg_view() if view.is_neg() != again.is_neg() else again
 
@@ -285,6 +366,3 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-_NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__

@@ -40,9 +40,11 @@ def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple
     yield from ((len(one) - i, len(other) - i) for i in range(end, 0, -1))
 
 
-def same_ops(run: Run, other: Run, phase: str, renamed: Mapping[str, str]) -> list[tuple[int, int]]:
+def same_ops(
+    run: Run, other: Run, indices: tuple[Sequence[int], Sequence[int]], renamed: Mapping[str, str]
+) -> list[tuple[int, int]]:
     """Pair ops of equal module and type, in order; where their values differ, in the way that fits best."""
-    ones, others = run.indices(phase), other.indices(phase)
+    ones, others = indices
     rename = renaming(renamed)
     keys = [(rename(run.ops[i].module), run.ops[i].type) for i in ones]
     other_keys = [(dotted(other.ops[i].module), other.ops[i].type) for i in others]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
-from typing import get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import is_compute, same_ops, within
-from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
+from amanda.tools.diff._align import is_compute, within
+from amanda.tools.diff._compare import TOLERANCES, Distance, Pair, distance, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
+from amanda.tools.diff._culprit import Culprit, Partners, behind, culprit
+from amanda.tools.diff._executions import READ, Match, Matching
+from amanda.tools.diff._flow import Execution, Flow
 from amanda.tools.diff._heads import heads
-from amanda.tools.diff._pieces import joined
+from amanda.tools.diff._matches import OpMatches
 from amanda.tools.diff._run import Run, visits
 from amanda.tools.diff._told import reading
 from amanda.tools.dump import Entry, Op
-from amanda.tools.select import Phase
 
 Found = tuple[Pair, Comparison]
 Expected = Mapping[tuple[int, int], float]
@@ -39,9 +41,13 @@ class Comparing:
         self._runs = (run, other)
         self._rtol, self._expected = rtol, {} if expected is None else expected
         self.pairs: list[Pair] = []
-        self.pieces = self.unlike = self.left = 0
-        """Ops that one run executed once and the other in pieces, which make up the whole, or do not;
-        executions of ops that the other run does not have."""
+        self.matching = Matching(self._runs)
+        self.flows = Flow(run), Flow(other)
+        self.matches: dict[Execution, Match] = {}
+        """Matches of ops by their first execution in run a."""
+        self.dismissed = 0
+        """Ops that differ, of two ways to the same results."""
+        self._is_one_precision = True
         self.shaped: list[str] = []
         """Modules that end in as many numbers, in an order that is not known."""
         self.uneven: list[str] = []
@@ -68,16 +74,13 @@ class Comparing:
 
     def ops(self, renamed: Mapping[str, str]) -> tuple[list[Found], tuple[list[Op], list[Op]]]:
         """Compare ops one by one; return also the ops of each run that the other does not have."""
-        made: list[list[Pair]] = []
-        alone: tuple[list[Op], list[Op]] = ([], [])
-        for phase in get_args(Phase):
-            same = same_ops(*self._runs, phase, renamed)
-            made += [pairs for one in same for pairs in self._executions(*one)]
-            for side, run in enumerate(self._runs):
-                paired = {one[side] for one in same}
-                alone[side].extend(run.ops[i] for i in run.indices(phase) if i not in paired)
-        made.sort(key=lambda pairs: pairs[0][0].order)  # as the tensors lie in their files
-        return [(pairs[0], self._compared(pairs)) for pairs in made], alone
+        found = OpMatches(self._runs, self.flows, self.matching, renamed)
+        matches, self._ends = found.matches, found.ends
+        self.matches = {match.executions[0][0]: match for match in matches}
+        self._is_one_precision = _has_one_precision(self._runs, matches)
+        matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
+        sides = [[run.ops[i] for i in indices] for run, indices in zip(self._runs, found.alone, strict=True)]
+        return [(match.pairs[0], self._compared(match)) for match in matches], (sides[0], sides[1])
 
     def modules(self, names: Mapping[str, str]) -> Iterator[Found]:
         """Compare what modules give, and the gradients of their weights."""
@@ -103,85 +106,129 @@ class Comparing:
     def _paired(self, ones: Sequence[Entry], others: Sequence[Entry]) -> Sequence[Pair]:
         """Pair one tensor of all executions of both runs; where one run has several for one, join them."""
         if min(len(ones), len(others)) == 1 < max(len(ones), len(others)):
-            pairs = self._in_pieces([[one] for one in ones], [[one] for one in others])
-            self.pieces, self.unlike = self.pieces + bool(pairs), self.unlike + (not pairs)
+            pairs = self.matching.joined([[one] for one in ones], [[one] for one in others])
+            self.matching.pieces += bool(pairs)
+            self.matching.unlike += not pairs
             return pairs
-        self.left += abs(len(ones) - len(others))
+        self.matching.left += abs(len(ones) - len(others))
         return list(zip(ones, others, strict=False))
 
-    def _executions(self, index: int, other_index: int) -> Iterator[list[Pair]]:
-        """Pair the tensors that an op gave at each execution that both runs have."""
-        ones, others = self._runs[0].made(index), self._runs[1].made(other_index)
-        if min(len(ones), len(others)) == 1 < max(len(ones), len(others)):
-            fits = self._is_one_line(index, other_index)
-            if fits and (pairs := self._in_pieces([*ones.values()], [*others.values()])):
-                joined = any(self._is_derived(pair) for pair in pairs)
-                self.pieces += joined
-                self.left += 0 if joined else abs(len(ones) - len(others))
-                yield pairs
-            else:
-                self.unlike += 1
-            return
-        self.left += abs(len(ones) - len(others))
-        for execution, other_execution in zip(sorted(ones), sorted(others), strict=False):
-            if pairs := list(matched(ones[execution], others[other_execution])):
-                yield pairs
-
-    def _is_derived(self, pair: Pair) -> bool:
-        return any(run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True))
-
-    def _is_one_line(self, index: int, other_index: int) -> bool:
-        """Return False for ops of two lines in runs of the same code, where a line is known in both."""
-        sources = [{op.source for op in run.ops} for run in self._runs]
-        shared = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
-        return not shared or self._runs[0].ops[index].source == self._runs[1].ops[other_index].source
-
-    def _in_pieces(self, ones: Sequence[Sequence[Entry]], others: Sequence[Sequence[Entry]]) -> list[Pair]:
-        """Pair what one run has at one execution with what the other has at several, as far as it fits."""
-        run, other = self._runs
-        if len(others) == 1:
-            found = self._joined(other, others[0], run, ones)
-            return [(two, one) for one, two in found]
-        return self._joined(run, ones[0], other, others)
-
-    def _joined(
-        self, run: Run, entries: Sequence[Entry], other: Run, executions: Sequence[Sequence[Entry]]
-    ) -> list[Pair]:
-        matches = [{id(entry): part for entry, part in matched(entries, one)} for one in executions]
-        found = []
-        for entry in entries:
-            parts = [one[id(entry)] for one in matches if id(entry) in one]
-            pair = joined(run, entry, other, parts) if len(parts) == len(executions) else None
-            found += [pair] if pair is not None else []
-        return found
-
-    def _compared(self, pairs: Sequence[Pair]) -> Comparison:
+    def _compared(self, match: Match) -> Comparison:
         """Compare by the tensor that is furthest off; by what the op read too if they differ."""
+        pairs = match.pairs
         floor = max(scale(side) for side in zip(*pairs, strict=True))
         judged = [(*self._judged(pair, floor), pair) for pair in pairs]
         worst, limit, furthest = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
         if not worst.relative:
             return self._comparison(furthest, worst, limit)
-        sides = [
-            run.read(entry.op, entry.execution, "input", "weight")
-            for run, entry in zip(self._runs, pairs[0], strict=True)
-        ]
-        given = list(matched(*sides))
-        if any(map(self._is_derived, pairs)):
-            given = self._in_pieces(
-                *(
-                    [run.read(entry.op, i, "input", "weight") for i in sorted(run.made(entry.op))]
-                    for run, entry in zip(self._runs, pairs[0], strict=True)
-                )
-            )
-        types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
+        given = self.matching.reads(match)
+        types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
         if types[0] != types[1] and any(one.shape != other.shape for one, other in given):
-            return replace(
-                self._comparison(furthest, worst, limit), read=reading((one, 0.0, True) for one in sides[0])
-            )
+            own = self._runs[0].read(*match.executions[0][0], *READ)
+            told = reading(((one, 0.0, True) for one in own), self._runs[0].ops[furthest[0].op])
+            return replace(self._comparison(furthest, worst, limit), read=told)
         read = [self._agreement(pair) for pair in given]
-        told = reading((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
+        pairs_read = ((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
+        told = reading(pairs_read, self._runs[0].ops[furthest[0].op])
         return replace(self._comparison(furthest, worst, limit, read), read=told)
+
+    def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
+        """Leave out ops of another way to the same results, and put a cause before its effect.
+
+        comparisons: what `in_order` returned of ops.
+        """
+        rows = list(zip(comparisons, self.pairs, strict=True))
+        apart = [one for one in rows if one[0].diverges]
+        if apart and (ends := self._results(rows)) and all(ends):
+            effects = {id(one) for one, pair in apart if self._is_effect(one, self._match_of(pair))}
+            self.dismissed = len(effects)
+            rows = [row for row in rows if id(row[0]) not in effects]
+        self._end_apart(rows)
+        first = next((row for row, one in enumerate(rows) if one[0].diverges), None)
+        if first is not None and not rows[first][0].only:
+            match, partners = self._match_of(rows[first][1]), Partners([*self.matches.values()])
+            found = culprit(self._runs, self.flows, partners, self._apart(match))
+            if rows[first][0].phase == "backward" and match.is_whole:
+                executions = [side[0] for side in match.executions]
+                found = found or behind(self._runs, partners, executions, rows[first][0].relative)
+            if found is not None:
+                rows.insert(first, self._cause(found, *rows[first]))
+        self.pairs = [pair for _, pair in rows]
+        return [one for one, _ in rows]
+
+    def _match_of(self, pair: Pair) -> Match:
+        return self.matches[pair[0].op, pair[0].execution]
+
+    def _results(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
+        """Return for each result, and for each gradient of a weight, True if both runs agree."""
+        found, has_gradients = [], False
+        for one, pair in rows:
+            match = self._match_of(pair)
+            if one.phase == "backward":
+                gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
+                has_gradients = has_gradients or bool(gradients)
+                floor = max((scale(side) for side in zip(*match.pairs, strict=True)), default=0.0)
+                judged = (self._judged(pair, floor) for pair in gradients)
+                found += [distance.relative <= limit for distance, limit in judged]
+            elif any(
+                not flow.is_read(entry)
+                for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
+            ):  # fmt: skip
+                found.append(not one.diverges)
+        backward = [one for one, _ in rows if one.phase == "backward"]
+        if backward and not has_gradients:
+            found.append(not backward[-1].diverges)
+        return found + [not self._compared(match).diverges for match in self._ends]
+
+    def _end_apart(self, rows: list[tuple[Comparison, Pair]]) -> None:
+        """Insert the last result of a run that the other lacks, if it is not what the other comes to."""
+        for match in self._ends:
+            one, pair = self._compared(match), match.pairs[0]
+            if not one.diverges:
+                continue
+            is_in_b = any(pair[0].op == op for op, _ in self.matches)
+            reason = f"an op of {'b' if is_in_b else 'a'} alone, whose result no op reads"
+            ends = (None, pair[1]) if is_in_b else (pair[0], None)
+            cause = Culprit(*ends, one.relative, reason)
+            at = next((i for i, (_, known) in enumerate(rows) if known[0].order > pair[0].order), len(rows))
+            rows.insert(at, self._cause(cause, one, pair))
+            return
+
+    def _is_effect(self, one: Comparison, match: Match) -> bool:
+        """Return True for an op that may differ only because what it reads does."""
+        if one.is_retyped:
+            return False
+        if one.phase == "backward" or one.type != one.other_type:
+            return True
+        return any(
+            flow.maker(entry) is not None
+            for pair, _ in self._apart(match) for flow, entry in zip(self.flows, pair, strict=True)
+        )  # fmt: skip
+
+    def _apart(self, match: Match) -> list[tuple[Pair, float]]:
+        """Return what an op reads that differs, with relative errors."""
+        read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
+        return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
+
+    def _cause(self, found: Culprit, effect: Comparison, shown: Pair) -> tuple[Comparison, Pair]:
+        """Return a comparison of the op that is the cause, and its tensors.
+
+        An op that a run lacks is compared by what the next op reads of it; shown: the tensors of that op.
+        """
+        if found.one is not None and found.other is not None:
+            pair = found.one, found.other
+            sides = [(entry.op, entry.execution) for entry in pair]
+            return self._compared(Match([pair], ([sides[0]], [sides[1]]))), pair
+        side = 0 if found.one is not None else 1
+        entry = found.one or found.other
+        assert entry is not None
+        op = self._runs[side].ops[entry.op]
+        cause = Comparison(
+            op.phase, op.type, op.module, op.source, "", "", "", entry.execution, found.error, None,
+            entry.summary.statistics.largest, effect.exact, effect.tolerance, effect.by_type,
+            (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=found.reason,
+        )  # fmt: skip
+        return cause, shown
 
     def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Found]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
@@ -196,7 +243,7 @@ class Comparing:
             for pair in self._paired(*last):
                 yield pair, self._comparison(pair, *self._judged(pair))
             return
-        self.left += len(executions[0] ^ executions[1]) if all(executions) else 0
+        self.matching.left += len(executions[0] ^ executions[1]) if all(executions) else 0
         for execution in sorted(executions[0]):
             pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
             if not pairs:
@@ -254,7 +301,28 @@ class Comparing:
             pair[0].execution, found.relative, found.cosine, found.largest, found.exact, limit, limit,
             (pair[0].dtype, pair[1].dtype),
             all(inputs) if inputs else None, max(weights) if weights else None, self._error(pair[0]),
+            is_retyped=bool(found.relative) and self._is_retyped(pair),
         )  # fmt: skip
+
+    def _is_retyped(self, pair: Pair) -> bool:
+        """Return True for two element types at one op, which the margin of a control would hide."""
+        types = {run.ops[entry.op].type for run, entry in zip(self._runs, pair, strict=True)}
+        floats = all(entry.dtype in TOLERANCES for entry in pair)
+        return (
+            bool(self._expected) and self._rtol is None and self._is_one_precision and floats
+            and len(types) == 1 and pair[0].dtype != pair[1].dtype
+        )  # fmt: skip
+
+
+def _has_one_precision(runs: tuple[Run, Run], matches: Sequence[Match]) -> bool:
+    """Return False for two runs whose products are mostly of other element types, as under autocast."""
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for match in matches:
+        if is_compute(runs[0].ops[match.pairs[0][0].op].type):
+            for count, entry in zip(counts, match.pairs[0], strict=True):
+                count[entry.dtype] += 1
+    usual = [count.most_common(1) for count in counts]
+    return not all(usual) or usual[0][0][0] == usual[1][0][0]
 
 
 def _is_as_large(pair: Pair) -> bool:

@@ -19,6 +19,9 @@ class Comparison:
     inputs: True if the inputs agree; None if that is unknown or nothing differs.  weight: relative error of
     the weight; None likewise.  expected: relative error between run a and the control; None without a
     control.  read: inputs and weights of the op in run a, in words.  failure: error of run b at this op.
+    is_retyped: True if the runs differ in the element type of this op, and not in that of most products.
+    only: "a" or "b" for an op that is the cause and has no counterpart; the first fields are of that run, and
+    `relative` is of what the next op reads.  reason: why such an op is the cause, in words.
     """
 
     phase: str
@@ -41,11 +44,14 @@ class Comparison:
     expected: float | None = None
     read: str = ""
     failure: str = ""
+    is_retyped: bool = False
+    only: str = ""
+    reason: str = ""
 
     @property
     def diverges(self) -> bool:
-        """True if the relative error is larger than the tolerance."""
-        return self.relative > self.tolerance
+        """True if the relative error is larger than the tolerance, or the op has two element types."""
+        return self.relative > self.tolerance or self.is_retyped
 
     @property
     def verdict(self) -> str:
@@ -56,7 +62,7 @@ class Comparison:
     def place(self) -> str:
         """Type, module, phase and source line in run a; also those of run b if type or module differ."""
         place = " in ".join(filter(None, (self.type, self.module)))
-        if (self.type, self.module) == (self.other_type, self.other_module):
+        if self.only or (self.type, self.module) == (self.other_type, self.other_module):
             return ", ".join(filter(None, (f"{place} ({self.phase})", self.source)))
         other = " in ".join(filter(None, (self.other_type, self.other_module)))
         lines = [", ".join(filter(None, one)) for one in ((place, self.source), (other, self.other_source))]
@@ -65,7 +71,9 @@ class Comparison:
     def __str__(self) -> str:
         place = " in ".join(filter(None, (self.type, self.module)))
         lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
-        if (self.type, self.module) != (self.other_type, self.other_module):
+        if self.only:
+            lines.append(f"  {self.reason}")
+        elif (self.type, self.module) != (self.other_type, self.other_module):
             lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
         if self.other_source and self.other_source != self.source:
             lines.append(f"  at {self.other_source} in b")

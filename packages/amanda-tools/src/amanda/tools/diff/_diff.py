@@ -106,8 +106,9 @@ def _compared(run: Run, other: Run, asked: _Asked) -> tuple[DiffResult, Comparin
     told, comparing = _told_of_compiled(run, other), Comparing(run, other, rtol, expected)
     if by == "op" or (by is None and run.is_like(other)):
         found, alone = comparing.ops(mapping or {})
+        compared = comparing.explained(comparing.in_order(found))
         told += _told_of_pieces(comparing)
-        return DiffResult(run.name, other.name, comparing.in_order(found), *alone, told=told), comparing
+        return DiffResult(run.name, other.name, compared, *alone, told=told), comparing
     if by is None:
         told.append(
             f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other)}; "
@@ -162,16 +163,21 @@ def _listed(names: Sequence[str]) -> str:
 
 def _told_of_pieces(comparing: Comparing) -> list[str]:
     """Return sentences on ops that one run executed once and the other several times."""
-    told = []
-    if comparing.pieces:
+    told, matching = [], comparing.matching
+    if matching.pieces:
         told.append(
-            f"{comparing.pieces} ops ran once in one run and in pieces in the other: the pieces were joined"
+            f"{matching.pieces} ops ran once in one run and in pieces in the other: the pieces were joined"
         )
-    if comparing.unlike:
-        told.append(f"{comparing.unlike} ops in pieces do not make up what the other run gave, and were left")
-    if comparing.left:
+    if matching.unlike:
+        told.append(f"{matching.unlike} ops in pieces do not make up what the other run gave, and were left")
+    if matching.left:
         told.append(
-            f"{comparing.left} executions of ops that one run has more than the other were not compared"
+            f"{matching.left} executions of ops that one run has more than the other were not compared"
+        )
+    if comparing.dismissed:
+        told.append(
+            f"{comparing.dismissed} ops differ though the runs come to the same results: they are parts of "
+            "two ways to compute these"
         )
     return told
 

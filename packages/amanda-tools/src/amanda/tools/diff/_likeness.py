@@ -13,7 +13,7 @@ from amanda.tools.dump import Entry
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_NEAR = 0.05
+NEAR = 0.05
 """Relative error of statistics and samples up to which values are taken for those of the same op."""
 _CELLS = 1 << 20
 """Pairs among which the best are looked for at once."""
@@ -34,6 +34,7 @@ class Likeness:
         self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in (one, other)]
         self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in (one, other)]
         self._codes = [_statistics(entries) for entries in self._first]
+        self._telling = [np.array([is_telling(one[0]) for one in first], bool) for first in self._first]
 
     def near(self, i: int, j: int) -> bool:
         """Return True if what two ops gave at their first execution is about the same."""
@@ -72,16 +73,17 @@ class Likeness:
         homed = np.array([one[0] != "" for one in self._keys[0][rows]])[:, None]
         fits = (
             1.5 * (key & (homed | shape))
-            + 1.0 * (shape & module)
+            + 1.0 * (shape & module & (kind | source))
             + 1.0 * (source & kind)
             + 0.5 * (shape & kind)
         )
         one, other = self._codes[0][rows, None], self._codes[1][None, columns]
         scale = np.maximum(np.abs(one[..., 1]), np.abs(other[..., 1]))
-        alike = (one[..., 0] == other[..., 0]) & (np.abs(one[..., 1] - other[..., 1]) <= _NEAR * scale)
+        alike = (one[..., 0] == other[..., 0]) & (np.abs(one[..., 1] - other[..., 1]) <= NEAR * scale)
+        alike &= self._telling[0][rows, None] & self._telling[1][None, columns]
         for i, j in zip(*np.nonzero(alike), strict=True):
             if self.near(ones[i], others[j]):
-                fits[i, j] += 3.0
+                fits[i, j] += 3.0 + (shape[i, j] & module[i, j])
         late = np.add.outer(np.linspace(0, _LATE, len(ones)), np.linspace(0, _LATE, len(others)))
         return np.where(fits > 0, fits - late, 0.0)
 
@@ -91,9 +93,15 @@ def _first(run: Run, index: int) -> list[Entry]:
     return made[min(made)]
 
 
+def is_telling(entry: Entry) -> bool:
+    """Return False for scalars and constants: equal ones may come from any two ops."""
+    found = entry.summary.statistics
+    return found.elements > 1 and (found.least < found.most or bool(found.nan or found.inf))
+
+
 def _near(one: Entry, other: Entry) -> bool:
     sizes = {entry.summary.statistics.elements for entry in (one, other)}
-    return len(sizes) == 1 and summary_distance(one, other).relative <= _NEAR
+    return len(sizes) == 1 and summary_distance(one, other).relative <= NEAR
 
 
 def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -53,6 +54,30 @@ def joined(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Pair |
     ]
     numbers = _rows(other, parts, axis)
     return min(ends, key=lambda one: array_distance(_array(run, one), numbers).relative), made
+
+
+def shares(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
+    """Return the parts, in order, of which each whole tensor consists; None where they do not add up.
+
+    A single whole tensor has all the parts.  Parts of the shape of the whole, such as gradients of
+    micro-batches, are as many for each.
+    """
+    if len(wholes) == 1:
+        return [range(len(parts))]
+    if wholes[0].shape == parts[0].shape:
+        count, rest = divmod(len(parts), len(wholes))
+        return None if rest or count < 2 else [range(i, i + count) for i in range(0, len(parts), count)]
+    found, start = [], 0
+    for whole in wholes:
+        end, missing = start, math.prod(whole.shape)
+        while end < len(parts) and missing > 0:
+            missing -= math.prod(parts[end].shape)
+            end += 1
+        if missing or end == start:
+            return None
+        found.append(range(start, end))
+        start = end
+    return found if start == len(parts) else None
 
 
 def _alike(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Entry:

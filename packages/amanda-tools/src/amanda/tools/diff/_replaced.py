@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools.diff._run import GIVEN
 from amanda.tools.dump import Dump, Entry, Op
 from amanda.tools.kit import op_tensors, tensors_of
 from amanda.tools.mapping import StandardMapping
@@ -44,9 +45,8 @@ class ReplacedTool(amanda.Tool):
         self.left: set[str] = set()
         self._dump = Dump(source)
         self._values: dict[int, list[Entry]] = {}
-        role = "gradient" if self._dump.ops[op].phase == "backward" else "output"
         for entry in self._dump:
-            if entry.op == op and entry.role.endswith(role):
+            if entry.op == op and entry.role in GIVEN:
                 self._values.setdefault(entry.execution, []).append(entry)
         self._place = place(Dump(target).ops, other)
         self._met: dict[tuple[int, int | None], Place] = {}

@@ -197,6 +197,11 @@ class DiffResult(Result):
 
 
 def _in_b(one: Comparison) -> str:
-    """Return the other run's module, and type where it is another; empty where both are the same."""
+    """Return the other run's module, and type where it is another; empty where both are the same.
+
+    An op that one run lacks has its type, and the name of the run that has the op.
+    """
+    if one.only:
+        return f"{one.type} (b alone)" if one.only == "b" else "(a alone)"
     module = one.other_module if one.other_module != one.module else ""
     return " ".join(filter(None, (one.other_type if one.other_type != one.type else "", module)))

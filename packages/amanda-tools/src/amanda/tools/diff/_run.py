@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError
+from amanda.tools.diff._lists import spread
 from amanda.tools.dump import Dump, Entry, Op, Summary
 from amanda.tools.stats import Measured, StatsResult
 
@@ -20,6 +21,8 @@ Compiled = Literal["eager", "instrument"]
 Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
 
 
+GIVEN = ("output", "gradient", "weight gradient")
+"""Roles of what ops give."""
 _HERE = str(Path(__file__).parent)
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
 """Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
@@ -66,10 +69,9 @@ class Run:
 
     def indices(self, phase: str) -> list[int]:
         """Return the ops of a phase that gave something, in order."""
-        role = "gradient" if phase == "backward" else "output"
         found = [
             index for index, op in enumerate(self.ops)
-            if op.phase == phase and any(role in one.role for one in self.by_op.get(index, ()))
+            if op.phase == phase and any(one.role in GIVEN for one in self.by_op.get(index, ()))
         ]  # fmt: skip
         if self.ordered:
             found.sort(key=lambda index: self.by_op[index][0].order)
@@ -79,7 +81,7 @@ class Run:
         """Return what an op gave, by execution."""
         found: dict[int, list[Entry]] = {}
         for entry in self.by_op.get(index, ()):
-            if entry.role in ("output", "gradient", "weight gradient"):
+            if entry.role in GIVEN:
                 found.setdefault(entry.execution, []).append(entry)
         return found
 
@@ -139,7 +141,7 @@ def run_of(dump: Dump) -> Run:
     """Return the run that a dump has; a line that called the program from here is no line of the user's."""
     op_by_op = [f"{what} ({where})" if where else what for what, where in dump.op_by_op]
     ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
-    return Run(str(dump.folder), ops, dump.entries, dump, op_by_op)
+    return Run(str(dump.folder), *spread(ops, dump.entries), dump, op_by_op)
 
 
 def _of_statistics(result: StatsResult, name: str) -> Run:

@@ -154,6 +154,8 @@ class Runs:
             return None
         if self.a.dump is None or self.b.dump is None or self.b.ops[other.op].type == "returned":
             return None
+        if one.op >= len(self.a.dump.ops) or other.op >= len(self.b.dump.ops):  # one tensor of a list
+            return None
         options = {
             "source": self.a.dump.folder, "op": one.op, "target": self.b.dump.folder, "other": other.op
         }  # fmt: skip

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from amanda.tools.diff._comparison import Comparison
-from amanda.tools.dump import Entry
+from amanda.tools.dump import Entry, Op
 
 if TYPE_CHECKING:
     from amanda.tools.diff._result import DiffResult
@@ -29,6 +29,10 @@ def sentence(result: DiffResult) -> str:
     if first.failure:
         return f"b fails at {first.place}: {first.failure}"
     parts = [f"b parts from a at {first.place}: relative error {_error(first)}"]
+    if first.reason:
+        parts.append(first.reason)
+    if first.is_retyped:
+        parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
     if first.read:
         told = {None: "were", True: "agree", False: "differ already"}[first.inputs]
         parts.append(f"its inputs {told} ({first.read})")
@@ -46,17 +50,16 @@ def _error(one: Comparison) -> str:
 
 
 def _proof(first: Comparison, remaining: DiffResult) -> str:
-    """Say what is left of the difference where the op gives a's value in b."""
+    """Say what is left of the difference where the op, or the op that reads it, gives a's value in b."""
+    replaced = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
     if remaining.first is None:
         worst = max((one.relative for one in remaining.comparisons), default=0.0)
         left = "not one bit of it" if not worst else f"no more than {worst:.2g}"
-        return f"with a's value in its place, {left} remains"
+        return f"{replaced}, {left} remains"
     there = remaining.first
     if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
-        return (
-            f"with a's value in its place, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
-        )
-    return f"with a's value in its place, b parts next at {there.place}: {there.relative:.2g}"
+        return f"{replaced}, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
+    return f"{replaced}, b parts next at {there.place}: {there.relative:.2g}"
 
 
 def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -79,11 +82,12 @@ def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
     return ["How the error grows, up to the last op:", *lines] if lines else []
 
 
-def reading(read: Iterable[tuple[Entry, float, bool]]) -> str:
-    """Say what an op read: those that differ, with relative errors, or else the first ones.
+def reading(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
+    """Say what an op of run a read: those that differ, with relative errors, or else the first ones.
 
     read: tensors of run a, their relative errors, and whether they agree.
     """
+    parameters = dict(op.parameters)
     given = list(read)
     chosen = [one for one in given if not one[2]] or given
     told = []
@@ -93,7 +97,13 @@ def reading(read: Iterable[tuple[Entry, float, bool]]) -> str:
         odd = found.nan + found.inf + found.negative_inf
         apart = "" if agrees else f" by {relative:.2g}"
         told.append(
-            f"{entry.role} {entry.position}{apart}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{_name(entry, parameters)}{apart}: {entry.dtype} {list(entry.shape)}{span}"
             f"{f' with {odd:,} NaN or Inf' if odd else ''}"
         )
     return ", ".join(told)
+
+
+def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
+    if entry.role == "input" and entry.position in parameters:
+        return f"parameter {parameters[entry.position]}"
+    return f"{entry.role} {entry.position}"

@@ -19,7 +19,8 @@ class Op:
     """One op, forward or backward, in the order in which ops were met.
 
     id: that of its place in the program; a backward op has its forward op's in `of`.  layout, weight_layout:
-    axes by StandardMapping; None where they have no fixed meaning.
+    axes by StandardMapping; None where they have no fixed meaning.  in_place: True if it writes into its
+    first input.  parameters: positions of inputs that are parameters of a model, and their paths.
     """
 
     phase: str
@@ -31,6 +32,8 @@ class Op:
     of: int | None = None
     layout: str | None = None
     weight_layout: str | None = None
+    in_place: bool = False
+    parameters: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def op_to_dict(op: Op) -> dict[str, Any]:
 
 def op_from_dict(value: Mapping[str, Any]) -> Op:
     """Return the op that `op_to_dict` described."""
-    known = {name: value[name] for name in Op.__dataclass_fields__}
+    known = {name: value[name] for name in Op.__dataclass_fields__ if name in value}
     known.update({name: known[name] and int(known[name], 16) for name in ("id", "of")})
+    known["parameters"] = tuple((int(i), str(path)) for i, path in known.get("parameters", ()))
     return Op(**known)

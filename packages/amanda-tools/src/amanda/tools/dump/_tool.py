@@ -18,7 +18,7 @@ from amanda.tools.dump._entry import Kept, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, measured
 from amanda.tools.dump._writer import Writer
-from amanda.tools.kit import OpRecord, OpTensor, TensorTool, tensors_of
+from amanda.tools.kit import OpRecord, OpTensor, TensorTool, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class DumpTool(TensorTool[_IndexedOp]):
     dump some ops alone.  Raises AmandaError for a
     folder that has other things in it.
     """
+
+    is_copied_when_used = False
 
     def __init__(
         self,
@@ -109,7 +111,8 @@ class DumpTool(TensorTool[_IndexedOp]):
         op, of = (forward, None) if context.is_forward() else (backward or 0, forward)
         return self._met(Op(
             phase, kind, context.get_scope(), context.get_source(), str(context.namespace), op, of,
-            context["layout"], context["weight_layout"],
+            context["layout"], context["weight_layout"], context["in_place"] and context.is_forward(),
+            _parameters(context) if context.is_forward() else (),
         ))  # fmt: skip
 
     def _met(self, op: Op) -> _IndexedOp:
@@ -168,6 +171,12 @@ class DumpTool(TensorTool[_IndexedOp]):
         if size > self._max_tensor_bytes:
             return "max_tensor_bytes"
         return "max_bytes" if self._bytes + size > self._max_bytes else None
+
+
+def _parameters(context: amanda.OpContext) -> tuple[tuple[int, str], ...]:
+    """Return the positions of inputs that are parameters with a path, and the paths."""
+    paths = ((i, context.get_variable_path(context.get_variable(i))) for i in parameter_inputs(context))
+    return tuple((i, path) for i, path in paths if path)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -15,16 +15,34 @@ _CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `loss_scale` and `are_finite`.
+    """Write `loss_scale`, `are_finite` and `saved`.
 
     loss_scale: "scale" where a GradScaler scales a loss, "check" where it looks at gradients.
     are_finite: returns True only if all elements of some values are finite, and quickly.
+    saved: of a backward op, returns the tensors that the node under way has saved.
     """
     context["are_finite"] = _sums()
+    if context.is_backward():
+        context["saved"] = saved
     if context.is_forward():
         scales = context["type"] == "mul" and _is_called_by_scaler()
         is_check = context.get_op_type() == _CHECK
         context["loss_scale"] = "check" if is_check else "scale" if scales else None
+
+
+def saved() -> list[Any] | None:
+    """Return what autograd's node under way has saved; None where hooks give a saved tensor once only."""
+    import torch
+
+    node: Any = torch._C._current_autograd_node()
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    if hasattr(type(node), "saved_tensors"):
+        names.append("saved_tensors")
+    try:
+        with amanda.disabled():
+            return [getattr(node, name) for name in names]
+    except Exception:  # a checkpoint's, which recomputes a tensor for one reader
+        return None
 
 
 def _is_called_by_scaler() -> bool:

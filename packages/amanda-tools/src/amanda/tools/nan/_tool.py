@@ -48,6 +48,7 @@ class _Op:
 
     dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
     variable holds.  are_finite: returns True only if all elements of some values are finite.
+    op_id: of the forward op.  saved: returns what the backward op under way has saved, or None.
     """
 
     phase: str
@@ -60,6 +61,8 @@ class _Op:
     parameters: Mapping[int, str] = field(default_factory=dict)
     moves: bool = False
     reads: bool = False
+    op_id: int = 0
+    saved: Callable[[], Sequence[Any] | None] | None = None
 
     @property
     def place(self) -> tuple[str, str, str, str]:
@@ -103,6 +106,7 @@ class NanTool(amanda.Tool):
         self._entered: dict[tuple[str, ...], Entered] = {}
         self._executions = self._passed_on = self._dropped = 0
         self._is_known = False  # an op gave NaN, which later ones are given
+        self._met: dict[int, int] = {}  # flags at forward ops that were not finite when they ran last, by id
         self._scaled = Scaled()
 
     def _forward(self, context: amanda.OpContext) -> None:
@@ -121,7 +125,7 @@ class NanTool(amanda.Tool):
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
             Given(dtype, self._inf, context["in_place"], is_eager), context.get("are_finite", _unknown),
             _parameters(context),
-            moves=kind in _MOVES, reads=context.get_op_type() in _READS,
+            moves=kind in _MOVES, reads=context.get_op_type() in _READS, op_id=context.get_op_id(),
         )  # fmt: skip
         if is_eager:
             context.insert_before_op(self._begin, op=op)
@@ -136,7 +140,10 @@ class NanTool(amanda.Tool):
             return
         given = Given(dtype, self._inf, in_place=False, is_eager=is_eager)
         are_finite = context.get("are_finite", _unknown)
-        op = _Op("backward", kind, context.get_scope(), context.get_source(), dtype, given, are_finite)
+        op = _Op(
+            "backward", kind, context.get_scope(), context.get_source(), dtype, given, are_finite,
+            op_id=context.get_op_id(), saved=context.get("saved", _unsaved) if is_eager else _unsaved,
+        )  # fmt: skip
         if is_eager:
             context.insert_before_backward_op(self._begin, op=op)
             context.insert_after_backward_op(self._end, op=op)
@@ -166,6 +173,8 @@ class NanTool(amanda.Tool):
         with np.errstate(all="ignore"):
             if are_finite(executions.tensors):
                 self._executions += pairs.ends
+                for one in executions if self._met else ():
+                    self._met.pop(one.kwargs["op"].op_id, None)
                 for i in pairs.ended:
                     executions[i].run.pop(executions[i].kwargs["op"], None)
             else:
@@ -185,6 +194,7 @@ class NanTool(amanda.Tool):
             kept = one.run.pop(op, None) if begin is None else None
             if are_finite(list(leaves(one.values))):
                 self._executions += 1
+                self._met.pop(op.op_id, None)
             else:
                 self._look(one.values, kept if begin is None else op.given.keep(begin.values), op)
 
@@ -193,6 +203,8 @@ class NanTool(amanda.Tool):
         if kept is not None:
             op.given.settle(kept)
         if op.are_finite(values):
+            if self._met and op.saved is None:
+                self._met.pop(op.op_id, None)
             return
         leave = partial(self._leave, op)
         if not any(held(one.tensor, self._inf) for one in floating(values, op.dtype, leave)):
@@ -202,6 +214,10 @@ class NanTool(amanda.Tool):
         if made.flags & NAN and not read.tensors and op.reads:
             read = made
         before, after = read.flags, made.flags
+        if op.saved is None:
+            self._met[op.op_id] = before | after
+        elif after & ~before:
+            before |= self._saved_flags(op)
         if (after & NAN and not before & NAN) or not before:
             inputs, outputs = read.summaries(read.tensors), made.summaries(made.holds)
             self._keep(Finding(*op.place, execution, inputs, outputs))
@@ -210,6 +226,14 @@ class NanTool(amanda.Tool):
         if after & NAN and not op.moves:
             self._name(op, execution, read)
             self._is_known = True
+
+    def _saved_flags(self, op: _Op) -> int:
+        """Return flags of what a backward op has saved, or of all that its forward op read and gave last."""
+        assert op.saved is not None
+        saved = op.saved()
+        if saved is None:
+            return self._met.get(op.op_id, 0)
+        return Floats.of(saved, op.dtype, self._inf).flags
 
     def _leave(self, op: _Op, tensor: OpTensor, reason: str) -> None:
         role = "gradient" if op.phase == "backward" else "output"
@@ -282,6 +306,10 @@ class _Pairs:
 
 def _unknown(values: Sequence[Any]) -> bool:
     return False
+
+
+def _unsaved() -> None:
+    return None
 
 
 def _parameters(context: amanda.OpContext) -> dict[int, str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from amanda.backend import OpFacts
-from amanda.plan import Actions
+from amanda.plan import Actions, is_among
 from torch.utils._pytree import tree_flatten
 
 from ._gathering import Gathering
@@ -102,7 +102,7 @@ def _run(step: Step, call: Any, routines: Routines) -> Any:
         outputs = routines.replace(plan.replace, call, inputs, facts)
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
-    values, rebuild = TENSORS.flatten(outputs)
+    values, rebuild = call.with_written(outputs, inputs, *TENSORS.flatten(outputs))
     written = call.written(inputs, values)
     if step.backward:
         tensors = [one for one in (*values, *written) if isinstance(one, torch.Tensor)]
@@ -111,8 +111,8 @@ def _run(step: Step, call: Any, routines: Routines) -> Any:
                 routines.hook(node, *step.backward[place])
     if target is not None:
         (changed,) = routines.in_turn(plan.after, values, facts)
-        return target.copy_(changed)
-    mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
+        return rebuild([target.copy_(changed)])
+    mutable = [i for i, one in enumerate(values) if is_among(one, written)]
     changed = routines.in_turn(plan.after, values, facts, mutable)
     return outputs if changed is values else rebuild(changed)
 

@@ -10,8 +10,6 @@ import torch
 from amanda.errors import AmandaError
 from torch.utils._pytree import tree_flatten
 
-from ._ops import TENSORS
-
 if TYPE_CHECKING:
     from amanda.backend import Action, OpFacts
     from torch.fx import Node
@@ -62,7 +60,7 @@ def seen_and_written(
     for node, each in steps.items() if written else ():
         for call, step in zip(ran[node].calls, each, strict=True):
             for action in step.plan.inserted:
-                values = TENSORS.flatten(call.outputs)[0] if action.type.is_after else call.call.inputs
+                values = call.values if action.type.is_after else call.call.inputs
                 if action.select is not None:
                     values = [one for i, one in enumerate(values) if i in action.select]
                 if not written.isdisjoint(_memories(values)):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from .._autograd import AccumulateGrad
 from .._driver import TRANSFORM, WITHIN_TRANSFORM
+from .._schema import flatten_outputs
 
 if TYPE_CHECKING:
     from amanda.backend import Call
@@ -49,6 +50,13 @@ class NativeCall:
         self.outputs: Any = None
         self.nodes: list[tuple[Any, int]] = []
         self.leaves: list[torch.Tensor] = []
+
+    @property
+    def values(self) -> list[Any]:
+        """The outputs as tools see them: what the op returned, and what it only wrote."""
+        call = self.call
+        values: list[Any] = call.with_written(self.outputs, call.inputs, *flatten_outputs(self.outputs))[0]
+        return values
 
 
 class Replay:

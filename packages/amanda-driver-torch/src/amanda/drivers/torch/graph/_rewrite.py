@@ -114,9 +114,8 @@ class Rewriting:
         self._steps[node] = []
         for call in one.calls:
             facts = self._facts(node, call)
-            values, _ = TENSORS.flatten(call.outputs)
             facts.inputs = list(call.call.inputs)
-            plan = self._analysis.forward(facts, values)
+            plan = self._analysis.forward(facts, call.values)
             if plan.replace is not None and plan.replace.reads:
                 error = ActionError(
                     f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "

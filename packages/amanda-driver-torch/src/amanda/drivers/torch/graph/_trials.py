@@ -41,8 +41,7 @@ class Trials:
             inputs = self._in_turn(plan.before, list(call.call.inputs), facts, inlet.held)
             if plan.replace is not None:
                 self._try(plan.replace, inputs, facts, inlet.held)
-            outputs, _ = TENSORS.flatten(call.outputs)
-            self._in_turn(plan.after, outputs, facts, inlet.held)
+            self._in_turn(plan.after, call.values, facts, inlet.held)
             for site in step.backward.values():
                 self.backward(inlet, site)
 
