@@ -1,5 +1,6 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from amanda.plan import spread
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
+from ._kernels import is_part_of_kernel
 from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
@@ -142,6 +144,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if type(state) is not State:
             return state.record(self.bind, site, args, kwargs)  # a graph is run to see what its nodes come to
         if site.key in _HEADED and _is_machinery(args[0]):
+            return site.invoke(args, kwargs)
+        if done is None and is_part_of_kernel(sys._getframe(1), (*args, *kwargs.values())):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
