@@ -26,6 +26,7 @@ from amanda.interceptor._fallback._sites import (
     active,
     failure,
     keep_failure,
+    running,
     watch_outside,
 )
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable, Tally
@@ -58,6 +59,7 @@ __all__ = [
     "keep_failure",
     "ordinal",
     "reset_root",
+    "running",
     "snapshot",
     "subjects",
     "watch_outside",

@@ -15,7 +15,7 @@ from amanda.plan import spread
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
-from ._kernels import is_part_of_kernel
+from ._kernels import is_dispatched_again, is_part_of_op
 from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
@@ -145,7 +145,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return state.record(self.bind, site, args, kwargs)  # a graph is run to see what its nodes come to
         if site.key in _HEADED and _is_machinery(args[0]):
             return site.invoke(args, kwargs)
-        if done is None and is_part_of_kernel(sys._getframe(1), (*args, *kwargs.values())):
+        caller = sys._getframe(1)
+        if done is None and (
+            is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
+        ):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
@@ -237,7 +240,8 @@ _GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _MOVES = frozenset({"to", "cpu", "cuda"})
 """Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
-_HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
+_OVERLOADS = frozenset({"OpOverload", "OpOverloadPacket"})
+_HEADED = _OVERLOADS | {"Function.apply"}
 """Sites whose first argument says what is called."""
 
 

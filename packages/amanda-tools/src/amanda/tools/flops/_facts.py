@@ -9,6 +9,7 @@ import amanda
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import At
 from amanda.tools.flops._cost import Formula, Shapes, size
+from amanda.tools.flops._factors import gradients_of_factors
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._table import COPIES, FORMULAS, MOVES, traffic
 from amanda.tools.kit import leaves
@@ -60,3 +61,21 @@ def bytes_of(context: At | amanda.OpContext, values: Iterable[Any]) -> int:
     """Return the bytes of tensors, also of those in lists."""
     sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
     return sum(elements * (itemsize(context["dtype"](value)) or 4) for value, elements in sizes if elements)
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write `parameters`, `backward_macs`, `extents`, `inside` and `is_view`, as any framework tells them."""
+    if "parameters" not in context:
+        weight = context["weight_index"]
+        context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
+        context["backward_macs"] = _macs_of_each_gradient
+        context["extents"] = context["shape"]
+        context["inside"] = None
+        context["is_view"] = lambda inputs, outputs: False
+
+
+def _macs_of_each_gradient(context: amanda.OpContext) -> int:
+    """Return as many as the op takes, for the gradient of each factor that a backward op gives."""
+    kind = context["backward_type"].removesuffix("_backward")
+    count = gradients_of_factors(kind, context.get_grad_inputs() or [])
+    return count * (context["cost"].macs if context["cost"] else 0)

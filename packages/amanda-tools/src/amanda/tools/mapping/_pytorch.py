@@ -79,8 +79,10 @@ def _has_shape(value: Any) -> bool:
 
 
 def _phase(context: OpContext) -> str:
-    """Return "optimizer", "construction" or "forward", by the innermost frame that tells."""
+    """Return "backward", "optimizer", "construction" or "forward", by the innermost frame that tells."""
     frame: Any = sys._getframe(1)
+    if _in_backward_pass(frame):
+        return "backward"
     is_users = False
     while frame is not None:
         part = part_of(frame)
@@ -92,6 +94,23 @@ def _phase(context: OpContext) -> str:
         is_users = is_users or not name.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return "forward"
+
+
+def _in_backward_pass(frame: Any) -> bool:
+    """Return True for an op that a Function's backward or a hook calls; what is recomputed is forward again."""
+    import torch
+
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    function = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not function:
+        name = frame.f_globals.get("__name__")
+        if name == "torch.utils.checkpoint":
+            return False
+        if name == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return True
 
 
 def _is_differentiated(context: OpContext) -> bool:
