@@ -158,6 +158,11 @@ def size(shape: Any) -> int:
     return 0 if shape is None or None in shape else prod(shape)
 
 
+def elements(shapes: Iterable[Any]) -> int:
+    """Return the elements of tensors, those in lists too, whose shapes are known."""
+    return sum(map(size, tensors(shapes)))
+
+
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
     """Return a tensor's shape; a list of those in a list; None of what is no tensor.
 

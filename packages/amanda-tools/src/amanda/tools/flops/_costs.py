@@ -106,8 +106,7 @@ class Costs:
         if not are_known([*op.inputs, *op.outputs, *sides[0], *sides[1]]):
             return None
         costs = []
-        kinds = (getattr(one, "dtype", None) for one in leaves(context.get_inputs()))
-        kind = next((one for one in kinds if one is not None), None)
+        kind = context["element_type"]
         for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, *sides]):
             forward = replace(op, inputs=inputs, outputs=outputs)
             at = At(context, [[_extents(one, kind) for one in side] for side in (inputs, outputs, *grads)])

@@ -28,10 +28,13 @@ def roles(context: amanda.OpContext) -> None:
     owned = [one for one in leaves(inputs) if is_forward and isinstance(one, Parameter)]
     context["parameters"] = sum(local(one).numel() for one in owned)
     context["backward_macs"] = _backward_macs
+    context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
     context["inside"] = inside
     with DisableTorchFunction():
-        context["differentiated"] = [one.requires_grad for one in tensors_of(inputs)]
+        tensors = list(tensors_of(inputs))
+        context["differentiated"] = [one.requires_grad for one in tensors]
+        context["is_complex"] = any(one.dtype.is_complex for one in tensors)
     context["is_view"] = is_view
 
 
@@ -39,18 +42,26 @@ def extents(value: Any) -> Any:
     """Return a tensor's shape, of a nested tensor those of its components; as StandardMapping's for others."""
     import torch
 
-    if not isinstance(value, torch.Tensor) or not value.is_nested:
+    if not isinstance(value, torch.Tensor):
         return shape(value)
     with torch._C.DisableTorchFunction(), amanda.disabled():
-        if value.layout is not torch.jagged:
-            return Components(map(tuple, value._nested_tensor_size().tolist()))
-        lengths, ragged = value.lengths(), value._ragged_idx
-        lengths = value.offsets().diff() if lengths is None else lengths
-        sizes = [tuple(value.shape[1:])] * len(lengths)
-        return Components(
-            (*size[: ragged - 1], int(length), *size[ragged:])
-            for size, length in zip(sizes, lengths.tolist(), strict=True)
-        )
+        try:
+            return Components(_of_components(value)) if value.is_nested else shape(value)
+        except (NotImplementedError, RuntimeError):  # the lengths have no values, as on the device meta
+            return shape(value)
+
+
+def _of_components(nested: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of the components of a nested tensor; a jagged one keeps lengths, or where each begins."""
+    import torch
+
+    if nested.layout is not torch.jagged:
+        yield from map(tuple, nested._nested_tensor_size().tolist())
+        return
+    lengths, ragged = nested.lengths(), nested._ragged_idx
+    outer, inner = nested.shape[1:ragged], nested.shape[ragged + 1 :]
+    for length in (nested.offsets().diff() if lengths is None else lengths).tolist():
+        yield (*outer, length, *inner)
 
 
 def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
@@ -80,7 +91,7 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
-_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
 _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
 """Convolutions of real numbers by which torch computes one of complex numbers."""
 
@@ -113,7 +124,7 @@ def _as_often_as_forward(context: amanda.OpContext, is_complex: bool) -> int:
     """
     grads, cost = context.get_grad_inputs() or [], context.get("cost")
     macs = cost.macs if cost else 0
-    if context.get("complex_products", 1) > 1 and not is_complex:
+    if context["is_complex"] and not is_complex:
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
         entering = sum(one is not None for one in (context.get_grad_outputs() or [])[:2])
@@ -135,7 +146,7 @@ def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
     if not context.get_backward_op().__name__.startswith("MkldnnRnnLayer"):
         return None
     grads, extents = context.get_grad_inputs() or [], context.get_inputs()[0].shape
-    steps, rows = extents[1::-1] if context.get_attrs().get("batch_first") else extents[:2]
+    steps, rows = extents[1::-1] if context["batch_first"] else extents[:2]
     hidden = next(one for one in context.get_grad_outputs() or [] if one is not None).shape[-1]
     size = sum(one.numel() for one in (grads[1], grads[2]) if one is not None)  # of weights
     if grads[0] is not None:

@@ -10,9 +10,9 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import At, ByShape, OfAnyShape, Once, are_plain, is_settled
-from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size
-from amanda.tools.flops._costs import Costs
-from amanda.tools.flops._facts import bytes_moved, bytes_of, can_tell, formula_of, is_free, roles, shapes_of
+from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
+from amanda.tools.flops._costs import NO_WORK, Costs
+from amanda.tools.flops._facts import bytes_moved, bytes_of, can_tell, element_type, formula_of, is_free, roles, shapes_of
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
@@ -21,6 +21,8 @@ from amanda.tools.mapping import MappingTool, StandardMapping, share
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
+_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
+"""Types of backward ops that cost by shapes, besides those of products."""
 
 
 class FlopsTool(amanda.Tool):
@@ -118,7 +120,7 @@ class FlopsTool(amanda.Tool):
             context.get_input_shapes()
         place = self._new_place(context, names[1])
         if not is_known:
-            context["cost"] = _AT_EXECUTION
+            context["cost"], context["element_type"] = _AT_EXECUTION, element_type(context)
             context.insert_after_op(
                 self._count_shapes, place=place, names=names, shapes=shapes, context=context
             )
@@ -211,7 +213,7 @@ class FlopsTool(amanda.Tool):
             key = context.get_backward_op_id()
             context.insert_after_backward_op(self._count_gradients, place=place, context=context, key=key)
             return
-        of = context.get("by_shape") or context.get("as_analysed")
+        of = context.get("by_shape", context.get("as_analysed"))
         if of is not None:
             self._count_gradients_by_shapes(context, kind, of)
             return
@@ -255,8 +257,7 @@ class FlopsTool(amanda.Tool):
         forward = kind.removesuffix("_backward")
         if kind in self._formulas.custom:
             return False
-        is_product = forward.removesuffix("_backward") in CONTRACTIONS
-        is_known = is_product or forward in ELEMENTWISE or forward == "scaled_dot_product_attention"
+        is_known = forward in _BY_ELEMENTS or forward.removesuffix("_backward") in CONTRACTIONS
         return is_known or context.get_backward_order() > 1
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
@@ -285,7 +286,7 @@ class FlopsTool(amanda.Tool):
             cost = self._formulas.of_op(names, known, place.source, context["complex_products"])
             place.macs, place.flops = cost or (None, None)
             place.estimate = 0 if cost else known.estimate
-            read, written = ([4 * size(one) for one in side] for side in (inputs, made))
+            read, written = ([4 * elements([one]) for one in side] for side in (inputs, made))
             place.bytes = traffic(names, read, written, in_place=False)
         place.calls += 1
         run["op"] = names, known
@@ -306,7 +307,7 @@ class FlopsTool(amanda.Tool):
         if not place.calls:
             cost = None if op is None else self._formulas.of_gradients(context, names, op, entering, made)
             place.macs, place.flops = cost or (None, None)
-            place.bytes = 4 * sum(map(size, (*entering, *made)))
+            place.bytes = 4 * elements([*entering, *made])
         place.calls += 1
 
     @staticmethod
