@@ -70,13 +70,14 @@ def bytes_of(context: At | amanda.OpContext, values: Iterable[Any]) -> int:
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `parameters`, `backward_macs`, `extents`, `inside` and `is_view`, as any framework tells them."""
+    """Write `parameters`, `backward_macs` and the like, as any framework tells them."""
     if "parameters" not in context:
         weight = context["weight_index"]
         context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
         context["backward_macs"] = _macs_of_each_gradient
         context["extents"] = context["shape"]
         context["inside"] = None
+        context["is_function"] = False
         context["is_view"] = lambda inputs, outputs: False
 
 

@@ -17,7 +17,10 @@ from amanda.tools.mapping._pytorch import shape
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `parameters`, `backward_macs`, `extents`, `inside` and `is_view` in PyTorch's terms."""
+    """Write `parameters`, `backward_macs` and the like in PyTorch's terms.
+
+    is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
+    """
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return  # what takes a parameter's place later, as its mask has it, is none
     from torch._C import DisableTorchFunction
@@ -31,6 +34,7 @@ def roles(context: amanda.OpContext) -> None:
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
     context["inside"] = inside
+    context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
     with DisableTorchFunction():
         tensors = list(tensors_of(inputs))
         context["differentiated"] = [one.requires_grad for one in tensors]

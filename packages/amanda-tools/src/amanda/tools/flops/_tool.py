@@ -132,7 +132,8 @@ class FlopsTool(amanda.Tool):
             cost = within.forward if within and not within.unknown else None
         if self._calls_ops(context, context.get_op_type()):
             place.estimate = 0
-            cost = Cost() if cost is None or any(packed_inputs(context)) else cost
+            is_apart = cost is None or context["is_function"] or any(packed_inputs(context))
+            cost = Cost() if is_apart else cost
         self._computing += bool(cost and cost.flops)
         place.bytes = bytes_moved(context, names, outputs)
         cost = None if cost is None else Cost(*cost).part(share(outputs))
@@ -213,6 +214,8 @@ class FlopsTool(amanda.Tool):
             key = context.get_backward_op_id()
             context.insert_after_backward_op(self._count_gradients, place=place, context=context, key=key)
             return
+        is_own = kind == f"{context['type']}_backward" and context["is_function"]
+        context["is_composite"] = is_own and self._calls_ops(context, f"{context.get_op_type()}_backward")
         of = context.get("by_shape", context.get("as_analysed"))
         if of is not None:
             self._count_gradients_by_shapes(context, kind, of)
@@ -229,7 +232,7 @@ class FlopsTool(amanda.Tool):
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
         cost = self._formulas.of_backward_op(context, kind, grads)
-        if cost is None and kind == f"{context['type']}_backward" and self._calls_ops(context, kind):
+        if context["is_composite"]:
             cost = Cost()
         place.macs, place.flops = cost or (None, None)
         if cost is None:

@@ -241,6 +241,8 @@ def _stem(node: str) -> tuple[str, int]:
 
 def node_word(stem: str, kind: str) -> str:
     """The word for the stem of a node's name: "NativeBatchNorm" is batch_norm."""
+    if stem.startswith("GeneratedBackwardFor_"):  # of an operator that a library defines, by its formula
+        return kind
     name = snake(stem)
     own = word(name)
     if own == kind or own in KERNELS.get(kind, ()) or ("conv" in own and kind.startswith("conv")):
