@@ -36,7 +36,9 @@ class Costs:
     def complex_products(self, context: At | amanda.OpContext) -> int:
         """Return how many multiply-accumulates of real numbers is one of the op's."""
         names = [str(context["dtype"](one)) for one in leaves(context.get_inputs())]
-        kinds = [name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))]
+        kinds = [
+            name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))
+        ]
         if not any(kinds):
             return 1
         return self._complex_macs if all(kinds) else min(self._complex_macs, 2)
@@ -70,9 +72,7 @@ class Costs:
         within: Inside | None = context["within"]
         return within
 
-    def of_backward_op(
-        self, context: At | amanda.OpContext, kind: str, grads: Sequence[Any]
-    ) -> Cost | None:
+    def of_backward_op(self, context: At | amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
         """Return the cost of a backward op of a type that gives these gradients."""
         forward, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self.custom:

@@ -25,6 +25,7 @@ _TAGS = frozenset({"Tag.pointwise", "Tag.reduction"})
 COMPILED = "CppFunction"
 """Name of a node that computes the gradient of a whole region of TorchScript."""
 
+
 @dataclass
 class Inside:
     """The cost of an op, and of each node of its backward pass by the node's name, in order of execution.

@@ -12,7 +12,16 @@ from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import At, ByShape, OfAnyShape, Once, are_plain, is_settled
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
 from amanda.tools.flops._costs import NO_WORK, Costs
-from amanda.tools.flops._facts import bytes_moved, bytes_of, can_tell, element_type, formula_of, is_free, roles, shapes_of
+from amanda.tools.flops._facts import (
+    bytes_moved,
+    bytes_of,
+    can_tell,
+    element_type,
+    formula_of,
+    is_free,
+    roles,
+    shapes_of,
+)
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
@@ -141,7 +150,9 @@ class FlopsTool(amanda.Tool):
         context["cost"], context["estimate"] = cost, place.estimate
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
-            context["as_analysed"] = ByShape(context, sides, lambda *_: place, {}, self._settle, key=_key(place))
+            context["as_analysed"] = ByShape(
+                context, sides, lambda *_: place, {}, self._settle, key=_key(place)
+            )
         context.insert_after_op(self._count, outputs=[], place=self._shared(place))
 
     def _calls_ops(self, context: amanda.OpContext, name: str) -> bool:
@@ -268,7 +279,9 @@ class FlopsTool(amanda.Tool):
         shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
         names = (context.get_op_type(), context["type"])
         products = context["complex_products"] = self._formulas.complex_products(context)
-        return self._formulas.of_op(names, shapes, context.get_source(), products) if shapes.are_known else None
+        return (
+            self._formulas.of_op(names, shapes, context.get_source(), products) if shapes.are_known else None
+        )
 
     @staticmethod
     @amanda.observer
