@@ -43,7 +43,7 @@ def roles(context: amanda.OpContext) -> None:
 
 
 def extents(value: Any) -> Any:
-    """Return a tensor's shape, of a nested tensor those of its components; as StandardMapping's for others."""
+    """Return a tensor's shape, of a nested tensor those of its components; None of what is no tensor."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -56,7 +56,7 @@ def extents(value: Any) -> Any:
 
 
 def _of_components(nested: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the components of a nested tensor; a jagged one keeps lengths, or where each begins."""
+    """Yield the shapes of the components of a nested tensor."""
     import torch
 
     if nested.layout is not torch.jagged:

@@ -1,4 +1,4 @@
-"""Calls that may run once more on tensors without data: those of which it is known that nothing else happens."""
+"""Calls that may run once more on tensors without data, since they compute and have no other effect."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OF_VALUES = frozenset(
 )
 """Nodes of TorchScript that make values of values, and run blocks."""
 _OF_METADATA = frozenset(
-    "aten::__is__ aten::__isnot__ aten::dim aten::is_contiguous aten::is_floating_point aten::len aten::numel "
-    "aten::size aten::stride".split()
+    "aten::__is__ aten::__isnot__ aten::dim aten::is_contiguous aten::is_floating_point aten::len "
+    "aten::numel aten::size aten::stride".split()
 )
 """Operators of TorchScript alone that read no data of tensors."""
 _CONTAINERS = ("prim::ListConstruct", "prim::DictConstruct")

@@ -39,11 +39,11 @@ class FlopsTool(amanda.Tool):
 
     formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
     before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
-    the gradients that enter and leave it.  complex_macs: multiply-accumulates of real numbers in one of complex
-    numbers: 4 by definition, 3 by Gauss' method, or 1, as others count.  Shapes decide: executions are counted by their shapes, a formula
-    is evaluated for each when `result` is read, and an op of which no formula tells the cost for all shapes
-    is analysed for each.  The `cost` that it writes into the context is that of the execution that is
-    analysed: a tool that reads it says `guard="shape"`.
+    the gradients that enter and leave it.  complex_macs: multiply-accumulates of real numbers in one of
+    complex numbers: 4 by definition, 3 by Gauss' method, or 1, as others count.  Shapes decide: executions
+    are counted by their shapes, a formula is evaluated for each when `result` is read, and an op of which no
+    formula tells the cost for all shapes is analysed for each.  The `cost` that it writes into the context
+    is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None, complex_macs: int = 4) -> None:

@@ -97,7 +97,7 @@ def _phase(context: OpContext) -> str:
 
 
 def _in_backward_pass(frame: Any) -> bool:
-    """Return True for an op that a Function's backward or a hook calls; what is recomputed is forward again."""
+    """Return True for an op that a Function's backward or a hook calls, not one that is recomputed."""
     import torch
 
     if torch._C._current_graph_task_id() == -1:
