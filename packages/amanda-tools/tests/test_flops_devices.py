@@ -35,8 +35,8 @@ def products(name: str, device: str, context: Any) -> dict[tuple[str, ...], int]
     """Multiply-accumulates of a training step by phase and type, where there are any."""
     make, extents = MODULES[name]
     tool = FlopsTool()
-    with context:
-        model, x = make().to(device), torch.ones(extents, device=device, requires_grad=True)
+    with context, torch.device(device):
+        model, x = make(), torch.ones(extents, requires_grad=True)
         with amanda.apply(tool):
             made = model(x)
             (made[0] if isinstance(made, tuple) else made).sum().backward()

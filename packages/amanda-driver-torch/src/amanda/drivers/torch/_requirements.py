@@ -55,7 +55,7 @@ OPTIONAL = {
     "place on a view had saved it says less",
     "_C.Future.add_done_callback": "what follows a collective is done outside of the scope",
     "_C.Future.then": "what follows a collective is done outside of the scope",
-    "_C._current_graph_task_id": "calls of kernels in Python, of modes and of subclasses in the backward pass "
+    "_C._current_graph_task_id": "calls of kernels in Python and of modes in the backward pass "
     "are seen as ops",
     "_C._get_obj_in_tls": "what autograd's threads recompute is not seen after the scope of the forward pass",
     "_C._is_key_in_tls": "what autograd's threads recompute is not seen after the scope of the forward pass",

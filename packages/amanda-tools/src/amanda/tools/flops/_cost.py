@@ -133,7 +133,8 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
 
     A tensor of the nested tensors' rank has a matrix for each component.
     """
-    nested = [one for side in sides for one in tensors(side) if isinstance(one, Components)]
+    everything: list[Any] = [one for side in sides for one in tensors(side)]
+    nested = [one for one in everything if isinstance(one, Components)]
     if not nested:
         return [([list(side) for side in sides], 1)]
     number, rank = len(nested[0]), 1 + max((len(one[0]) for one in nested if one), default=0)
