@@ -3,7 +3,7 @@
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
 tests_slow, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
-dist, wheels, release, templates, third_party, docs, recipes, bench, paper, gpu.
+dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -399,6 +399,17 @@ def recipes(session: nox.Session) -> None:
     files = "tests/tools/test_quantize_converted.py", "packages/amanda-tools/tests/test_quantize_qdq.py"
     chosen = (*WITH_SLOW, "tests/docs", *files, "-k", "recipes or checkpoint or openvino", *session.posargs)
     session.run("python", "-m", "pytest", *chosen, env=env)
+
+
+@nox.session(requires=["dev"])
+def suites(session: nox.Session) -> None:
+    """Run test suites of other projects with and without tools; after -- the names of some."""
+    share(session)
+    table = nox.project.load_toml(ROOT / "tests" / "suites" / "suites.toml")
+    chosen = set(table).intersection(session.posargs) or set(table)
+    needed = sorted({package for name in chosen for package in table[name]["install"]})
+    install(session, "--no-deps", *needed, *editable(*DISTRIBUTIONS))
+    session.run("python", "tests/suites/run.py", *session.posargs, env={"PYTHONPATH": "tests/suites"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -189,3 +189,52 @@ def test_what_the_layout_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="linear layers alone; exclude conv1d of 0"):
         save_compressed(tmp_path, conv, tool)
     assert list(tmp_path.iterdir()) == []
+
+
+class Tied(nn.Module):
+    """Two layers, and a further reader of the weight of the second."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.read = nn.Linear(64, 64), nn.Linear(64, 64), read
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.read(self.second(self.first(x).relu()), self.second.weight)
+
+
+@pytest.mark.parametrize(
+    ("read", "op"),
+    [
+        (lambda y, w: y @ w, "matmul"),
+        (lambda y, w: nn.functional.linear(y, w.t()), "transpose"),
+        (lambda y, w: nn.functional.linear(y, w[:32]), "getitem"),
+        (lambda y, w: torch.addmm(y, y, w), "addmm"),
+        (lambda y, w: torch.bmm(y[:, None], w[None].expand(len(y), -1, -1))[:, 0], "getitem"),
+        (lambda y, w: y + 0 * w.norm(), "linalg_vector_norm"),
+        (lambda y, w: y + 0 * (w**2).sum(), "pow"),
+        (lambda y, w: y + 0 * torch.cat([w, w]).sum(), "cat"),
+        (lambda y, w: y + 0 * w.data.sum(), "sum"),
+        (lambda y, w: y + 0 * w.detach().t().sum(), "transpose"),
+    ],
+)
+def test_a_weight_that_another_op_reads_too_is_left_and_named(read: Any, op: str) -> None:
+    model, tool = Tied(read), NearestTool(8, None)
+    simulated = met(tool, model)
+    result = convert(model, tool)
+    assert [row[0] for row in result.rows()] == ["first"]
+    assert result.left["linear of second"].startswith(f"{op} of ")
+    assert result.left["linear of second"].endswith("reads it too")
+    with torch.no_grad():
+        assert torch.allclose(model(X), simulated, atol=1e-4)
+
+
+def test_layers_that_share_a_converted_weight_are_not_named_as_unread() -> None:
+    model, tool = Tied(lambda y, w: nn.functional.linear(y, w)), NearestTool(8, None)
+    model.unused = nn.Linear(64, 64)
+    model.unused.weight = model.second.weight
+    met(tool, model)
+    model.state_dict()
+    result = convert(model, tool)
+    assert not result.left
+    assert model.unused.weight is model.second.weight

@@ -341,3 +341,50 @@ def test_an_interrupted_fold_leaves_model_and_tool(make: Any, monkeypatch: pytes
         for name, one in wanted.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(one)), name
     assert len(tool.fold(model).rows()) == 7
+
+
+@torch.no_grad()
+def test_finalize_folds_and_names_what_stays() -> None:
+    model, tool = block(torch.float64), SmoothQuantTool()
+    wanted = planned(tool, model, X.double())
+    before = model.q.weight.clone()
+    result = tool.finalize(model)
+    assert result.model is model
+    assert not torch.equal(model.q.weight, before)
+    assert set(result.left) == {"last.weight", "end.weight"}
+    assert torch.allclose(model(X.double()), wanted)
+
+
+@torch.no_grad()
+def test_finalize_without_a_plan_leaves_the_model_as_it_is() -> None:
+    model, tool = block(), SmoothQuantTool()
+    wanted = model(X)
+    with amanda.apply(tool), tool.calibrating():
+        model(X)
+    result = tool.finalize(model)
+    assert torch.equal(model(X), wanted)
+    assert set(result.left.values()) == {"plan_fold(model, example) was not called before the calibration"}
+    with pytest.raises(QuantizeError, match="has calibrated no weight of this Block"):
+        tool.finalize(block())
+
+
+@pytest.mark.parametrize("make", [SmoothQuantTool, lambda: AWQTool(8, None)])
+def test_factors_pass_empty_slices(make: Any) -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.a = nn.LayerNorm(16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            out: Tensor = self.a(torch.cat([x[..., :16] * 2, x[..., 16:]], -1))
+            return out
+
+    model, tool, x = Sliced(), make(), torch.randn(8, 16)
+    wanted = model(x)
+    tool.plan_fold(model, x)
+    with torch.no_grad(), amanda.apply(tool), tool.calibrating():
+        model(x)
+    assert not tool.fold(model).left
+    assert torch.allclose(model(x), wanted, atol=1e-5)

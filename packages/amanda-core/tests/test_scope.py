@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import gc
 import logging
+import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -520,3 +522,72 @@ def test_ops_are_not_intercepted_for_tools_that_ask_for_none() -> None:
             assert attachment._attached
         assert interceptor.active() is None
         assert not attachment._attached
+
+
+class InterruptAt:
+    """Raises SIGINT before one instruction, counted in files of these names.
+
+    In the program Python handles no signal between the end of a block and the call of `__exit__`.
+    """
+
+    def __init__(self, number: int, *files: str) -> None:
+        self.number, self.files, self.count = number, files, 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.number:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+class Told(Tool):
+    """Counts the scopes that it is told of."""
+
+    entered = left = 0
+
+    def scope_entered(self) -> None:
+        self.entered += 1
+
+    def scope_left(self) -> None:
+        self.left += 1
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(not interceptor.NATIVE, reason="never: a signal may come before code in Python", run=False)
+def test_an_interrupt_before_any_instruction_leaves_no_scope_open() -> None:
+    files = ("scope/scope.py", "interceptor/interrupts.py")
+    tool = Told()
+
+    def program() -> None:
+        with amanda.apply(tool):
+            fake.relu(fake.tensor([1.0]))
+
+    def interrupted(number: int) -> InterruptAt:
+        at, before = InterruptAt(number, *files), sys.gettrace()
+        sys.settrace(at)
+        try:
+            program()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return at
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        program()
+        total = interrupted(0).count
+        assert total > 300
+        for number in range(1, total + 1):
+            interrupted(number)
+            assert attachment._scopes == [], f"before instruction {number} of {total}"
+            assert interceptor.active() is None
+            assert tool.left >= tool.entered - 1
+            tool.left = tool.entered
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -195,6 +195,7 @@ class TestJaxDriver(DriverTests):
         ),
         "test_a_plan_dies_with_its_parameter": never("an array is a value, made anew in each step"),
         "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run": CHECKPOINT,
+        "test_a_checkpoint_computes_the_same_executions_again": CHECKPOINT,
         "test_a_checkpoint_outside_modules_computes_the_same_ops_again": CHECKPOINT,
         "test_a_checkpoint_whose_scope_has_closed_runs_with_the_tools_of_the_backward_pass": CHECKPOINT,
     }

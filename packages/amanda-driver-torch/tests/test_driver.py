@@ -143,6 +143,7 @@ class TestTorchDriver(DriverTests):
     [
         DriverTests.test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run,
         DriverTests.test_a_checkpoint_outside_modules_computes_the_same_ops_again,
+        DriverTests.test_a_checkpoint_computes_the_same_executions_again,
         DriverTests.test_a_checkpoint_whose_scope_has_closed_runs_with_the_tools_of_the_backward_pass,
     ],
 )

@@ -1,6 +1,10 @@
 """What a tool raises reaches the user as itself, also where torch takes it for something else."""
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -112,3 +116,42 @@ def test_an_override_is_given_the_operators_that_torch_has(acting: Any) -> None:
     with amanda.apply(acting("insert_before_op", "pow", lambda: None, inputs=[])):
         assert torch.equal(X.as_subclass(Asked) ** 2, X)
     assert Asked.known
+
+
+def test_a_type_error_of_a_routine_dies_with_its_thread_or_with_the_scope(acting: Any) -> None:
+    class Held:
+        pass
+
+    held: list[weakref.ref[Held]] = []
+    ends = threading.Event()
+
+    def fail() -> None:
+        raise TypeError("on purpose")
+
+    def run() -> None:
+        mine = Held()
+        held.append(weakref.ref(mine))
+        with suppress(TypeError):
+            torch.relu(X)
+
+    def work(wait: bool) -> None:
+        run()
+        if wait:
+            failed.set()
+            ends.wait(60)
+
+    failed = threading.Event()
+    with amanda.apply(acting("insert_before_op", "relu", fail, inputs=[])):
+        ended = threading.Thread(target=work, args=(False,))
+        ended.start()
+        ended.join()
+        del ended
+        gc.collect()
+        assert held[0]() is None
+        waiting = threading.Thread(target=work, args=(True,))
+        waiting.start()
+        failed.wait(60)
+    gc.collect()
+    assert held[1]() is None
+    ends.set()
+    waiting.join()

@@ -113,11 +113,21 @@ def test_a_data_loader_that_a_pool_walks_is_in_the_scope(seen: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_data_loader_workers_run_as_without_a_scope(seen: Any, method: str) -> None:
-    with amanda.apply(seen):
+    with amanda.apply(seen) as scope:
         loader = DataLoader(Items(), batch_size=2, num_workers=1, multiprocessing_context=method, timeout=300)
         batches = torch.cat(list(loader))
     assert torch.equal(batches, torch.tensor([[0.0, 0], [1, 0], [2, 0], [3, 0]]))
     assert "relu" not in seen.names
+    assert [entry.what for entry in scope.report] == ["worker processes of a DataLoader"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_data_loader_workers_from_before_are_in_the_report(seen: Any) -> None:
+    loader = DataLoader(Items(), batch_size=2, num_workers=1, persistent_workers=True, timeout=300)
+    list(loader)
+    with amanda.apply(seen) as scope:
+        list(loader)
+    assert [entry.what for entry in scope.report] == ["worker processes of a DataLoader"]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

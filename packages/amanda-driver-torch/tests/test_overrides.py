@@ -110,3 +110,120 @@ def test_a_changed_value_keeps_the_subclass_that_the_routine_gave() -> None:
         y = torch.relu(x)
     assert type(y) is Logged
     assert torch.equal(y, torch.full((3,), 2.0))
+
+
+class Computing(amanda.Tool):
+    """Routines that compute with tensors: one that looks, and one that gives equal values."""
+
+    def __init__(self) -> None:
+        self.devices: set[str] = set()
+        self.add_inst_for_op(self.analyse)
+        self.add_inst_for_op(self.analyse_backward, backward=True)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        for value in context.get_inputs():
+            if isinstance(value, torch.Tensor):
+                value.abs().sum().item()
+        context.insert_before_op(self.look)
+        context.insert_after_op(self.look)
+        context.insert_after_op(self.recompute)
+
+    def analyse_backward(self, context: amanda.OpContext) -> None:
+        context.insert_before_backward_op(self.look)
+        context.insert_after_backward_op(self.look)
+
+    @amanda.observer
+    def look(self, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                (value * 2).abs().sum().item()
+                self.devices.add(torch.empty(1).device.type)
+
+    def recompute(self, *values: Any) -> None:
+        (values[0] + 1).mul(2)
+
+
+@pytest.mark.parametrize("mode", [FunctionLog, DispatchLog], ids=["function mode", "dispatch mode"])
+def test_modes_see_no_op_that_a_routine_or_an_analysis_computes(mode: Any) -> None:
+    bare = in_a_mode(mode)
+    with amanda.apply(Computing()):
+        assert in_a_mode(mode) == in_a_mode(mode) == bare
+
+
+def test_a_subclass_sees_no_op_of_an_observer_or_an_analysis() -> None:
+    tool = amanda.Tool()
+    looking = Computing()
+    tool.add_inst_for_op(lambda context: context.insert_after_op(looking.look))
+    bare = with_a_subclass()
+    with amanda.apply(tool):
+        assert with_a_subclass() == with_a_subclass() == bare
+
+
+def test_a_default_device_holds_in_routines() -> None:
+    tool = Computing()
+    with torch.device("meta"), amanda.apply(tool):
+        torch.relu(torch.ones(2, device="cpu"))
+    assert tool.devices == {"meta"}
+
+
+def test_a_replacement_runs_under_the_modes_of_the_program() -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(
+        lambda context: (
+            context.replace_op(lambda x: x.clamp(min=0)) if context.get_op_type() == "relu" else None
+        )
+    )
+    for mode in (FunctionLog, DispatchLog):
+        with amanda.apply(tool), mode() as log:
+            torch.relu(torch.ones(2))
+        assert any("clamp" in name for name in log.names)
+
+
+def test_modes_are_entered_again_after_a_routine_that_raises() -> None:
+    def fail(*values: Any) -> None:
+        raise KeyError
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_after_op(fail))
+    with DispatchLog() as inner, FunctionLog() as outer:
+        with pytest.raises(KeyError), amanda.apply(tool):
+            torch.ones(2)
+        inner.names.clear()
+        outer.names.clear()
+        torch.relu(torch.zeros(2))
+    assert inner.names == ["aten.zeros.default", "aten.relu.default"]
+    assert outer.names == ["zeros", "relu"]
+
+
+class Limited(torch.Tensor):
+    """A class that has an attribute only after its own `__new__`."""
+
+    limit: float
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor, limit: float) -> "Limited":
+        made = x.as_subclass(cls)
+        made.limit = limit
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        limits = [one.limit for one in args if isinstance(one, cls) and function.__name__ != "__set__"]
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(made, cls) and limits:
+            made.limit = limits[0]
+        return made
+
+
+def test_a_routine_changes_a_subclass_inside_its_own_new() -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_after_op(lambda y: y.clone()))
+    x = torch.ones(3, requires_grad=True)
+    with amanda.apply(tool):
+        for _ in range(2):
+            y = Limited(x, 3.0) * 2
+            assert type(y) is Limited
+            assert y.limit == 3.0
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.as_subclass(torch.Tensor), torch.full((3,), 2.0))

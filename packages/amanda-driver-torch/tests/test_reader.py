@@ -23,7 +23,7 @@ natively = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: only native code reads tensors by itself", run=False
 )
 
-READER = reader(torch.add) if interceptor.NATIVE else None
+READER = reader(torch.add)[0] if interceptor.NATIVE else None
 
 
 def key(*args: Any, **kwargs: Any) -> int:
@@ -42,13 +42,60 @@ def test_this_build_of_torch_can_be_read() -> None:
 
 
 @natively
-def test_a_torch_that_lacks_a_function_is_read_by_python_and_that_is_logged(
+def test_a_torch_that_lacks_a_function_is_read_by_python_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_reader, "_FUNCTION_MODE", "no_such_function")
-    with caplog.at_level("INFO", "amanda"):
-        assert reader(torch.add) is None
-    assert "Python does: it lacks no_such_function" in caplog.text
+    with caplog.at_level("WARNING", "amanda"):
+        assert reader(torch.add) == (None, "it lacks no_such_function")
+    assert "a multiple of the time: it lacks no_such_function" in caplog.text
+
+
+@natively
+def test_a_torch_that_lacks_an_offset_is_read_by_functions_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_layout, "_SWITCHES", "no_such_function")
+    with caplog.at_level("WARNING", "amanda"):
+        found, lacking = reader(torch.add)
+    assert found is not None
+    assert lacking == "no_such_function"
+    assert "by function calls, so that routines take longer" in caplog.text
+
+
+class Looking(amanda.Tool):
+    """Inserts a routine that looks before each op."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(lambda context: context.insert_before_op(lambda *_: None))
+
+
+@natively
+def test_calls_are_counted_by_where_they_ran(x: torch.Tensor) -> None:
+    before = interceptor.statistics()
+    with amanda.apply(Looking()):
+        for _ in range(10):
+            torch.neg(x)
+    after = interceptor.statistics()
+    assert after["native"] - before["native"] == 8
+    assert after["learned"] - before["learned"] == 1
+    assert after["python"]["new op"] - before["python"].get("new op", 0) == 1
+
+
+@natively
+def test_a_scope_that_ran_mostly_in_python_says_so_and_why(x: torch.Tensor) -> None:
+    def loop(times: int) -> None:
+        for _ in range(times):
+            torch.neg(x)
+
+    with amanda.apply(Looking()) as scope:
+        loop(3000)
+    assert not scope.report
+    with amanda.apply(Looking()) as scope, amanda.autodiff_enabled():
+        loop(1500)
+    (entry,) = scope.report
+    assert "ran in Python, at a multiple of the time" in entry.reason
+    assert "cache off or autodiff on (1,499)" in entry.reason
 
 
 @natively
@@ -164,8 +211,8 @@ def test_a_torch_of_another_layout_is_read_by_its_functions(
     monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, missing: str
 ) -> None:
     monkeypatch.setattr(_layout, missing, {"_SWITCHES": "no_such_function", "_END": 0}[missing])
-    assert layout(Functions()) is None
-    found = reader(torch.add)
+    assert layout(Functions())[0] is None
+    found, _ = reader(torch.add)
     assert found is not None
     x.zero_()
     assert found.version(x) == x._version

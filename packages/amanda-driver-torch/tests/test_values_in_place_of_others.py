@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class At(amanda.Tool):
 class Program(nn.Module):
     """A program whose ops have the same ids at every call."""
 
-    def __init__(self, program: Callable[[], Any]) -> None:
+    def __init__(self, program: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = program
 
@@ -424,3 +425,81 @@ def test_nothing_is_kept_alive() -> None:
     for point in ("before", "after"):
         results(At("relu", **{point: routine}), lambda: torch.relu(x).sum())
     assert all(one() is None for one in made)
+
+
+class Emptying:
+    """Garbage in a cycle, whose finalizer empties a list and takes over its memory."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values, self.itself = values, self
+
+    def __del__(self) -> None:
+        self.values.clear()
+        TAKEN[:] = [[object(), object()] for _ in range(300)]
+
+
+TAKEN: list[Any] = []
+
+
+class Doubling(amanda.Tool):
+    """Hands an addition lists of other operands, which are emptied once they have been returned."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "add":
+            context.insert_before_op(self.doubled)
+
+    def doubled(self, *values: Tensor) -> list[Tensor]:
+        self.calls += 1
+        results = [value * 2 for value in values]
+        if self.calls > 3:  # native code calls it from then on
+            Emptying(results)
+            gc.enable()
+        return results
+
+
+@natively
+def test_a_list_that_is_emptied_after_a_routine_returned_it_still_gives_its_values() -> None:
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    gc.set_threshold(1, 1, 1)
+    try:
+        with amanda.apply(Doubling()):
+            program = Program(torch.add)
+            for i in range(8):
+                x, y = (torch.full((2,), float(i), requires_grad=True) for _ in range(2))
+                total = program(x, y)
+                gc.disable()
+                assert total.tolist() == [4.0 * i] * 2
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_leaves_without_a_module_have_ops_of_their_own_in_a_loop() -> None:
+    """So a tool's state belongs to the weight that it was made for."""
+    ids: list[int] = []
+    tool = amanda.Tool()
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            op_id = context.get_op_id()
+            context.insert_before_op(lambda *_: ids.append(op_id), inputs=[])
+
+    tool.add_inst_for_op(analyse)
+    weights = [torch.ones(2, 2, requires_grad=True) for _ in range(3)]
+    with amanda.apply(tool):
+        for _ in range(2):
+            x = torch.ones(1, 2)
+            for weight in weights:
+                for _ in range(2):
+                    x = F.linear(x, weight)
+            x.sum().backward()
+    assert len(set(ids)) == 3
+    assert ids[:6] == ids[6:] == [op_id for op_id in ids[:6:2] for _ in range(2)]

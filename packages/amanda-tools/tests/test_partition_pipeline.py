@@ -75,7 +75,9 @@ def test_models_train_to_the_bits_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stages"), [("tied", 2), ("tied", 3), ("gpt2", 2), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("tied", 2), ("tied", 3), ("recurrent", 2), ("gpt2", 2), ("gpt2", 4)]
+)
 def test_gradients_of_tied_parameters_add_up_over_stages(
     name: str, stages: int, tmp_path: Path, transformers: Any
 ) -> None:

@@ -449,3 +449,51 @@ def test_message_of_another_length_than_declared_is_refused() -> None:
     ours.send_bytes(message[:-4])
     with pytest.raises(ProtectError, match=r"declares 32,\d+ bytes and has 32,\d+"):
         receive(theirs)
+
+
+class Reading(nn.Module):
+    """A layer whose output is read as a number, or written to by a subscript."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 4), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        made: Tensor = y * self.read(y)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda y: y.sum().item(), "item at .* gives a float"),
+        (lambda y: 2 if y.sum() > 0 else 1, "is_nonzero at .* gives a bool"),
+        (lambda y: torch.equal(y, y), "equal at .* gives a bool"),
+        (lambda y: y[0].tolist()[0], "tolist at .* gives a float"),
+    ],
+)
+def test_number_that_would_leave_the_process_is_an_error(read: Callable[[Tensor], Any], words: str) -> None:
+    model, tool = nn.Sequential(Reading(read)), PartitionTool(protect="module=0")
+    try:
+        with pytest.raises(ProtectError, match=words + ", and tensors alone leave"), amanda.apply(tool):
+            model(torch.rand(2, 4))
+    finally:
+        tool.release()
+
+
+def test_output_without_a_gradient_has_none_outside() -> None:
+    def double(y: Tensor) -> Tensor:
+        return y.detach().clone()
+
+    model = nn.Sequential(nn.Linear(4, 4), Reading(double))
+    x = torch.rand(2, 4)
+    wanted = model(x)
+    (gradient,) = torch.autograd.grad(wanted.sum(), model[0].weight)
+    tool = PartitionTool(protect="module=1")
+    with amanda.apply(tool):
+        made = model(x)
+        made.sum().backward()
+    tool.release()
+    assert torch.equal(made, wanted)
+    assert torch.equal(model[0].weight.grad, gradient)

@@ -258,7 +258,7 @@ def test_options_that_do_not_go_together(options: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"set": torch.zeros(5)}, "size"),
+        ({"set": torch.zeros(5)}, r"shape \(5,\) and does not fit layers.0, whose shape is \(2, 3, 4\)"),
         ({"add": torch.zeros(4, 2, 3, 4)}, "does not fit layers.0, whose shape is"),
         ({"set": {"layers.1": 0}}, "no value for layers.0; it has layers.1"),
         ({"set": []}, "0 values for layers.0"),
@@ -267,8 +267,57 @@ def test_options_that_do_not_go_together(options: Any, message: str) -> None:
     ],
 )
 def test_values_that_do_not_fit(model: Any, x: Any, options: Any, message: str) -> None:
-    with pytest.raises((PatchError, RuntimeError), match=message):
+    with pytest.raises(PatchError, match=message):
         under(PatchTool("layers.0", **options), lambda: model(x))
+
+
+@pytest.mark.parametrize("edit", ["set", "add", "scale"])
+@pytest.mark.parametrize("positions", [None, -1])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_value_saved_at_another_length_is_an_error(
+    model: Any, edit: str, positions: int | None, length: int
+) -> None:
+    clean = PatchTool("layers.0")
+    under(clean, lambda: model(torch.rand(1, length, 4)))
+    tool = PatchTool("layers.0", **{edit: clean}, positions=positions)
+    message = rf"shape \(1, {length}, 4\) and does not fit layers.0, whose shape is \(1, 3, 4\), at"
+    with pytest.raises(PatchError, match=message):
+        under(tool, lambda: model(torch.rand(1, 3, 4)))
+    given = PatchTool("layers.0", **{edit: clean.saved["layers.0"][0][:, -1:]}, positions=positions)
+    under(given, lambda: model(torch.rand(2, 3, 4)))
+    assert given.result.patched[0].changed == 1
+
+
+def test_a_saved_prompt_is_set_in_each_row_of_a_batch(model: Any) -> None:
+    clean, other = torch.rand(1, 3, 4), torch.rand(2, 3, 4)
+    saved = PatchTool("layers.0")
+    wanted = under(saved, lambda: model(clean))
+    found = under(PatchTool("layers.0", set=saved), lambda: model(other))
+    assert torch.equal(found, wanted.expand_as(found))
+
+
+def test_inputs_by_keyword_are_named_in_the_error() -> None:
+    class Keyword(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.b(input=self.a(x))
+
+    with pytest.raises(PatchError, match="gives them by keyword: select the output of what makes them"):
+        under(PatchTool("b", side="input"), lambda: Keyword()(torch.rand(2, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_model_compiled_with_fullgraph_is_steered_as_by_hooks(model: Any, x: Any, side: Any) -> None:
+    wanted = under(PatchTool("layers.0", side=side, add=1.0), lambda: model(x))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with amanda.apply(PatchTool("layers.0", side=side, add=1.0), compiled="instrument") as scope:
+        found = compiled(x)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert not list(scope.report)
 
 
 @pytest.mark.slow

@@ -484,6 +484,78 @@ def test_layers_are_selected_and_excluded() -> None:
     result = removed(network(), X, exclude=["0", "3"])
     assert sizes(result) == {"5": (20, 10)}
     assert result.left["0.weight"] == "0 is excluded"
+    nested = nn.Sequential(network()[:4], network()[4:])
+    assert sizes(removed(copy.deepcopy(nested), X, module="0")) == {"0.0": (16, 8), "0.3": (8, 4)}
+    assert sizes(removed(nested, X, exclude="0")) == {"1.5": (20, 10)}
+
+
+class OfOthers(nn.Module):
+    """Computes with modules that are no part of it, or with empty slices."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.num_heads = nn.Linear(8, 16), nn.Linear(16, 4), 4
+        self.activations = [nn.ReLU(), nn.GELU()]
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.compute(self, self.first(x)))
+        return found
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda net, x: nn.Sequential(nn.ReLU(), nn.Dropout(0.1).eval())(x),
+        lambda net, x: net.activations[1](net.activations[0](x)),
+        lambda net, x: Attention(net.num_heads)(x),
+        lambda net, x: torch.cat([x[..., :16] * 2, x[..., 16:]], -1),
+        lambda net, x: torch.cat([x.new_zeros(2, 5, 0), x.relu()], -1),
+        lambda net, x: torch.cat(torch.tensor_split(x, [0, 16], -1), -1),
+        lambda net, x: torch.cat([x, x[:, :0]], 1),
+    ],
+)
+def test_modules_made_in_forward_and_empty_slices_leave_channels_removable(compute: Any) -> None:
+    result = removed(OfOthers(compute), torch.rand(2, 5, 8))
+    assert sizes(result) == {"first": (4, 2) if "heads" in compute.__code__.co_names else (16, 8)}
+
+
+def test_layers_in_a_plain_list_are_left_and_named() -> None:
+    hidden = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    net = OfOthers(lambda net, x: hidden[1](hidden[0](x).relu()))
+    tool = ChannelPruneTool()
+    tool.prepare(net, torch.rand(2, 5, 8))
+    result = tool.finalize(net, remove=True)
+    assert not sizes(result)
+    assert "is of no module of the model" in result.left["first.weight"]
+    assert "is of no module of the model" in result.left["(Linear)"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layers_compute_as_they_are_masked(frozen: bool, norm_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first)
+    net = nn.Sequential(nn.Linear(12, 32), layer, nn.Linear(32, 4)).requires_grad_(not frozen).eval()
+    x, tool = torch.rand(2, 5, 12), ChannelPruneTool(sparsity=0.5)
+    tool.prepare(net, x)
+    with torch.no_grad(), amanda.apply(tool):
+        masked = net(x)
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert set(sizes(tool.finalize(net, remove=True))) == {"0", "1.self_attn", "1.linear1"}
+    with torch.no_grad():  # by the fused op
+        assert torch.allclose(net(x), masked, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +572,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], told: s
 
 
 def test_errors_say_what_was_given() -> None:
-    with pytest.raises(PruneError, match="module 'nine'"):
+    with pytest.raises(PruneError, match="no layer with channels was selected by module=nine"):
         ChannelPruneTool(module="nine").prepare(network(), X)
     with pytest.raises(PruneError, match='"taylor" reads gradients, and 0'):
         ChannelPruneTool(importance="taylor").prepare(network(), X)
@@ -576,7 +648,7 @@ def test_models_whose_attention_counts_by_its_input_lose_other_channels(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "llama tied", "bert", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama tied", "bert", "gpt2", "distilbert", "deberta", "phi3"])
 def test_models_of_transformers(name: str) -> None:
     let_torchvision_load()
     transformers = pytest.importorskip("transformers")
@@ -587,6 +659,16 @@ def test_models_of_transformers(name: str) -> None:
     }  # fmt: skip
     if "llama" in name:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama))
+    elif name == "phi3":
+        model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**llama, pad_token_id=0))
+    elif name == "distilbert":
+        distilbert = {"vocab_size": 100, "dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}
+        config = transformers.DistilBertConfig(**distilbert)
+        model = transformers.DistilBertForSequenceClassification(config)
+    elif name == "deberta":
+        del llama["num_key_value_heads"]
+        config = transformers.DebertaV2Config(**llama)
+        model = transformers.DebertaV2ForSequenceClassification(config)
     elif name == "bert":
         del llama["num_key_value_heads"]
         model = transformers.BertForSequenceClassification(transformers.BertConfig(**llama))
@@ -598,5 +680,5 @@ def test_models_of_transformers(name: str) -> None:
     assert result.flops < 0.4
     model(
         torch.arange(12)[None],
-        labels=torch.zeros(1, dtype=torch.long) if name == "bert" else torch.arange(12)[None],
+        labels=torch.zeros(1, dtype=torch.long) if "bert" in name else torch.arange(12)[None],
     ).loss.backward()

@@ -753,3 +753,129 @@ def test_a_calibration_replaces_a_zero_point_that_was_loaded() -> None:
     before, after = (float(state[name]) for state in states)
     assert before != 0
     assert after == 0
+
+
+class LoopedExperts(nn.Module):
+    """Experts that are parts of one parameter, of which a loop calls those that the batch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = torch.tensor([1.0, 1000.0])[:, None, None]
+        self.up = nn.Parameter(torch.rand(2, 16, 8) * sizes)
+        self.down = nn.Parameter(torch.rand(2, 8, 16) / sizes)
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in expert.unique().tolist():
+            hidden = F.relu(F.linear(x[expert == e], self.up[e]))
+            out[expert == e] = F.linear(hidden, self.down[e])
+        return out
+
+
+BOTH, SECOND = torch.tensor([0, 1, 0, 1, 0, 1]), torch.ones(6, dtype=torch.long)
+
+
+def experts_error(tool: QuantizeTool, model: LoopedExperts, expert: Tensor) -> float:
+    x = torch.rand(6, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(x, expert)
+        with amanda.apply(tool):
+            found = model(x, expert)
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("method", ["static", "qat", "lsq"])
+def test_experts_in_a_loop_have_scales_of_their_own(method: Any) -> None:
+    model, tool = LoopedExperts(), QuantizeTool(method, calibration=int(method == "static"))
+    for expert in (BOTH, BOTH, SECOND, 1 - SECOND):
+        assert experts_error(tool, model, expert) < 0.05
+    names = {name for name in tool.state_dict() if "input" in name}
+    assert {name.rpartition(".")[0] for name in names} == {
+        "/linear(up)/input0@0", "/linear(up)/input0@128", "/linear(down)/input0@0", "/linear(down)/input0@128"
+    }  # fmt: skip
+
+
+def test_an_expert_that_a_later_batch_reaches_first_calibrates_itself() -> None:
+    model, tool = LoopedExperts(), QuantizeTool(calibration=1)
+    for expert in (SECOND, SECOND, BOTH, BOTH):
+        assert experts_error(tool, model, expert) < 0.05
+
+
+def test_scales_of_experts_are_loaded_whichever_is_reached_first(tmp_path: Path) -> None:
+    model, tool = LoopedExperts(), QuantizeTool(calibration=1)
+    experts_error(tool, model, BOTH)
+    again = QuantizeTool()
+    again.load(tool.save(tmp_path / "scales.json"))
+    assert experts_error(again, model, SECOND) < 0.05
+    assert experts_error(again, model, BOTH) < 0.05
+
+
+def test_scales_of_rounds_of_a_loop_are_refused() -> None:
+    model, tool = LoopedExperts(), QuantizeTool(calibration=1)
+    experts_error(tool, model, BOTH)
+    state = {
+        name.replace("/linear(up)/input0@0", "/linear(up)/input0"): value
+        for name, value in tool.state_dict().items()
+    }
+    old = QuantizeTool()
+    old.load_state_dict(state)
+    with pytest.raises(QuantizeError, match=r"of one round of a loop.*calibrate again"):
+        experts_error(old, model, BOTH)
+
+
+def test_two_lines_that_read_one_part_have_scales_of_their_own() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.rand(2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.weights:
+                small = F.linear(x, weight)
+                x = small + F.linear(1000 * x, weight) / 1000
+            return x
+
+    model, tool = Twice(), QuantizeTool(calibration=1)
+    x = torch.rand(6, 8)
+    with torch.no_grad(), amanda.apply(tool):
+        model(x)
+        found = model(x)
+    assert (found - model(x)).norm() < 0.05 * found.norm()
+    assert len([name for name in tool.state_dict() if "input" in name and "scale" in name]) == 4
+
+
+def test_modules_in_a_list_that_one_line_calls_have_scales_of_their_own() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+        def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+            return sum(self.experts[e](x * 1000.0**e) / 1000.0**e for e in expert.unique().tolist())
+
+    model, tool = Listed(), QuantizeTool(calibration=1)
+    for expert in (SECOND, BOTH, BOTH, SECOND):
+        assert experts_error(tool, model, expert) < 0.05  # type: ignore[arg-type]
+
+
+def test_modules_are_selected_with_all_that_lies_in_them() -> None:
+    net, x = (
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2)),
+        torch.rand(3, 4),
+    )
+    for options, wanted in (
+        ({"module": "0"}, {"0.0", "0.2"}), ({"exclude": ["0"]}, {"1"}),
+        ({"module": "0", "exclude": "0.2"}, {"0.0"}),
+    ):  # fmt: skip
+        tool = QuantizeTool(method="dynamic", **options)  # type: ignore[arg-type]
+        with amanda.apply(tool):
+            net(x)
+        assert {one.module for one in tool.result} == wanted
+    with pytest.raises(QuantizeError, match="module is 3; give a name or a list of names"):
+        QuantizeTool(module=3)  # type: ignore[arg-type]
+    tool = QuantizeTool(module="nine")
+    with amanda.apply(tool):
+        net(x)
+    assert "no op was selected by module=nine" in tool.unmatched()[0]

@@ -546,3 +546,11 @@ def test_an_op_that_has_too_little_of_a_shared_choice_is_left_out() -> None:
     tool.architecture = {"all type=linear": "skip"}
     with amanda.apply(tool):
         assert torch.equal(model(x), model[1](x))
+
+
+def test_warning_comes_once_for_a_search(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))), torch.rand(1, 4)
+    tool = SearchTool(["relu=keep|tanh|gelu", "conv2d=keep|conv5"])
+    tool.prepare(model, x)
+    Search(tool, lambda: model(x).sum().item(), "random", progress=False).run(trials=8)
+    assert caplog.text.count("no op was selected by type=conv2d") == 1

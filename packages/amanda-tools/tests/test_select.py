@@ -170,6 +170,15 @@ def test_a_selection_that_no_op_fitted_is_reported_when_the_scope_closes(
     assert told in caplog.text
 
 
+def test_a_selection_that_no_op_fits_is_logged_once_for_a_tool(caplog: pytest.LogCaptureFixture) -> None:
+    tool, model = select(Seen(), type="conv2d"), mlp()
+    for run in (lambda: model(x()), lambda: model(x()), lambda: model(x()).sum().item()):
+        with amanda.apply(tool) as scope:
+            run()
+        assert [entry.what for entry in scope.report] == ["what was selected for Seen"]
+    assert caplog.text.count("no op was selected by type=conv2d") == 1
+
+
 def test_a_selection_that_fitted_once_or_met_no_op_is_not_reported() -> None:
     tool, model = select(Seen(), module="1"), mlp()
     for run in (lambda: None, lambda: model(x()), lambda: model(x()), lambda: torch.relu(x())):

@@ -564,3 +564,58 @@ def test_levels_are_the_best_of_all(pairs: list[list[tuple[int, int]]], wanted: 
     if found is not None:
         assert found.drop == min(drops)
         assert tuple(found) in ways
+
+
+def flaky(model: nn.Module, x: Tensor, *failing: int) -> Evaluate:
+    """Return an evaluation whose calls of these numbers fail."""
+    calls = itertools.count(1)
+
+    def evaluate() -> Tensor:
+        if next(calls) in failing:
+            raise RuntimeError("out of memory, say")
+        with torch.no_grad():
+            return -model(x).abs().sum()
+
+    return evaluate
+
+
+def test_failed_points_are_run_again_on_request() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(4, 8)
+    wanted = SparsitySweep(flaky(model, x), sparsities=[0.5, 0.9], progress=False).run()
+    sweep = SparsitySweep(flaky(model, x, 2, 4), sparsities=[0.5, 0.9], progress=False)
+    failed = [bool(point.error) for point in sweep.run().points]
+    assert failed == [True, False, True, False, False, False]
+    assert [bool(point.error) for point in sweep.run().points] == failed
+    found = sweep.run(retries=1)
+    assert [point.metric for point in found.points] == [point.metric for point in wanted.points]
+    assert not any(point.error for point in found.points)
+    at_once = SparsitySweep(flaky(model, x, 2, 3, 6), sparsities=[0.5, 0.9], progress=False).run(retries=2)
+    assert [point.metric for point in at_once.points] == [point.metric for point in wanted.points]
+
+
+def test_retries_are_a_whole_number() -> None:
+    with pytest.raises(SweepError, match="retries is -1; give a whole number from 0"):
+        SparsitySweep(lambda: 1.0, progress=False).run(retries=-1)
+
+
+def test_command_runs_failed_points_again(tmp_path: Path) -> None:
+    (tmp_path / "evaluate.py").write_text(
+        "import itertools, torch\n"
+        "model, calls = torch.nn.Sequential(torch.nn.Linear(4, 4)), itertools.count()\n"
+        "def run():\n"
+        "    if next(calls) == 1:\n"
+        "        raise RuntimeError('busy')\n"
+        "    return model(torch.ones(1, 4)).sum().item()\n"
+    )
+    saved = tmp_path / "sweep.json"
+    arguments = [f"{tmp_path / 'evaluate.py'}:run", "--levels", "0.5", "-q", "--save", str(saved)]
+    for retries, errors in ((0, 1), (1, 0)):
+        assert command(["sparsity", *arguments, "--retries", str(retries)]) == 0
+        points = json.loads(saved.read_text())["rows"]
+        assert sum(bool(one["error"]) for one in points) == errors
+
+
+def test_warning_of_a_sweep_comes_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(4, 8)
+    SparsitySweep(flaky(model, x), sparsities=[0.5, 0.9], exclude="head*", progress=False).run()
+    assert caplog.text.count("no op was excluded by exclude=head*") == 1

@@ -33,6 +33,7 @@ from amanda.plan.results import matched
 from amanda.plan.routine import failed, picked_by
 from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
 from amanda.scope.driver import DRIVER_API, Driver
+from amanda.scope.recomputation import Recomputation, recomputed
 from amanda.scope.state import State, replayed
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "OpFacts",
     "Operation",
     "Reads",
+    "Recomputation",
     "Rewriter",
     "Rewriting",
     "Side",
@@ -71,6 +73,7 @@ __all__ = [
     "lacking",
     "matched",
     "picked_by",
+    "recomputed",
     "replayed",
     "when_imported",
 ]

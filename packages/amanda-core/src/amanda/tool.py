@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
@@ -34,6 +35,8 @@ class Tool:
     """True if its routines run only at points where a tool that depends on it has one."""
     intercepts = True
     """False for a tool that opens scopes of its own: for such tools alone no driver is attached."""
+    is_copied_when_used = True
+    """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 
     _amanda: Registry
 
@@ -49,6 +52,24 @@ class Tool:
         """
         if namespace is not None:
             self.restrict(InNamespace(namespace))
+
+    def __copy__(self) -> Tool:
+        """Return a deep copy: a shallow one would run the routines of the tool that it is a copy of."""
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Describe the tool for pickle and copy.
+
+        Raises ToolError if a scope had the tool and `is_copied_when_used` is False.
+        """
+        if self._amanda.was_used and not self.is_copied_when_used:
+            name = type(self).__name__
+            state = ", and other.load_state_dict(tool.state_dict())" if self.state_dict() else ""
+            raise ToolError(
+                f"a {name} that was used in a scope cannot be pickled or copied, since it holds what belongs "
+                f"to ops of this process: copy its result, or make another {name}{state}"
+            )
+        return super().__reduce_ex__(protocol)
 
     def add_inst_for_op(
         self,

@@ -42,6 +42,16 @@ class Slotted:
     __slots__ = ()
 
 
+class Leaf:
+    """Its instances tell rounds of a loop apart, if they say so."""
+
+    def __init__(self, trained: bool = True) -> None:
+        self.trained = trained
+
+    def __call__(self, *_: Any) -> None:
+        op(self)
+
+
 class Module:
     """Its calls are regions."""
 
@@ -81,6 +91,7 @@ Module.__call__ = Enclosure(Module.__call__, _path)  # type: ignore[method-assig
 codes.add_code(_framework.__code__, FRAMEWORK)
 codes.add_code(vars(Module)["__call__"].__wrapped__.__code__, BOUNDARY)
 interceptor.add_identity_type(Identity)
+interceptor.set_leaf_type(Leaf, lambda leaf: leaf.trained)
 
 
 def again(function: Callable[[], Any], times: int = 3) -> None:
@@ -170,6 +181,31 @@ def repeats() -> None:
     model = Looping()
     again(lambda: [op() for _ in range(70)])
     again(lambda: (model(), op(), model(), op()))
+
+
+@case
+def ways_to_the_root() -> None:
+    """A function of the program has an op for each way to it, a loop has one; leaves count as ways."""
+
+    def twice() -> None:
+        for _ in range(2):
+            _helper()
+
+    def deep(left: int) -> None:
+        twice()
+        if left:
+            deep(left - 1)
+
+    def leaves() -> None:
+        for one in leaf, Leaf(), leaf, Leaf(False):
+            op(one)
+            op(x=one)
+
+    leaf = Leaf()
+    again(lambda: [(_helper(), twice(), _framework()) for _ in range(3)])
+    again(lambda: (deep(20), deep(90)), 2)
+    again(lambda: (leaves(), leaves()))
+    again(lambda: [Module(leaf)(leaf) for _ in range(2)])
 
 
 @case
@@ -319,6 +355,14 @@ def places_taken_along() -> None:
     again(lambda: (model(), other(), kept[0].replay(leaf), other(), kept[0].replay(leaf)))
     kept.append(interceptor.snapshot())
     again(lambda: kept[-1].replay(_helper))
+
+    def helped() -> None:
+        for _ in range(2):
+            _helper()
+            kept[-1].replay(_helper)
+            kept.append(interceptor.snapshot())
+
+    again(lambda: (helped(), kept[-1].replay(helped), helped()))
 
 
 @case

@@ -319,6 +319,7 @@ class TestGraphDriver(DriverTests):
         "test_ops_of_a_routine_are_not_instrumented": SYMBOLS,
         "test_one_call_site_over_several_weights_is_several_ops": NODES,
         "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run": NODES,
+        "test_a_checkpoint_computes_the_same_executions_again": NODES,
     }
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:

@@ -67,6 +67,22 @@ class Tied(nn.Module):
         return made
 
 
+class Recurrent(nn.Module):
+    """A block that is called four times, so that several stages call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(4):
+            x = x + self.block(x)
+        made: Tensor = self.head(x)
+        return made
+
+
 class Logits(nn.Module):
     """A model of transformers that gives its logits alone."""
 
@@ -89,7 +105,7 @@ def let_torchvision_load() -> None:
 
 def task(name: str) -> Task:
     """Return a task; the same at each call."""
-    if name not in ("residual", "tied"):
+    if name not in ("residual", "tied", "recurrent"):
         let_torchvision_load()
     torch.manual_seed(0)
     rows = MICROBATCHES * ROWS
@@ -107,8 +123,9 @@ def task(name: str) -> Task:
     def next_token(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
-    if name == "tied":
-        return Task(Tied(), [(one, one) for one in tokens], next_token)
+    if name in ("tied", "recurrent"):
+        model = Tied() if name == "tied" else Recurrent()
+        return Task(model, [(one, one) for one in tokens], next_token)
     small: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 30}
     import transformers as installed
 

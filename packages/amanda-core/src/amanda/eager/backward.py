@@ -86,7 +86,7 @@ class _Rest:
     ) -> tuple[Any, ...] | None:
         step, returned = (-1, None) if done is NotImplemented else done
         given = values = list(grads)
-        with interceptor.Suspension():
+        with interceptor.Suspension(), self._ops.reading():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED
@@ -242,11 +242,13 @@ class BackwardStep:
         return any(action.tool is tool for tool in self._open)
 
     def _run(self, action: Action, grads: list[Any]) -> list[Any]:
-        if not self._is_open(action):
+        # A function that runs again may have a backward pass in it.
+        called = action if self._state.recall is None else action.in_recomputation()
+        if called is None or not self._is_open(action):
             return grads
-        shapes = self._shapes_so_far() if action.takes_shapes else None
+        shapes = self._shapes_so_far() if called.takes_shapes else None
         run, autodiff = self._trace.run, self._state.autodiff
-        return run_routine(self._ops, action, grads, self._facts, run, autodiff, shapes=shapes)
+        return run_routine(self._ops, called, grads, self._facts, run, autodiff, shapes=shapes)
 
     def _shapes_so_far(self) -> tuple[Any, ...]:
         """Return the shapes of the op's inputs and outputs, and of the gradients that there are."""

@@ -130,6 +130,10 @@ class EagerOps(TensorOps):
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's result as a list, and a function that puts such a list back into its form."""
 
+    def invoke(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call as the program does."""
+        return site.invoke(args, kwargs)
+
     def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return what `flatten` does, for the result of this call, where the form depends on the call."""
         return self.flatten(outputs)

@@ -49,18 +49,18 @@ class EagerExecution(EagerOps):
             (plan,) = memo.plans.values()
             if not plan and not plan.wants_backward(self.gradients(args)):
                 memo.learn(key, None)
-                return site.invoke(args, kwargs)
+                return self.invoke(site, args, kwargs)
         obstacle = self.obstacle(site)
         if obstacle is not None:
             state.report(*obstacle)
-            return site.invoke(args, kwargs)
+            return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
         signature = layer.key(self, call.inputs, op_id)
         if memo is None or signature not in memo.plans:
             return self._first(call, state, op_id, signature)
         plan = memo.plans[signature]
         if key and not layer.by_callables and not watched:
-            learn(self, memo, key, plan, call)
+            learn(self, memo, key, plan, call, state)
         return self._execute(plan, call, state, op_id)
 
     def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
@@ -100,11 +100,12 @@ class EagerExecution(EagerOps):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         tracing = self.tracing() if plan.watches else None
         step, returned = called
-        run = plan.runs.resumed(plan.before[: step + 1])
+        actions = plan.actions(state.recall is not None)
+        run = plan.runs(self, state.is_recorded).resumed(actions.before[: step + 1])
         shapes: tuple[Any, ...] | None = None
         if plan.watches or plan.takes_shapes or (analysis is not None and (plan.before or call.may_write())):
             shapes = (self.shapes(call.inputs),)
-        for i, action in enumerate(plan.before):
+        for i, action in enumerate(actions.before):
             if i >= step:
                 result = returned if i == step else NOT_CALLED
                 inputs = run_routine(
@@ -120,11 +121,11 @@ class EagerExecution(EagerOps):
             saved = self.written_later([inputs[i] for i in call.targets])
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
         if trace is None or tracing is None:
-            outputs = self._compute(plan, call, inputs, told, run, saved)
+            outputs = self._compute(actions.replace, call, inputs, told, run, saved)
         else:
             self.begin(tracing, inputs)
             with tracing as made:
-                outputs = self._compute(plan, call, inputs, told, run, saved)
+                outputs = self._compute(actions.replace, call, inputs, told, run, saved)
         values, rebuild = self.results(call, outputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._written_back(call, inputs, versions, values)
@@ -143,7 +144,8 @@ class EagerExecution(EagerOps):
         written = call.written(inputs, values)
         if written and saved is None and plan.gives_outputs:
             saved = self.saved_of(written)
-        changed = self._run_after(plan.after, values, written, told, run, state, shapes, saved=saved)
+        after = plan.actions(state.recall is not None).after
+        changed = self._run_after(after, values, written, told, run, state, shapes, saved=saved)
         if self.views is not None:
             changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
@@ -233,13 +235,18 @@ class EagerExecution(EagerOps):
         if plan.replace is not None:
             outputs = call.formed(outputs)
         values, rebuild = self.flatten(outputs)
-        first = step - len(plan.before)
+        actions = plan.actions(state.recall is not None)
+        first = step - len(actions.before)
         if first < 0:
             first, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
         saved = self.saved_of(written) if written else None
-        rest, shapes = plan.after[first:], (self.shapes(call.inputs), self.shapes(values))
-        run = plan.runs.end() if plan.watches else plan.runs.resumed((*plan.before, *plan.after[:first]))
+        rest, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
+        next_step = first + (returned is not NOT_CALLED)
+        run: dict[str, Any] = {}
+        if any(action.takes_run for action in actions.after[next_step:]):
+            before = (*actions.before, *actions.after[:next_step])
+            run = plan.runs(self, state.is_recorded).resumed(before, plan.watches)
         changed = self._run_after(rest, values, written, told, run, state, shapes, returned, saved)
         if self.views is not None:
             changed = self._tied(self.views, call, inputs, values, changed, told)
@@ -247,15 +254,15 @@ class EagerExecution(EagerOps):
 
     def _compute(
         self,
-        plan: Plan,
+        replace: Action | None,
         call: Call,
         inputs: list[Any],
         told: OpFacts,
         run: dict[str, Any],
         saved: Saved | None,
     ) -> Any:
-        if plan.replace is not None:
-            result = run_replacement(self, plan.replace, inputs, told, run, call.targets, call.compute)
+        if replace is not None:
+            result = run_replacement(self, replace, inputs, told, run, call.targets, call.compute)
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:

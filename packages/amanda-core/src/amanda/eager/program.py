@@ -17,22 +17,25 @@ if TYPE_CHECKING:
     from amanda.eager.call import Call, EagerOps
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
-    from amanda.plan.plan import Plan
-    from amanda.plan.runs import Routine
+    from amanda.plan.plan import Actions, Plan
+    from amanda.plan.runs import Routine, Runs
+    from amanda.scope.state import State
 
 
-def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call) -> None:
+def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call, state: State) -> None:
     """Teach native code what calls like this one come to, if it can do that.
 
-    key: under which the memo learns of them.
+    key: under which the memo learns of them.  state: of calls that have this key.
     """
     gradients = ops.gradients(call.inputs)
     traced = plan.watches and plan.wants_backward(gradients)
-    if not (plan or traced):
+    actions = plan.actions(state.recall is not None)
+    if not (actions or traced):
         memo.learn(key, None)
         return
     facts = plan.chain[0].context._facts
-    trace = _tracer(ops, memo, plan, call, gradients, facts) if traced else None
+    runs = plan.runs(ops, state.is_recorded)
+    trace = _tracer(ops, memo, plan, actions, runs, call, gradients, facts) if traced else None
     if traced and trace is None:
         return
     refuse = None
@@ -40,7 +43,7 @@ def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Cal
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return
         refuse = ops.saves_out_of_reach
-    program = _program_of(ops, plan, call, facts, trace, refuse)
+    program = _program_of(ops, plan, actions, runs, call, facts, trace, refuse)
     if program is not None:
         memo.learn(key, program)
 
@@ -49,6 +52,8 @@ def _tracer(
     ops: EagerOps,
     memo: interceptor.Memo,
     plan: Plan,
+    actions: Actions,
+    runs: Runs,
     call: Call,
     gradients: Hashable,
     facts: OpFacts,
@@ -66,7 +71,7 @@ def _tracer(
     mutable = tuple(call.mutable)
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
-        run = plan.runs.handed_on(plan.before, plan.after)
+        run = runs.handed_on(actions.before, actions.after)
         trace = Trace(facts.op_id, gradients, plan, run)
         values = ops.flatten(outputs)[0]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
@@ -82,6 +87,8 @@ def _tracer(
 def _program_of(
     ops: EagerOps,
     plan: Plan,
+    actions: Actions,
+    runs: Runs,
     call: Call,
     facts: OpFacts,
     trace: Callable[..., None] | None,
@@ -102,17 +109,17 @@ def _program_of(
         return None
     substitutes = call.takes_equals()
     replace = None
-    if plan.replace is not None:
-        replace = _replacement(ops, plan.replace, call) if substitutes and trace is None else None
+    if actions.replace is not None:
+        replace = _replacement(ops, actions.replace, call) if substitutes and trace is None else None
         if replace is None:
             return None
     constants = tuple(
         value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    routines = plan.runs.routines(ops, plan.before, plan.after, trace is not None)
+    routines = runs.routines(ops, actions.before, actions.after, trace is not None)
     return _program(
-        plan.before, plan.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        trace is not None and plan.hands_on_shapes, routines=routines, replaced_by=plan.replace,
+        actions.before, actions.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
+        trace is not None and plan.hands_on_shapes, routines=routines, replaced_by=actions.replace,
     )  # fmt: skip
 
 

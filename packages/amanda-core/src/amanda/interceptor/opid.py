@@ -14,6 +14,8 @@ MASK = (1 << 64) - 1
 SITE_STEP = 0x9E3779B97F4A7C15
 ROOT_HASH = 0x416D616E6461
 WALK_LIMIT = 128
+WAY_LIMIT = 8
+"""Call sites of the program beyond a place outside of modules, which tell apart the ways to the place."""
 
 FRAMEWORK = 1
 """Code of a framework: an op's line in the program is outside of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import wraps
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,13 +84,15 @@ class Action:
     gathered: takes many executions of the routine in one call; None where nothing does.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
     takes_shapes: whether the routine, unless it replaces, has a keyword `shapes`, for those of one execution.
+    takes_recomputed: whether the routine has a parameter `recomputed`, True in a recomputation.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
     parameters: those of a replacement that the op's inputs may fill; None of one written in C.
     """
 
     __slots__ = (
         "differentiable", "func", "gathered", "innermost", "kwargs", "observer", "opening", "parameters",
-        "reads", "select", "takes_original", "takes_run", "takes_shapes", "tool", "traceable", "type",
+        "reads", "select", "takes_original", "takes_recomputed", "takes_run", "takes_shapes", "tool",
+        "traceable", "type",
     )  # fmt: skip
 
     # Recorded by the thousand, so this is no dataclass: a frozen one takes twice as long to make.
@@ -116,6 +119,9 @@ class Action:
         self.opening = "opening" in carried
         self.innermost = "innermost" in carried
         self.takes_run = self._takes("run")
+        self.takes_recomputed = not isinstance(func, interceptor.Tally) and self._takes("recomputed")
+        if self.takes_recomputed:
+            self.kwargs = {**kwargs, "recomputed": False}
         self.takes_shapes = not type.is_replacement and self._takes("shapes")
         self.takes_original = type is REPLACE_OP and self._takes("original")
         self.parameters = self._parameters() if type is REPLACE_OP else None
@@ -126,6 +132,24 @@ class Action:
 
     def _takes(self, name: str) -> bool:
         return name not in self.kwargs and has_parameter(self.func, name, alone=name == "shapes")
+
+    def in_recomputation(self) -> Action | None:
+        """Return the action for a recomputation of the op; None where its routine is not called.
+
+        Observers have heard of the execution, unless they ask for it by a parameter `recomputed`.
+        A `Tally` counts in its attribute `recomputed`, if it has one.
+        """
+        if isinstance(self.func, interceptor.Tally):
+            other = getattr(self.func, "recomputed", None)
+            return None if other is None else self._with(other, self.kwargs)
+        if self.takes_recomputed:
+            return self._with(self.func, {**self.kwargs, "recomputed": True})
+        return None if self.observer or self.opening else self
+
+    def _with(self, func: Routine, kwargs: Mapping[str, Any]) -> Action:
+        action = copy(self)
+        action.func, action.kwargs = func, kwargs
+        return action
 
     def __str__(self) -> str:
         return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"

@@ -181,10 +181,11 @@ class Analysis:
     fresh: drafts of the plans that are made now, with the key that each is found by later.
     """
 
-    __slots__ = ("facts", "fresh", "plan")
+    __slots__ = ("_reading", "facts", "fresh", "plan")
 
     def __init__(self, facts: OpFacts, ops: TensorOps, layer: Layer, key: Hashable, cache: bool) -> None:
         self.facts = facts
+        self._reading = ops.reading
         self.fresh: list[tuple[Hashable, Draft[Plan]]] = []
         plan: Plan | None = None
         called = facts.op_id if facts.namespace[-1] == "eager" else None
@@ -214,14 +215,16 @@ class Analysis:
             draft = begin()
         if isinstance(draft, Plan):
             return draft
-        draft.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
+        with self._reading():
+            draft.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
         self.fresh.append((key, draft))
         return draft.plan
 
     def after(self) -> Plan:
         """Run the analyses after the op, whose outputs the facts have; return all that was recorded."""
-        for _, draft in self.fresh:
-            draft.analyse(InstrumentationPoint.AFTER_FORWARD_OP, self.facts)
+        with self._reading():
+            for _, draft in self.fresh:
+                draft.analyse(InstrumentationPoint.AFTER_FORWARD_OP, self.facts)
         self.plan.lay_out()
         return self.plan
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ReplaceConflictError
 from amanda.plan.action import Action, InstrumentationPoint, in_turn
-from amanda.plan.runs import Runs
+from amanda.plan.runs import RecordedRuns, Runs
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
     from amanda.plan.layer import Layer
+    from amanda.plan.tensors import TensorOps
     from amanda.plan.tools import AnyTool
 
 
@@ -131,7 +132,19 @@ class Plan(Actions):
     undone: what leads from the context back to how it was before the op.
     """
 
-    __slots__ = ("_around", "_runs", "backward", "context", "layer", "own", "undone", "watches", "written")
+    __slots__ = (
+        "_around",
+        "_recomputation",
+        "_recorded_runs",
+        "_runs",
+        "backward",
+        "context",
+        "layer",
+        "own",
+        "undone",
+        "watches",
+        "written",
+    )
 
     def __init__(self, layer: Layer, context: OpContext, outer: Plan | None = None) -> None:
         super().__init__()
@@ -140,6 +153,8 @@ class Plan(Actions):
         self.own = Actions()
         self._around: tuple[Plan, ...] = () if outer is None else outer.chain
         self._runs: Runs | None = None
+        self._recorded_runs: RecordedRuns | None = None
+        self._recomputation: Actions | None = None
         self.watches: bool = layer.wants_backward or (outer is not None and outer.watches)
         self.backward = BackwardRecord() if self.watches else _UNWATCHED
         self.written: dict[tuple[int | None, InstrumentationPoint], Changes] = {}
@@ -166,6 +181,17 @@ class Plan(Actions):
         """Take over what the chain's tools have recorded so far."""
         whole = Actions.merged([plan.own for plan in self.chain]) if self._around else self.own.in_turn()
         self.before, self.replace, self.after = whole.before, whole.replace, whole.after
+        self._recomputation = None
+
+    def actions(self, recomputed: bool) -> Actions:
+        """Return the actions at an execution.  recomputed: whether a framework runs it again."""
+        if not recomputed:
+            return self
+        if self._recomputation is None:
+            again = self._recomputation = Actions()
+            for action in self.all:
+                again.add(filter(None, [action.in_recomputation()]))
+        return self._recomputation
 
     @property
     def gives_outputs(self) -> bool:
@@ -177,9 +203,15 @@ class Plan(Actions):
         """Return True if a routine before or after the op takes shapes."""
         return any(action.takes_shapes for action in self.inserted)
 
-    @property
-    def runs(self) -> Runs:
-        """Return the dicts of the executions whose routines native code calls."""
+    def runs(self, ops: TensorOps, recorded: bool) -> Runs:
+        """Return the dicts of the executions under way.
+
+        recorded: whether executions may be recomputations, or be recomputed.
+        """
+        if recorded:
+            if self._recorded_runs is None:
+                self._recorded_runs = RecordedRuns(ops, self.context.get_op_id())
+            return self._recorded_runs
         if self._runs is None:
             self._runs = Runs()
         return self._runs

@@ -125,7 +125,7 @@ def run_replacement(
         else:
             picked = given if action.select is None else picked_by(action, given, facts)
         with action.tool._amanda.lock:
-            result = _called(action, picked, kwargs, given, facts.names)
+            result = _called(ops, action, picked, kwargs, given, facts.names)
         if not targets or result is NotImplemented:
             return result
         written = spread(values[i] for i in targets)
@@ -142,6 +142,7 @@ def run_replacement(
 
 
 def _called(
+    ops: TensorOps,
     action: Action,
     given: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -150,7 +151,7 @@ def _called(
 ) -> Any:
     """Call a replacement; where it cannot take its arguments, say which values there are."""
     try:
-        return action.func(*given, **kwargs)
+        return ops.call(action.func, given, kwargs)
     except TypeError as error:
         told = refused(action, values, names, given, kwargs)
         if told is None:
@@ -203,9 +204,10 @@ def _call(
     with action.tool._amanda.lock:
         versions = ops.versions(given) if isolated or given is not picked else []
         if not isolated:
-            result = action.func(*given, **kwargs)
+            result = ops.call(action.func, given, kwargs)
         else:
-            result = ops.call_isolated(action.func, given, kwargs)
+            call = ops.call_observer if action.observer else ops.call_isolated
+            result = call(action.func, given, kwargs)
             if ops.versions(given) != versions:
                 index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
                 raise mutation(action, index)

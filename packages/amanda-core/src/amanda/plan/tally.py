@@ -25,6 +25,11 @@ class Tally(interceptor.Tally):
         self.add(())
 
     @property
+    def recomputed(self) -> Tally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
+
+    @property
     def calls(self) -> int:
         """Return how many executions were counted."""
         return sum(calls for _, calls in self.items())
@@ -34,7 +39,6 @@ class ShapeTally(interceptor.Tally):
     """An observer that counts executions by their shapes; insert the object itself, with no values.
 
     limit: native code counts so many different shapes by itself, and calls the object where there are more.
-
     >>> tally = ShapeTally()
     >>> tally(shapes=(((2, 3),), ((2, 4),)))
     >>> tally.items()
@@ -47,3 +51,8 @@ class ShapeTally(interceptor.Tally):
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
         """Count an execution, as native code does instead of this call up to the limit."""
         self.add(shapes)
+
+    @property
+    def recomputed(self) -> ShapeTally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None

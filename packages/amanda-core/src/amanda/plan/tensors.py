@@ -75,6 +75,18 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
+    def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine that changes no value; it reads tensors outside of what their classes override."""
+        return self.call_isolated(func, values, kwargs)
+
+    def call(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine that computes for the program, such as a replacement."""
+        return func(*values, **kwargs)
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Context in which tensors are read for tools: no mode, and no class of tensors, sees it."""
+        return nullcontext()
+
     @abstractmethod
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value`, with the identity as its gradient's way back to `original`.

@@ -104,6 +104,8 @@ class Registry:
         self.gone: deque[int] = deque()  # those that it tells of before the next analysis
         self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
         self.options: dict[str, str] | None = None  # those when a scope opened last
+        self.logged: set[str] = set()  # selections that fitted no op
+        self.was_used = False  # in a scope
 
     def on_death(self, op_id: int) -> None:
         """Note that an op is gone; the tool is told later, since an object may die anywhere."""

@@ -13,6 +13,7 @@ from amanda.errors import PluginError
 from amanda.plugins import manager
 from amanda.plugins.entries import COMMANDS, Entry, Plugin, registry, rivalry, upgrade
 from amanda.plugins.requirements import Unfit, unfit_requirements
+from amanda.scope.attachment import attachment
 from amanda.tool import Tool, apply
 
 Verdict = Literal["ok", "note", "wrong"]
@@ -101,13 +102,29 @@ def _attached() -> Iterator[Finding]:
     logging.getLogger("amanda").addHandler(silence)
     try:
         with apply(Tool()) as scope:
-            pass
+            slow = {driver.framework: driver.slowdown() for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)
+    yield from _speed(slow)
     faulty = {plugin.name for plugin in manager.faulty_drivers()}
     for entry in scope.report:
         if entry.what not in faulty:
             yield Finding("wrong", entry.what, entry.reason)
+
+
+def _speed(slow: dict[str, str]) -> Iterator[Finding]:
+    """Say where routines are called, and what native code lacks to call them; slow: by framework."""
+    from amanda.interceptor import NATIVE, statistics
+
+    for framework, lacking in slow.items():
+        if lacking:
+            message = f"Python calls routines, at a multiple of the time, since native code lacks {lacking}"
+            yield Finding("note", f"native code for {framework}", message)
+    calls = statistics()
+    python = ", ".join(f"{number:,} {reason}" for reason, number in calls["python"].items()) or "none"
+    if NATIVE:
+        told = f"{calls['native']:,} in native code, {calls['learned']:,} forms learned; in Python: {python}"
+        yield Finding("ok", "calls of ops with routines", told)
 
 
 def _plugin(plugin: Plugin) -> Finding:

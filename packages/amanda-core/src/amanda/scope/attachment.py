@@ -105,6 +105,11 @@ class Attachment:
         self._detach_all()
         return scopes
 
+    @property
+    def attached(self) -> tuple[Driver, ...]:
+        """Return the drivers that are attached now."""
+        return tuple(self._attached)
+
     def driver(self, kind: type[Driver]) -> Driver:
         """Return the process's one instance of a driver class."""
         if kind not in self._drivers:
@@ -147,6 +152,7 @@ class Attachment:
 
     def _detach_all(self) -> None:
         interceptor.watch_outside(None)
+        interceptor.forget_failures()
         undo(self._awaited)
         while self._attached:
             driver = self._attached[-1]

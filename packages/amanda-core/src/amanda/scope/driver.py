@@ -81,6 +81,10 @@ class Driver(ABC):
         """Leave the framework as it was found; called after the last scope has closed."""
         self.attributes.restore()
 
+    def slowdown(self) -> str:
+        """Say what native code lacks to read this build of the framework; "" where it lacks nothing."""
+        return ""
+
     @property
     def _short_name(self) -> str:
         return self.framework.rpartition(".")[2]

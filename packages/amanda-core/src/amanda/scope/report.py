@@ -51,8 +51,11 @@ class Report(list[Uninstrumented]):
             key = _group(entry)
             self._counts[key] = self._counts.get(key, 0) + 1
 
-    def add(self, what: str, reason: str, where: str = "") -> None:
-        """Note something, and log it if it is the first of its kind; constant in time."""
+    def add(self, what: str, reason: str, where: str = "", *, is_logged: bool = True) -> None:
+        """Note something, and log it as a warning if it is the first of its kind; constant in time.
+
+        is_logged: False where a scope before has logged the same.
+        """
         entry = Uninstrumented(what, reason, where)
         if entry in self._known:
             return
@@ -65,7 +68,7 @@ class Report(list[Uninstrumented]):
         self._known.add(entry)
         self._counts[key] = count + 1
         self.append(entry)
-        level = logging.DEBUG if count else logging.WARNING
+        level = logging.WARNING if is_logged and not count else logging.DEBUG
         logger.log(level, "%s: %s%s", what, reason, f" ({where})" if where else "")
 
     def add_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:

@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 from weakref import ReferenceType
 
 from amanda import interceptor
@@ -24,6 +23,7 @@ from amanda.scope.generators import stepping, stepping_async
 from amanda.scope.leaving import let_go
 from amanda.scope.options import changed_options
 from amanda.scope.report import Report
+from amanda.scope.slow_calls import slow_calls
 from amanda.scope.state import State, activated, restore, tell_switched
 
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Compiled = Literal["eager", "instrument"]
 
 
-class Scope:
+class Scope(interceptor.Extent):
     """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
 
     It may be entered again after it was left. `report` lists what could not be instrumented.
@@ -49,9 +49,10 @@ class Scope:
                 raise ToolError(f"apply wants tools, not {tool!r}{_hint(tool)}")
         self._tools = tools
         self.compiled = compiled
-        self._open = False
+        self._open = self._unsettled = False
         self._token: object = None
         self._joined: tuple[AnyTool, ...] = ()
+        self._calls = interceptor.statistics()
         self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
         self._forked = False
         self.report = Report()
@@ -62,22 +63,30 @@ class Scope:
         """Return True if the scope is not open anywhere."""
         return not self._open
 
-    def __enter__(self) -> Scope:
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Scope: ...
+
+    def _begin(self) -> Scope:
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
                 "gets one per call"
             )
         self._forked = False
+        self._unsettled = True
+        self._calls = interceptor.statistics()
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
+                tool._amanda.was_used = True
                 for text in changed_options(tool):
                     self.report.add(f"options of {type(tool).__name__}", text)
                 tool.scope_entered()
             hooks.tell("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
+            self._unsettled = False
             raise
         return self
 
@@ -98,15 +107,13 @@ class Scope:
         tell_switched()
         interceptor.reset_root()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end(self) -> None:
+        """Close the scope and tell its tools; go on with what an earlier call has left to do."""
         if self._forked:  # the parent has it open; here it was closed when the child began
             self._forked = False
             return
-        if not self._open:
+        if not self._unsettled:
             raise ScopeError("this scope is not open; start() or a with statement opens it")
-        joined, self._joined = self._joined, ()
         try:
             uninterrupted(self._leave)
         except BaseException:  # an interrupt that came before it, perhaps
@@ -114,14 +121,25 @@ class Scope:
             raise
         finally:
             with ExitStack() as stack:  # each tool is told, also after an exception of another
-                for tool in reversed(joined):
+                for tool in reversed(self._joined):
                     stack.callback(self._left, tool)
+        self._unsettled = False
+        slow = slow_calls(self._calls, interceptor.statistics())
+        if slow and not self._opened_later():
+            self.report.add("calls of ops", slow)
         hooks.tell("amanda_scope_left", scope=self)
 
     def _left(self, tool: AnyTool) -> None:
         """Tell a tool that the scope has closed; report what the tool selected in vain."""
+        self._joined = tuple(one for one in self._joined if one is not tool)
+        logged = tool._amanda.logged
         for text in tool.unmatched():
-            self.report.add(f"what was selected for {type(tool).__name__}", text)
+            selection = text.partition(";")[0]  # the names after it differ from scope to scope
+            what = f"what was selected for {type(tool).__name__}"
+            reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
+            if (what, selection) not in reported:
+                self.report.add(what, text, is_logged=selection not in logged)
+            logged.add(selection)
         tool.scope_left()
 
     def _leave(self) -> None:
@@ -240,7 +258,7 @@ def _forked() -> None:
     interceptor.forked()
     scopes = attachment.abandon()
     for scope in scopes:
-        scope._open = False
+        scope._open = scope._unsettled = False
         scope._forked = True
     for scope in scopes:
         let_go(list(scope._activations))

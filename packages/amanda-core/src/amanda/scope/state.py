@@ -13,6 +13,7 @@ from amanda.errors import ScopeError
 
 if TYPE_CHECKING:
     from amanda.plan.layer import Layer
+    from amanda.plan.runs import Recall, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
 
@@ -23,13 +24,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Layer of tools, open scopes and switches; immutable, so a scope or a switch puts another in force."""
+    """Layer of tools, open scopes and switches; immutable, so a scope or a switch puts another in force.
+
+    records: of the enclosing parts of the program that a framework may run again.
+    recall: the executions that run again here; None where nothing does.
+    """
 
     layer: Layer | None = None
     scopes: tuple[Scope, ...] = ()
     enabled: bool = True
     cache: bool = True
     autodiff: bool = False
+    records: tuple[RunRecord, ...] = ()
+    recall: Recall | None = None
 
     @staticmethod
     def current() -> State:
@@ -45,9 +52,17 @@ class State:
         return self.enabled and self.layer is not None and self.layer.intercepts
 
     @property
+    def is_recorded(self) -> bool:
+        """Return True if executions may be recomputations, or be recomputed."""
+        return bool(self.records) or self.recall is not None
+
+    @property
     def settles(self) -> bool:
-        """Return True if routines at a backward op may be kept for the next pass: cache on, autodiff off."""
-        return self.cache and not self.autodiff
+        """Return True if routines at a backward op may be kept for the next pass.
+
+        That is with the cache on, autodiff off, and not in a recomputation.
+        """
+        return self.cache and not self.autodiff and self.recall is None
 
     def is_open(self, tool: AnyTool) -> bool:
         """Return True if a scope with that tool is open, or with one that stands for the tool."""
@@ -70,7 +85,8 @@ class State:
     def activation(self) -> interceptor.Activation:
         """Return what the interceptor consults while this state is in force."""
         table = self.layer.table if self.layer is not None and self.cache else None
-        return interceptor.Activation(table, self, self.intercepts, not self.autodiff)
+        variant = 2 if self.recall is not None else 1 if self.records else 0
+        return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
 
 when_enabled_again: list[Callable[[], None]] = []

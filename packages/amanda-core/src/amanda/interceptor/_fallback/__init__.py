@@ -4,6 +4,7 @@ Its limits: a callable that was imported by name before a scope opened is not in
 a call costs microseconds where the native interceptor takes nanoseconds.
 """
 
+from amanda.interceptor._fallback._extents import Extent
 from amanda.interceptor._fallback._graphs import Graphs, Mark
 from amanda.interceptor._fallback._native_alone import Hook, Memo, Moments, Program, Reader
 from amanda.interceptor._fallback._places import (
@@ -15,6 +16,7 @@ from amanda.interceptor._fallback._places import (
     forked,
     ordinal,
     reset_root,
+    set_leaf_type,
     snapshot,
     subjects,
 )
@@ -25,8 +27,10 @@ from amanda.interceptor._fallback._sites import (
     Suspension,
     active,
     failure,
+    forget_failures,
     keep_failure,
     running,
+    statistics,
     watch_outside,
 )
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable, Tally
@@ -37,6 +41,7 @@ __all__ = [
     "Activation",
     "Detour",
     "Enclosure",
+    "Extent",
     "Graphs",
     "Hook",
     "Lock",
@@ -55,12 +60,15 @@ __all__ = [
     "configure",
     "failure",
     "forget_code",
+    "forget_failures",
     "forked",
     "keep_failure",
     "ordinal",
     "reset_root",
     "running",
+    "set_leaf_type",
     "snapshot",
+    "statistics",
     "subjects",
     "watch_outside",
 ]

@@ -5,10 +5,20 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from amanda.interceptor._fallback._tables import Lock
-from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
+from amanda.interceptor.opid import (
+    BOUNDARY,
+    FRAMEWORK,
+    MASK,
+    ROOT_HASH,
+    SITE_STEP,
+    SKIPPED,
+    WALK_LIMIT,
+    WAY_LIMIT,
+    mix,
+)
 
 MOST_ASKS = 8
 """How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
@@ -25,7 +35,9 @@ class Region:
         self.subject = subject
         self.entry: types.FrameType | None = None
         self.tail: list[int] = []
+        self.way: list[int] = []
         self.counts: dict[int, int] = {}
+        self.ways: dict[int, dict[int, int]] = {}
 
     def occurrence(self, place: int) -> int:
         """Return which repeat of the place this is."""
@@ -33,12 +45,36 @@ class Region:
         self.counts[place] = min(seen + 1, OCCURRENCE_CAP)
         return min(seen, OCCURRENCE_CAP - 1)
 
-    def copy(self, tail: list[int]) -> "Region":
+    def number_of_way(self, place: int, way: int) -> int:
+        """Return which of the ways to the place this is: a loop comes by one."""
+        ways = self.ways.setdefault(place, {})
+        if way not in ways and len(ways) == OCCURRENCE_CAP:
+            return OCCURRENCE_CAP - 1
+        return ways.setdefault(way, len(ways))
+
+    def forget_counts(self) -> None:
+        """Count repeats from zero."""
+        self.counts.clear()
+        self.ways.clear()
+
+    def copy(self, tail: list[int], way: list[int]) -> "Region":
         """The same place with the same counts, and call sites to add to those walked."""
         copied = Region(self.hash, self.parent, self.subject)
-        copied.tail = tail
+        copied.tail, copied.way = tail, way
         copied.counts = dict(self.counts)
+        copied.ways = {place: dict(ways) for place, ways in self.ways.items()}
         return copied
+
+
+class Failure:
+    """A tool's exception since the last op of a thread began; it dies with the thread."""
+
+    __slots__ = ("__weakref__", "error")
+    of_threads: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.of_threads.add(self)
 
 
 class Thread(threading.local):
@@ -52,7 +88,7 @@ class Thread(threading.local):
         self.key: str | None = None
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
-        self.failure: BaseException | None = None
+        self.failure = Failure()
         self.met = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:
@@ -88,6 +124,8 @@ class House:
         self.on_death: Callable[[int], None]
         self.adopt: Adopt | None = None
         self.identity_types: tuple[type, ...] = ()
+        self.leaf_type: type | None = None
+        self.is_leaf: Callable[[Any], bool] = bool
         self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
         self.named: dict[int, Named] = {}
         self.ordinals = 0
@@ -137,13 +175,20 @@ def add_identity_type(kind: type) -> None:
         house.identity_types += (kind,)
 
 
+def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
+    """Tell rounds of a loop apart by the arguments of this type of which `is_leaf` is true."""
+    house.leaf_type, house.is_leaf = kind, is_leaf
+
+
 def ordinal(subject: Any) -> int:
     """Number of an object, in the order of first use; 0 where it cannot be held weakly."""
     address = id(subject)
     if address not in house.named:
 
-        def forget(_: Any) -> None:
-            house.on_death(house.named.pop(address).ordinal)
+        def forget(_: Any, house: House = house, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+            gone = house.named.pop(address)
+            if not ends():  # what hears of it has been taken apart as the process ends
+                house.on_death(gone.ordinal)
 
         try:
             reference = weakref.ref(subject, forget)
@@ -158,22 +203,42 @@ def ordinal(subject: Any) -> int:
     return named.ordinal
 
 
-def call_sites(region: Region, frame: types.FrameType | None) -> list[int]:
-    """The places of the calls that lead from a region to a frame, innermost first."""
+def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int], list[int]]:
+    """The places of the calls that lead from a region to a frame, innermost first, and of the way there.
+
+    The latter is empty but at the root, where the last place of the former is also the first of the way.
+    """
     sites: list[int] = []
-    rooted = region.hash == ROOT_HASH
-    while frame is not None and frame is not region.entry and len(sites) < WALK_LIMIT:
+    way: list[int] = []
+    rooted, most = region.hash == ROOT_HASH, WALK_LIMIT
+    while frame is not None and frame is not region.entry:
+        if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or most == 0:
+            break
+        most -= bool(way)
         hash, kind, first = house.note(frame.f_code)
         if not rooted and kind & BOUNDARY:
             break
         if not kind & SKIPPED:
             word = frame.f_lasti // 2
             word = first[word] if word < len(first) else word
-            sites.append((hash + (word + 1) * SITE_STEP) & MASK)
+            site = (hash + (word + 1) * SITE_STEP) & MASK
+            if not way:
+                sites.append(site)
             if rooted and not kind & FRAMEWORK:
-                return sites
+                way.append(site)
         frame = frame.f_back
-    return (sites + region.tail)[:WALK_LIMIT]
+    if not way:
+        sites = (sites + region.tail)[:WALK_LIMIT]
+    return sites, (way + region.way)[: WAY_LIMIT + 1]
+
+
+def mix_leaf(way: int, value: Any) -> int:
+    """A hash of a way that also tells apart which leaf that needs a gradient an op is given."""
+    if type(value) is not house.leaf_type:
+        return way
+    with thread.suspension:
+        is_leaf = house.is_leaf(value)
+    return mix(way, ordinal(value)) if is_leaf else way
 
 
 def mix_identities(hash: int, value: Any) -> int:
@@ -192,7 +257,7 @@ class Snapshot:
 
     def replay(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call it as if at the place of the snapshot."""
-        region = self._region.copy(self._region.tail)
+        region = self._region.copy(self._region.tail, self._region.way)
         region.entry = sys._getframe(1)
         outer, key = thread.top, thread.key
         thread.top, thread.key = region, None
@@ -205,12 +270,12 @@ class Snapshot:
 def snapshot() -> Snapshot:
     """The present place, to be replayed."""
     region = thread.region()
-    return Snapshot(region.copy(call_sites(region, sys._getframe(1))))
+    return Snapshot(region.copy(*call_sites(region, sys._getframe(1))))
 
 
 def reset_root() -> None:
     """Count repeats outside enclosing calls from zero."""
-    thread.root.counts.clear()
+    thread.root.forget_counts()
 
 
 def subjects() -> list[Any]:

@@ -4,6 +4,7 @@ import inspect
 import operator
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import RLock
@@ -11,7 +12,15 @@ from typing import Any
 
 from amanda.interceptor._copying import reduced
 from amanda.interceptor._fallback._native_alone import Reader
-from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
+from amanda.interceptor._fallback._places import (
+    Failure,
+    Region,
+    call_sites,
+    mix_identities,
+    mix_leaf,
+    ordinal,
+    thread,
+)
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
 from amanda.interceptor.opid import ROOT_HASH, mix
 
@@ -59,12 +68,26 @@ def running() -> str | None:
 
 def failure() -> BaseException | None:
     """Return what a tool raised on this thread since the last op began, if it was kept."""
-    return thread.failure
+    return thread.failure.error
 
 
 def keep_failure(error: BaseException | None) -> None:
     """Keep a tool's exception, which an operator may drop; None lets go of it."""
-    thread.failure = error
+    thread.failure.error = error
+
+
+def forget_failures() -> None:
+    """Let go of the exceptions of tools that are kept for any thread."""
+    for failure in list(Failure.of_threads):
+        failure.error = None
+
+
+_handed = Counter[str]()
+
+
+def statistics() -> dict[str, Any]:
+    """Numbers of calls of ops with routines in this process: all of them ran in Python."""
+    return {"native": 0, "learned": 0, "python": dict(_handed)}
 
 
 class Site:
@@ -116,10 +139,10 @@ class Site:
         activation = active()
         if activation is None or (thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)):
             return self.original(*args, **kwargs)
-        thread.failure = None
+        thread.failure.error = None
         result = self._intercepted(activation, args, kwargs)
-        if result is NotImplemented and thread.failure is not None:
-            raise thread.failure
+        if result is NotImplemented and thread.failure.error is not None:
+            raise thread.failure.error
         return result
 
     def _intercepted(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +151,7 @@ class Site:
         plan = NotImplemented if table is None else table.get(op_id)
         if plan is None:
             return self.run(args, kwargs)
+        _handed["pure Python"] += 1
         with thread.suspension:
             known = None if plan is NotImplemented else plan
             return self.handler(state, known, op_id, self, args, kwargs)
@@ -135,12 +159,18 @@ class Site:
 
 def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     region = thread.region()
-    place = mix(region.hash, site.hash)
-    for call_site in call_sites(region, sys._getframe(3)):
+    place, way = mix(region.hash, site.hash), 0
+    sites, beyond = call_sites(region, sys._getframe(3))
+    for call_site in sites:
         place = mix(place, call_site)
+    for call_site in beyond[1:]:
+        way = mix(way, call_site)
+    rooted = region.hash == ROOT_HASH
     for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
-    return mix(place, region.occurrence(place)) or 1
+        way = mix_leaf(way, value) if rooted else way
+    seen = region.number_of_way(place, way) if rooted else region.occurrence(place)
+    return mix(place, seen) or 1
 
 
 class _Wrapped:
@@ -240,7 +270,7 @@ class Enclosure(_Wrapped):
         finally:
             thread.top = outer
             if outer is None:
-                thread.root.counts.clear()
+                thread.root.forget_counts()
 
     def _region(self, parent: Region, subject: Any) -> Region:
         if self._path is None or parent.hash == ROOT_HASH or parent.subject is None:

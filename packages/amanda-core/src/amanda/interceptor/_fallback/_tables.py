@@ -77,7 +77,14 @@ class Lock:
 class Activation:
     """The tools and switches of an execution context."""
 
-    def __init__(self, table: PlanTable | None, state: Any, active: bool = True, memos: bool = True) -> None:
+    def __init__(
+        self,
+        table: PlanTable | None,
+        state: Any,
+        active: bool = True,
+        memos: bool = True,
+        variant: int = 0,
+    ) -> None:
         self.table = table
         self.state = state
         self.active = active

@@ -36,6 +36,7 @@ static inline void *map_get(const Map *map, uint64_t key) {
 }
 
 int map_set(Map *map, uint64_t key, void *value); /* -1: out of memory, no exception set */
+int map_reserve(Map *map, size_t more);           /* -1 likewise; else there is room for a few more keys */
 void *map_remove(Map *map, uint64_t key);         /* what was there; allocates nothing */
 void map_clear(Map *map);
 
@@ -45,6 +46,8 @@ typedef struct {
 } PlanTable;
 
 extern PyTypeObject PlanTable_Type;
+
+typedef struct Reader Reader;
 
 /* ---- place.c: where the program is ---- */
 
@@ -63,6 +66,12 @@ typedef struct {
     PyObject *reference; /* owned; weak */
 } Named;
 
+#ifdef AMANDA_CHECKED
+void disturb(void); /* where Python may run, a build for tests calls what a test has set */
+#else
+static inline void disturb(void) {}
+#endif
+
 #define AMANDA_FIRST_COUNTS 8 /* a power of two */
 
 /* One enclosing call (a module's, say), or the root of a thread. Counts tell repeats apart. */
@@ -71,9 +80,10 @@ typedef struct Region {
     uint64_t hash;
     struct Region *parent; /* owned */
     void *entry;           /* frame that made the call; the walk of call sites ends here */
-    unsigned ends_before, ends_after; /* kinds of code that it ends at besides */
-    int tail_length;
-    uint64_t *tail;        /* call sites that a replay adds to those it walks */
+    unsigned ends_before, ends_after; /* kinds of code that it ends at besides; ends_after: at the root alone */
+    int is_over;           /* the call has returned */
+    int tail_length, way_length;
+    uint64_t *tail;        /* call sites that a replay adds to those it walks, and then those of the way there */
     PyObject *subject;     /* owned; the object called; NULL at the root and in a replay */
     const Named *named;    /* of the subject, which keeps it; NULL: not looked up, or it has none */
     Map counts;
@@ -91,7 +101,7 @@ typedef struct {
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
     Region *top;   /* owned; NULL: the root */
     Region *root;  /* owned by the thread's dict */
-    PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
+    int failed;        /* a tool raised since the last op began, and an operator may drop the exception */
     uint64_t met;      /* number of the watch that was told of this thread */
     char *switches;    /* the framework's, of this thread; NULL: not asked for yet */
     struct {           /* of the op that `run_plan` is about to be called for */
@@ -102,6 +112,7 @@ typedef struct {
 } Thread;
 
 Thread *thread_state(void);
+PyObject *take_failure(Thread *thread); /* new; the exception, which is forgotten; NULL: there is none */
 Region *current_region(Thread *thread); /* borrowed; NULL with an exception set */
 
 static inline uint64_t mix(uint64_t hash, uint64_t value) {
@@ -109,9 +120,10 @@ static inline uint64_t mix(uint64_t hash, uint64_t value) {
     return hash ^ (hash >> 32);
 }
 
-int place_of(Thread *thread, uint64_t op_hash, uint64_t *place);
+int place_of(Thread *thread, uint64_t op_hash, uint64_t *place, uint64_t *way); /* way: 0 but at the root */
 int mix_identities(uint64_t *hash, PyObject *value);
-uint64_t occurrence_of(Region *region, uint64_t place, int *failed);
+int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value);
+uint64_t occurrence_of(Region *region, uint64_t place, uint64_t way, int *failed);
 int ordinal_of(PyObject *object, uint64_t *ordinal);
 int place_boot(PyObject *names);
 
@@ -169,7 +181,6 @@ typedef struct {
     PyObject *self, *names, *dict; /* self: NULL unless an argument of its own */
 } Arguments;
 
-typedef struct Reader Reader;
 extern PyTypeObject Reader_Type;
 /* 0: cannot be told. sized: extents of tensors decide too. */
 uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *gradients);
@@ -178,6 +189,7 @@ int reader_is_plain(const Reader *reader, PyObject *value);
 int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants Python */
 uint64_t reader_clock(const Reader *reader);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
+int reader_is_trained(const Reader *reader, PyObject *tensor); /* a leaf that needs a gradient; -1: cannot be told */
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,
@@ -192,6 +204,16 @@ int marks_written(PyObject *leaving); /* whether it wants the value that the op 
 int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
                PyObject *shapes);
 int graph_boot(PyObject *names);
+
+/* ---- statistics.c: how many calls of ops with plans ran where ---- */
+
+typedef enum { NEW_OP, NEW_FORM, NO_READER, MODE, ARGUMENTS, SWITCHES, RESULT, WRITTEN, REASONS } Reason;
+
+extern struct Counts {
+    uint64_t native, learned, handed[REASONS]; /* under the GIL; handed: to Python, by reason */
+} counts;
+
+int statistics_boot(PyObject *names);
 
 /* ---- stub.c, call.c: interception ---- */
 
@@ -234,6 +256,7 @@ typedef struct Activation {
     PyObject_HEAD
     int active;
     int memos;        /* whether what memos have learned holds */
+    int variant;      /* of what memos have learned, the part that holds */
     PlanTable *table; /* NULL: no plan is kept, every op reaches its handler */
     PyObject *state;
     PyObject *references; /* weak */
@@ -264,6 +287,10 @@ PyObject *run_plan(Thread *thread, Site *site, PyObject *self, PyObject *a, PyOb
 
 extern PyTypeObject Memo_Type, Program_Type, Hook_Type;
 int memo_boot(PyObject *names);
+
+/* ---- extent.c: entered and left as a whole ---- */
+
+int extent_boot(PyObject *names);
 
 /* ---- moments.c: statistics of numbers in memory ---- */
 

@@ -25,7 +25,7 @@ int amanda_boot(void *names) {
     PyGILState_STATE gil = PyGILState_Ensure();
     int result = 1;
     if (called_from_main(names)) {
-        result = stub_boot(names) || place_boot(names) || moments_boot(names) ? -1 : 0;
+        result = stub_boot(names) || place_boot(names) || moments_boot(names) || extent_boot(names) || statistics_boot(names) ? -1 : 0;
         if (result) PyErr_Print();
     }
     PyGILState_Release(gil);

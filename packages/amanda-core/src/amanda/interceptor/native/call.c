@@ -35,6 +35,7 @@ PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done) {
         PyObject *stack[] = {call->state, call->plan, id, (PyObject *)call->site, args, kwargs, known,
                              done ? done : Py_None};
         thread->off++;
+        disturb();
         result = PyObject_Vectorcall(call->site->handler, stack, Py_IS_TYPE(call->plan, &Memo_Type) ? 8 : 6, NULL);
         thread->off--;
     }
@@ -77,8 +78,8 @@ int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made) {
 
 /* An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again. */
 PyObject *raise_failure(Thread *thread, PyObject *result) {
-    PyObject *failure = thread->failure;
-    thread->failure = NULL;
+    PyObject *failure = take_failure(thread);
+    if (!failure) return result;
     PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
     Py_DECREF(failure);
     Py_DECREF(result);

@@ -95,7 +95,7 @@ FLAT PyObject *call_op(Thread *thread, Call *call) {
 }
 
 static inline PyObject *checked(Thread *thread, PyObject *result) {
-    return unlikely(result == Py_NotImplemented) && thread->failure ? raise_failure(thread, result) : result;
+    return unlikely(result == Py_NotImplemented) && thread->failed ? raise_failure(thread, result) : result;
 }
 
 #endif

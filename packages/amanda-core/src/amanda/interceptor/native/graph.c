@@ -99,6 +99,7 @@ static int number_of(const Graphs *graphs, PyObject *op, long long *number) {
 /* Marks the op that made a tensor, if the mark's execution made it. */
 static int mark_maker(const Graphs *graphs, PyObject *tensor, Mark *mark) {
     long long number;
+    disturb();
     PyObject *notes = NULL, *op = PyObject_GetAttr(tensor, graphs->maker);
     int wrong = !op ? -1 : op == Py_None ? 0 : number_of(graphs, op, &number);
     if (!wrong && op != Py_None && mark->start <= number && number < mark->end) {

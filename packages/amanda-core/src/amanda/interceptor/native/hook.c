@@ -34,6 +34,7 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
         }
     }
     PyObject *done = run_on_values(program, hook->reader, args[0], &shapes), *values = done;
+    *(done == Py_None ? &counts.native : &counts.handed[done == Py_NotImplemented ? ARGUMENTS : RESULT]) += 1;
     if (done && done != Py_None) {
         PyObject *told = program->shaped || program->tallied ? told_shapes(&shapes) : NULL;
         values = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done, told, NULL);

@@ -29,6 +29,7 @@ static PyObject *memo_learn(Memo *self, PyObject *args) {
     if (self->entries.used >= ENTRY_LIMIT) forget_entries(self);
     PyObject *old = map_get(&self->entries, key);
     if (map_set(&self->entries, key, known)) return PyErr_NoMemory();
+    counts.learned++;
     Py_INCREF(known);
     self->usual = (Cell){key, known};
     Py_XDECREF(old);

@@ -29,7 +29,7 @@ typedef struct {
 static struct {
     Py_ssize_t index;
     unsigned epoch;
-    PyObject *describe, *on_death, *adopt;
+    PyObject *describe, *on_death, *adopt, *is_leaf;
     PyTypeObject *types[TYPE_LIMIT];
     int type_count;
     uint64_t ordinals;
@@ -73,15 +73,17 @@ HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) 
     region->entry = NULL;
     region->ends_before = hash == ROOT_HASH ? 0 : BOUNDARY;
     region->ends_after = hash == ROOT_HASH ? USER : 0;
+    region->is_over = 0;
     region->tail = NULL;
-    region->tail_length = 0;
+    region->tail_length = region->way_length = 0;
     clear_cells(region->first, AMANDA_FIRST_COUNTS);
     region->counts = (Map){region->first, AMANDA_FIRST_COUNTS, 0};
     return region;
 }
 
 HOT static void region_dealloc(Region *region) {
-    if (local.thread.root == region) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
+    int ends = local.thread.root == region;
+    if (ends) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
     Region *parent = region->parent;
     PyObject *subject = region->subject;
     if (region->tail) PyMem_RawFree(region->tail);
@@ -94,6 +96,7 @@ HOT static void region_dealloc(Region *region) {
         PyObject_Free(region);
     Py_XDECREF(parent);
     Py_XDECREF(subject);
+    if (unlikely(ends)) Py_XDECREF(take_failure(&local.thread));
 }
 
 PyTypeObject Region_Type = {
@@ -149,9 +152,16 @@ static void forget_counts(Region *region) {
     region->counts.used = 0;
 }
 
-uint64_t occurrence_of(Region *region, uint64_t place, int *failed) {
+uint64_t occurrence_of(Region *region, uint64_t place, uint64_t way, int *failed) {
     uint64_t seen = 0;
     *failed = 0;
+    if (at_root(region)) {
+        if (count_way(region, place, way, &seen)) return seen;
+        *failed = (region->counts.cells == region->first && grow_counts(region)) || map_reserve(&region->counts, 3);
+        if (*failed) PyErr_NoMemory();
+        else count_way(region, place, way, &seen);
+        return seen;
+    }
     if (!count_known(region, place, &seen) && set_count(region, place ? place : 1, (void *)(uintptr_t)1)) {
         PyErr_NoMemory();
         *failed = 1;
@@ -167,9 +177,12 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
         return NULL;
     }
     unsigned epoch = house.epoch;
+    disturb();
+    PyObject *describe_code = Py_NewRef(house.describe);
     thread->off++;
-    PyObject *told = PyObject_CallOneArg(house.describe, (PyObject *)code);
+    PyObject *told = PyObject_CallOneArg(describe_code, (PyObject *)code);
     thread->off--;
+    Py_DECREF(describe_code);
     if (!told) return NULL;
     unsigned long long hash;
     int flags;
@@ -178,6 +191,7 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
         Py_DECREF(told);
         return NULL;
     }
+    if (!old) code_get((PyObject *)code, house.index, (void **)&old); /* what was called may have described it too */
     CodeNote *note = old ? old : PyMem_RawMalloc(sizeof(CodeNote) + (size_t)first.len);
     if (note && !old) {
         note->length = (unsigned)(first.len / sizeof(uint32_t));
@@ -226,13 +240,19 @@ static void free_note(void *note) {
     PyMem_RawFree(note);
 }
 
-/* Calls `mark`s of the call sites from the innermost frame out to the end of the region's
-   extent; the first `limit` of them into sites, their number as the result, -1 on an error. */
-static int walk_sites(Thread *thread, Region *region, uint64_t *sites, int limit) {
+/* `mark`s of call sites: from the innermost frame out to the end of a region, and at the root those of the program
+   from there on, the last of the others included, which are the way to the place. */
+typedef struct {
+    int count, way_count;
+    uint64_t items[WALK_LIMIT], way[WAY_LIMIT + 1];
+} Sites;
+
+static int walk_sites(Thread *thread, Region *region, Sites *sites) { /* -1: an exception */
     Walk walk;
-    int count = 0, rooted = at_root(region), ended = 0;
-    for (walk_start(&walk); walk_frame(&walk) && count < limit; walk_next(&walk)) {
-        if (walk_frame(&walk) == region->entry) break;
+    int rooted = at_root(region), most = WALK_LIMIT;
+    sites->count = sites->way_count = 0;
+    for (walk_start(&walk); walk_frame(&walk) && walk_frame(&walk) != region->entry; walk_next(&walk)) {
+        if (sites->count == WALK_LIMIT || sites->way_count > WAY_LIMIT || (sites->way_count && !most--)) break;
         CodeNote *note = note_of(thread, walk_code(&walk));
         if (!note) {
             walk_end(&walk);
@@ -242,26 +262,26 @@ static int walk_sites(Thread *thread, Region *region, uint64_t *sites, int limit
         remember_instruction(&walk, note, site);
         if (!rooted && note->flags & BOUNDARY) break;
         if (note->flags & SKIPPED) continue;
-        sites[count++] = site;
-        if (rooted && !(note->flags & FRAMEWORK)) {
-            ended = 1;
-            break;
-        }
+        if (!sites->way_count) sites->items[sites->count++] = site;
+        if (rooted && !(note->flags & FRAMEWORK)) sites->way[sites->way_count++] = site;
     }
     walk_end(&walk);
-    if (!ended)
-        for (int i = 0; i < region->tail_length && count < limit; i++) sites[count++] = region->tail[i];
-    return count;
+    const uint64_t *way = region->tail + region->tail_length;
+    for (int i = 0; !sites->way_count && i < region->tail_length && sites->count < WALK_LIMIT; i++)
+        sites->items[sites->count++] = region->tail[i];
+    for (int i = 0; i < region->way_length && sites->way_count <= WAY_LIMIT; i++)
+        sites->way[sites->way_count++] = way[i];
+    return 0;
 }
 
-int place_of(Thread *thread, uint64_t op_hash, uint64_t *place) {
+int place_of(Thread *thread, uint64_t op_hash, uint64_t *place, uint64_t *way) {
     Region *region = current_region(thread);
-    if (!region) return -1;
-    uint64_t sites[WALK_LIMIT], hash = mix(region->hash, op_hash);
-    int count = walk_sites(thread, region, sites, WALK_LIMIT);
-    if (count < 0) return -1;
-    for (int i = 0; i < count; i++) hash = mix(hash, sites[i]);
-    *place = hash;
+    Sites sites;
+    if (!region || walk_sites(thread, region, &sites)) return -1;
+    *place = mix(region->hash, op_hash);
+    *way = 0;
+    for (int i = 0; i < sites.count; i++) *place = mix(*place, sites.items[i]);
+    for (int i = 1; i < sites.way_count; i++) *way = mix(*way, sites.way[i]);
     return 0;
 }
 
@@ -278,6 +298,14 @@ static inline int is_identity_type(PyTypeObject *type) {
     return identity;
 }
 
+static int ends(void) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
+}
+
 static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     uint64_t key = PyLong_AsUnsignedLongLong(address);
     Named *named = map_remove(&known.named, key);
@@ -286,8 +314,10 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     Py_DECREF(named->reference);
     PyMem_RawFree(named->more);
     PyMem_RawFree(named);
-    if (house.on_death) return PyObject_CallFunction(house.on_death, "K", ordinal);
-    Py_RETURN_NONE;
+    if (!house.on_death || ends()) Py_RETURN_NONE; /* what hears of it has been taken apart as the process ends */
+    PyObject *on_death = Py_NewRef(house.on_death), *told = PyObject_CallFunction(on_death, "K", ordinal);
+    Py_DECREF(on_death);
+    return told;
 }
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
@@ -302,9 +332,11 @@ static int ask_for_slot(PyObject *object, Named *named) {
         named->asks--;
         return 0;
     }
+    PyObject *adopt = Py_NewRef(house.adopt);
     thread->off++;
-    PyObject *told = PyObject_CallFunction(house.adopt, "OOK", owner, object, named->ordinal);
+    PyObject *told = PyObject_CallFunction(adopt, "OOK", owner, object, named->ordinal);
     thread->off--;
+    Py_DECREF(adopt);
     unsigned long long ordinal;
     int settled, failed = !told || !PyArg_ParseTuple(told, "Kp", &ordinal, &settled);
     Py_XDECREF(told);
@@ -367,6 +399,27 @@ static int mix_identity(uint64_t *hash, PyObject *value) {
     if (!is_identity_type(Py_TYPE(value))) return 0;
     if (ordinal_of(value, &ordinal)) return -1;
     *hash = mix(*hash, ordinal);
+    return 0;
+}
+
+/* A leaf that needs a gradient is what another execution of the place may train: it takes part in the way there. */
+int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value) {
+    if (Py_TYPE(value) != known.leaf_type) return 0;
+    Thread *thread = thread_state();
+    int trained = reader ? reader_is_trained(reader, value) : -1;
+    if (trained < 0) {
+        PyObject *is_leaf = Py_NewRef(house.is_leaf);
+        thread->off++;
+        PyObject *answer = PyObject_CallOneArg(is_leaf, value);
+        thread->off--;
+        trained = answer ? PyObject_IsTrue(answer) : -1;
+        Py_DECREF(is_leaf);
+        Py_XDECREF(answer);
+    }
+    uint64_t ordinal;
+    if (trained <= 0) return trained;
+    if (ordinal_of(value, &ordinal)) return -1;
+    *way = mix(*way, ordinal);
     return 0;
 }
 
@@ -450,7 +503,7 @@ static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
     if (!at_root(parent)) {
         if (!count_known(parent, hash, &seen)) {
             int failed;
-            seen = occurrence_of(parent, hash, &failed);
+            seen = occurrence_of(parent, hash, 0, &failed);
             if (failed) return NULL;
         }
         hash = mix(hash, seen);
@@ -458,6 +511,14 @@ static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
     Region *region = new_region(hash, parent, subject);
     if (region) region->named = named;
     return region;
+}
+
+/* Go back to the region around one. Where stacks are switched, as greenlets are, calls do not end in the order in
+   which they nest: the region around may be over, and nothing but this one hold it. */
+static inline void leave(Thread *thread, Region *region, Region *outer) {
+    region->is_over = 1;
+    while (unlikely(outer && outer->is_over)) outer = outer->parent && outer->parent != thread->root ? outer->parent : NULL;
+    thread->top = outer;
 }
 
 static inline PyObject *call_function(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *names) {
@@ -481,7 +542,7 @@ HOT static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_
 #endif
     thread->top = region;
     PyObject *result = call_function(function, args, nargsf, names);
-    thread->top = outer;
+    leave(thread, region, outer);
     if (!outer && thread->root) forget_counts(thread->root);
     Py_DECREF(region);
     return result;
@@ -510,14 +571,15 @@ typedef struct {
     Region *region; /* as it was: never on a stack itself */
 } Snapshot;
 
-static Region *copy_region(const Region *region, const uint64_t *tail, int tail_length) {
+static Region *copy_region(const Region *region, const uint64_t *tail, int tail_length, int way_length) {
     Region *copy = new_region(region->hash, region->parent, region->subject);
     if (!copy) return NULL;
-    if (tail_length) {
-        copy->tail = PyMem_RawMalloc((size_t)tail_length * sizeof(uint64_t));
+    if (tail_length + way_length) {
+        copy->tail = PyMem_RawMalloc((size_t)(tail_length + way_length) * sizeof(uint64_t));
         if (!copy->tail) goto no_memory;
-        memcpy(copy->tail, tail, (size_t)tail_length * sizeof(uint64_t));
+        memcpy(copy->tail, tail, (size_t)(tail_length + way_length) * sizeof(uint64_t));
         copy->tail_length = tail_length;
+        copy->way_length = way_length;
     }
     for (size_t i = 0; i < region->counts.size; i++)
         if (region->counts.cells[i].value &&
@@ -532,12 +594,14 @@ no_memory:
 static PyObject *take_snapshot(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
     Thread *thread = thread_state();
     Region *region = current_region(thread);
-    uint64_t sites[WALK_LIMIT];
-    int count = region ? walk_sites(thread, region, sites, WALK_LIMIT) : -1;
-    if (count < 0) return NULL;
+    Sites sites;
+    uint64_t tail[WALK_LIMIT + WAY_LIMIT + 1];
+    if (!region || walk_sites(thread, region, &sites)) return NULL;
+    memcpy(tail, sites.items, (size_t)sites.count * sizeof *tail);
+    memcpy(tail + sites.count, sites.way, (size_t)sites.way_count * sizeof *tail);
     Snapshot *snapshot = PyObject_New(Snapshot, &Snapshot_Type);
     if (!snapshot) return NULL;
-    snapshot->region = copy_region(region, sites, count);
+    snapshot->region = copy_region(region, tail, sites.count, sites.way_count);
     if (!snapshot->region) Py_CLEAR(snapshot);
     return (PyObject *)snapshot;
 }
@@ -548,7 +612,8 @@ static PyObject *snapshot_replay(Snapshot *self, PyObject *args, PyObject *kwarg
         return NULL;
     }
     Thread *thread = thread_state();
-    Region *region = copy_region(self->region, self->region->tail, self->region->tail_length);
+    const Region *place = self->region;
+    Region *region = copy_region(place, place->tail, place->tail_length, place->way_length);
     if (!region) return NULL;
     PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)), *result = NULL;
     if (rest) {
@@ -558,7 +623,7 @@ static PyObject *snapshot_replay(Snapshot *self, PyObject *args, PyObject *kwarg
         thread->top = region;
         thread->key = NULL;
         result = PyObject_Call(PyTuple_GET_ITEM(args, 0), rest, kwargs);
-        thread->top = outer;
+        leave(thread, region, outer);
         thread->key = key;
         Py_DECREF(rest);
     }
@@ -612,6 +677,14 @@ static PyObject *add_identity_type(PyObject *Py_UNUSED(module), PyObject *type) 
     Py_RETURN_NONE;
 }
 
+static PyObject *set_leaf_type(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *type, *is_leaf;
+    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &is_leaf)) return NULL;
+    Py_XSETREF(house.is_leaf, Py_NewRef(is_leaf));
+    Py_XSETREF(known.leaf_type, (PyTypeObject *)Py_NewRef(type));
+    Py_RETURN_NONE;
+}
+
 static PyObject *ordinal(PyObject *Py_UNUSED(module), PyObject *object) {
     uint64_t value;
     return ordinal_of(object, &value) ? NULL : PyLong_FromUnsignedLongLong(value);
@@ -639,6 +712,8 @@ static PyMethodDef functions[] = {
     {"reset_root", reset_root, METH_NOARGS, "Count repeats outside enclosing calls from zero."},
     {"subjects", subjects, METH_NOARGS, "Objects of the enclosing calls, outermost first."},
     {"add_identity_type", add_identity_type, METH_O, "Arguments of this type tell ops apart."},
+    {"set_leaf_type", set_leaf_type, METH_VARARGS,
+     "set_leaf_type(type, is_leaf): where is_leaf(value) is true of an argument of the type, it tells rounds of a loop apart."},
     {"ordinal", ordinal, METH_O, "Number of an object, in the order of first use."},
     {0}};
 

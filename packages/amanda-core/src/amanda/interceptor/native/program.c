@@ -27,7 +27,7 @@ static int read_step(Step *step, PyObject *told) {
         step->tally = (Tally *)func;
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
-    step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
+    step->names = step->kwargs ? PySequence_Tuple(step->kwargs) : NULL; /* a subclass may iterate otherwise */
     if (shapes && step->names) {
         PyObject *last = Py_BuildValue("(s)", "shapes");
         Py_SETREF(step->names, last ? PySequence_Concat(step->names, last) : NULL);

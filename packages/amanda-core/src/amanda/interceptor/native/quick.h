@@ -31,6 +31,7 @@
 #define SKIPPED 4   /* leaves no mark on a place */
 #define USER 8      /* not FRAMEWORK */
 #define WALK_LIMIT 128
+#define WAY_LIMIT 8 /* call sites of the program beyond the place, which tell apart the ways to a place at the root */
 #define KNOWN_INSTRUCTIONS 512
 #define KNOWN_TYPES 64
 
@@ -51,6 +52,7 @@ typedef struct {
     KnownType types[KNOWN_TYPES];
     PyInterpreterState *interpreter; /* in others, whose builtins are the same, nothing is intercepted */
     Map named;                       /* address -> Named */
+    PyTypeObject *leaf_type;         /* owned; values of it may be leaves; NULL: none are */
 } Known;
 
 typedef struct {
@@ -118,8 +120,28 @@ static inline KnownType *known_type(const PyTypeObject *type) {
 /* Borrowed; NULL: the thread has met no op yet. */
 static inline Region *known_region(const Thread *thread) { return thread->top ? thread->top : thread->root; }
 
-/* Mixes the call sites from the innermost frame out to the end of the region; 0: not all are known. */
-static inline int mix_known_sites(const PyThreadState *running, const Region *region, uint64_t *hash) {
+#if AMANDA_INTERNAL_FRAMES
+static inline int mix_known_way(const _PyInterpreterFrame *frame, const Region *region, uint64_t *way) {
+    uint64_t mixed = *way;
+    for (int left = WAY_LIMIT, most = WALK_LIMIT; left && frame && frame != region->entry; frame = frame->previous) {
+        const KnownInstruction *site = known_instruction(frame_instruction(frame));
+        if (unlikely(site->where != frame_instruction(frame))) {
+            if (_PyFrame_IsIncomplete((_PyInterpreterFrame *)frame)) continue;
+            return 0;
+        }
+        if (!most--) break;
+        if ((site->kind & (USER | SKIPPED)) != USER) continue;
+        mixed = mix(mixed, site->mark);
+        left--;
+    }
+    *way = mixed;
+    return !region->way_length;
+}
+#endif
+
+/* Mixes the call sites from the innermost frame out to the end of the region, and at the root those of the program
+   beyond into `way`; 0: not all are known. */
+static inline int mix_known_sites(const PyThreadState *running, const Region *region, uint64_t *hash, uint64_t *way) {
 #if AMANDA_INTERNAL_FRAMES
     uint64_t mixed = *hash;
     const _PyInterpreterFrame *frame = current_frame(running);
@@ -133,12 +155,12 @@ static inline int mix_known_sites(const PyThreadState *running, const Region *re
         if (site->kind & SKIPPED) continue;
         if (unlikely(!--left)) return 0;
         mixed = mix(mixed, site->mark);
-        if (site->kind & region->ends_after) break;
+        if (site->kind & region->ends_after) return mix_known_way(frame->previous, region, way) && (*hash = mixed, 1);
     }
     *hash = mixed;
     return !region->tail_length;
 #else
-    (void)running, (void)region, (void)hash;
+    (void)running, (void)region, (void)hash, (void)way;
     return 0;
 #endif
 }
@@ -185,6 +207,49 @@ static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_
         if (!count) break;
     }
     *hash = mixed;
+    return 1;
+}
+
+/* Mixes the leaves among values into the way to a place at the root; 0: not all are known. */
+static inline int mix_known_leaf(const Reader *reader, PyObject *value, uint64_t *way) {
+    if (Py_TYPE(value) != known.leaf_type) return 1;
+    int trained = reader ? reader_is_trained(reader, value) : -1;
+    if (likely(!trained)) return 1;
+    const Named *named = trained > 0 ? named_at(value) : NULL;
+    if (!named) return 0;
+    *way = mix(*way, named->ordinal);
+    return 1;
+}
+
+/* Which of the ways to a place at the root this is: a loop comes by one.  The place has the first way, those that
+   follow have their number, and their own key has how many there are.  0: there is no room for it. */
+static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64_t *seen) {
+    Map *counts = &region->counts;
+    uint64_t more = mix(place, 1) | 1;
+    place = place ? place : 1;
+    way = mix(place, way) | 1;
+    Cell *cell = &counts->cells[map_slot(counts, place)];
+    if ((counts->used + 3) * 3 > counts->size * 2) return 0;
+    if (!cell->key) {
+        *cell = (Cell){place, (void *)(uintptr_t)way};
+        counts->used++;
+    }
+    *seen = 0;
+    if (likely((uintptr_t)cell->value == way)) return 1;
+    cell = &counts->cells[map_slot(counts, way)];
+    if (!cell->key) {
+        Cell *number = &counts->cells[map_slot(counts, more)];
+        counts->used += !number->key;
+        number->key = more;
+        uint64_t others = (uint64_t)(uintptr_t)number->value;
+        *seen = AMANDA_OCCURRENCE_CAP - 1;
+        if (others + 1 >= AMANDA_OCCURRENCE_CAP) return 1;
+        number->value = (void *)(uintptr_t)(others + 1);
+        cell = &counts->cells[map_slot(counts, way)];
+        *cell = (Cell){way, (void *)(uintptr_t)(others + 1)};
+        counts->used++;
+    }
+    *seen = (uint64_t)(uintptr_t)cell->value;
     return 1;
 }
 

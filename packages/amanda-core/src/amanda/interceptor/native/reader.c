@@ -20,9 +20,12 @@ typedef struct {
 
 /* Extents, as Python sees them: a tensor that has none raises. */
 static int mix_extents(Mixed *mixed, PyObject *value) {
+    Py_INCREF(value); /* a list may lose it, if a collection runs */
+    disturb();
     PyObject *extents = PyObject_GetAttr(value, mixed->reader->extents);
     Py_hash_t hash = extents ? PyObject_Hash(extents) : -1;
     Py_XDECREF(extents);
+    Py_DECREF(value);
     if (hash == -1) PyErr_Clear();
     mixed->key = mix(mixed->key, (uint64_t)hash);
     return hash != -1;
@@ -69,9 +72,9 @@ static int mix_value(Mixed *mixed, PyObject *value, int depth) {
         Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
         if (count > LENGTH_LIMIT) return 0;
         mixed->key = mix(mixed->key, (uint64_t)count);
-        for (Py_ssize_t i = 0; i < count; i++)
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
             if (!mix_value(mixed, PySequence_Fast_GET_ITEM(value, i), depth + 1)) return 0;
-        return 1;
+        return PySequence_Fast_GET_SIZE(value) == count;
     }
     if (type == &PySlice_Type) {
         PySliceObject *slice = (PySliceObject *)value;
@@ -138,6 +141,7 @@ uint64_t reader_other_version(const Reader *reader, PyObject *value) {
 
 /* Extents of a tensor, of those in a list, or None: of what has none. */
 static PyObject *shape_of(const Reader *reader, PyObject *value, int depth) {
+    disturb();
     if (reader_is_tensor(reader, value)) {
         int64_t rank = 0, *sizes = NULL;
         const void *tensor = tensor_at(reader, value);
@@ -162,9 +166,11 @@ static PyObject *shape_of(const Reader *reader, PyObject *value, int depth) {
     for (Py_ssize_t i = 0; shapes && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = PySequence_Fast_GET_ITEM(value, i);
         if (!reader_is_tensor(reader, item)) continue;
+        Py_INCREF(item);
         PyObject *shape = shape_of(reader, item, 0);
         if (!shape || PyList_Append(shapes, shape)) Py_CLEAR(shapes);
         Py_XDECREF(shape);
+        Py_DECREF(item);
     }
     PyObject *all = shapes ? PyList_AsTuple(shapes) : NULL;
     Py_XDECREF(shapes);
@@ -259,6 +265,13 @@ static inline int has_tangent(const Reader *reader, PyObject *value) {
     return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
 }
 
+int reader_is_trained(const Reader *reader, PyObject *value) {
+    if (!reader->sizes) return -1;
+    const char *tensor = laid_out_at(reader, value);
+    if (tensor && !*(void *const *)(tensor + reader->layout.autodiff)) return 0;
+    return reader_needs_gradient(reader, value) && reader->is_leaf(tensor_at(reader, value));
+}
+
 int reader_is_leaf(const Reader *reader, PyObject *tensor) { return reader->is_leaf(tensor_at(reader, tensor)); }
 
 /* Whether a tensor that needs no gradient may stand in the place of another, but for gradients' way back. */
@@ -282,6 +295,7 @@ int reader_fits(const Reader *reader, PyObject *original, PyObject *value) {
 PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients) {
     if (!gradients || !reader_needs_gradient(reader, original) || reader->unversioned(tensor_at(reader, original)))
         return Py_NewRef(value);
+    disturb();
     return PyObject_CallFunctionObjArgs(reader->through, original, value, NULL);
 }
 

@@ -16,6 +16,7 @@ static void tell_failure(Program *program, Py_ssize_t index) {
     PyObject *kind, *error, *trace;
     PyErr_Fetch(&kind, &error, &trace);
     PyErr_NormalizeException(&kind, &error, &trace);
+    disturb();
     if (error && trace) PyException_SetTraceback(error, trace);
     PyObject *told = error ? PyObject_CallMethod(program->told, "failed", "nO", index, error) : NULL;
     if (!told) PyErr_Clear(); /* the routine's own exception is the one to be seen */
@@ -84,6 +85,7 @@ static Outcome call_step(Thread *thread, const Reader *reader, int gradients, Pr
     }
     thread->off++;
     *result = call_routine(step->func, given, (size_t)(step->everything ? picked : step->positional), step->names);
+    disturb();
     thread->off--;
     if (step->isolated) reader_set_gradients(reader, thread, gradients);
     if (*result) {
@@ -190,14 +192,21 @@ static PyObject *listed(PyObject *const *items, Py_ssize_t count) {
     return list;
 }
 
+static void leave_to_python(Reason reason) { /* a call that native code had begun */
+    counts.native--;
+    counts.handed[reason]++;
+}
+
 /* Python goes on after a step, whose routine returned `result` (stolen). */
 static PyObject *go_on(Thread *thread, Call *call, Program *program, const Run *run, Py_ssize_t step, PyObject *result,
                        PyObject *outputs) {
+    leave_to_python(RESULT);
     PyObject *inputs = run->changed ? listed(run->inputs.items, run->count) : Py_NewRef(Py_None);
     PyObject *done = inputs ? Py_BuildValue("OnNOO", program->plan, step, result ? result : Py_NewRef(Py_None),
                                             outputs ? outputs : Py_NotImplemented, inputs)
                             : NULL;
     PyObject *value = done ? hand_over(thread, call, 0, done) : NULL;
+    if (!inputs) Py_XDECREF(result);
     Py_XDECREF(inputs);
     Py_XDECREF(done);
     return value;
@@ -207,31 +216,34 @@ static PyObject *go_on(Thread *thread, Call *call, Program *program, const Run *
    1: done; 0: Python has to; -1: an exception. */
 static int put_result(Thread *thread, const Reader *reader, int gradients, const Step *step, PyObject **values,
                       Py_ssize_t count, PyObject *result, Run *run, uint32_t *changed) {
-    PyObject *originals[VALUE_LIMIT], *const *items = &result;
+    PyObject *originals[VALUE_LIMIT], *items[VALUE_LIMIT]; /* items: owned, since a list may lose them meanwhile */
     Py_ssize_t picked = step->everything ? count : step->count;
+    int put = 1;
     if (run->held + picked > VALUE_LIMIT) return 0;
-    if (picked != 1) {
-        if ((!PyTuple_CheckExact(result) && !PyList_CheckExact(result)) || PySequence_Fast_GET_SIZE(result) != picked)
-            return 0;
-        items = PySequence_Fast_ITEMS(result);
-    }
+    if (picked != 1 && ((!PyTuple_CheckExact(result) && !PyList_CheckExact(result)) ||
+                        PySequence_Fast_GET_SIZE(result) != picked))
+        return 0;
     for (Py_ssize_t i = 0; i < picked; i++) {
         originals[i] = values[step->everything ? i : step->select[i]];
-        if (items[i] == originals[i]) continue;
-        if (!(step->isolated ? reader_fits(reader, originals[i], items[i]) : reader_memory(reader, items[i]) != NULL))
-            return 0;
+        items[i] = Py_NewRef(picked == 1 ? result : PySequence_Fast_GET_ITEM(result, i));
+        put &= items[i] == originals[i] || (step->isolated ? reader_fits(reader, originals[i], items[i])
+                                                          : reader_memory(reader, items[i]) != NULL);
     }
-    for (Py_ssize_t i = 0; i < picked; i++) {
+    for (Py_ssize_t i = 0; put > 0 && i < picked; i++) {
         if (items[i] == originals[i]) continue;
         Py_ssize_t position = step->everything ? i : step->select[i];
         thread->off++;
         PyObject *placed = step->isolated ? reader_placed(reader, originals[i], items[i], gradients) : Py_NewRef(items[i]);
         thread->off--;
-        if (!placed) return -1;
+        if (!placed) {
+            put = -1;
+            break;
+        }
         run->holds[run->held++] = values[position] = placed;
         *changed |= (uint32_t)1 << position;
     }
-    return 1;
+    for (Py_ssize_t i = 0; i < picked; i++) Py_DECREF(items[i]);
+    return put;
 }
 
 /* Whether a value, or one of a list, lies in this memory; where that cannot be told, too. */
@@ -329,22 +341,22 @@ static PyObject *add_shapes_of(const Reader *reader, Program *program, Run *run,
         int inputs = run->shapes.words.count;
         reader_words(reader, values, count, &run->shapes.words);
         if (run->shapes.words.count >= 0 && !run->shapes.told) return outputs;
-        if (!run->shapes.told) {
-            run->shapes.words.count = inputs; /* of those of the outputs not all are words */
-            if (!told_shapes(&run->shapes)) Py_CLEAR(outputs);
-            run->shapes.words.count = -1;
-            if (!outputs) return NULL;
-        }
+        if (!run->shapes.told) run->shapes.words.count = inputs; /* of those of the outputs not all are words */
     }
-    PyObject *inputs = run->shapes.told; /* a tuple of one */
-    PyObject *before = Py_XNewRef(program->shapes), *first = PyTuple_GET_ITEM(inputs, 0), *own;
-    own = reader_shapes(reader, values, count, before ? PyTuple_GET_ITEM(before, 1) : NULL);
+    int worded = !run->shapes.told;
+    PyObject *held[VALUE_LIMIT]; /* owned: a list may lose them, if a collection runs */
+    for (Py_ssize_t i = 0; i < count; i++) held[i] = Py_NewRef(values[i]);
+    PyObject *inputs = told_shapes(&run->shapes); /* a tuple of one */
+    if (worded) run->shapes.words.count = -1;
+    PyObject *before = Py_XNewRef(program->shapes), *first = inputs ? PyTuple_GET_ITEM(inputs, 0) : NULL;
+    PyObject *own = inputs ? reader_shapes(reader, held, count, before ? PyTuple_GET_ITEM(before, 1) : NULL) : NULL;
+    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(held[i]);
     int same = own && before && PyTuple_GET_ITEM(before, 0) == first && PyTuple_GET_ITEM(before, 1) == own;
     run->shapes.told = same ? Py_NewRef(before) : own ? PyTuple_Pack(2, first, own) : NULL;
     Py_XDECREF(own);
     if (!run->shapes.told) Py_CLEAR(outputs);
     else if (!same) Py_XSETREF(program->shapes, Py_NewRef(run->shapes.told));
-    Py_DECREF(inputs);
+    Py_XDECREF(inputs);
     Py_XDECREF(before);
     return outputs;
 }
@@ -521,6 +533,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
     run.shapes.words.count = 0;
     if (program->refuse != Py_None) {
         int refused = is_refused(thread, call->given, program);
+        if (refused > 0) leave_to_python(WRITTEN);
         if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
@@ -528,6 +541,7 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
         run.count = gather_inputs(program, call->given, &run.inputs);
         if (run.count < 0) {
             Py_XDECREF(run.inputs.made);
+            leave_to_python(ARGUMENTS);
             return PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
         }
         if (program->tallied) {
@@ -601,10 +615,16 @@ FLAT PyObject *memo_run(Thread *thread, Call *call) {
     Memo *memo = (Memo *)call->plan;
     const Reader *reader = call->site->reader;
     int gradients = 0;
+    uint64_t variant = (uint64_t)thread->next.activation->variant; /* before anything else runs */
     uint64_t key = reader ? reader_key(reader, thread, call->given, memo->sized, &gradients) : 0;
+    if (key) key ^= variant;
     PyObject *known = memo->usual.value;
     if (unlikely(key != memo->usual.key || !known)) known = key ? map_get(&memo->entries, key) : NULL;
-    if (!known) return hand_over(thread, call, key, NULL);
+    if (unlikely(!known)) {
+        counts.handed[key ? NEW_FORM : !reader ? NO_READER : reader_is_kept_out(reader) ? MODE : ARGUMENTS]++;
+        return hand_over(thread, call, key, NULL);
+    }
+    counts.native++;
     if (known == Py_None) return call_op(thread, call);
     Py_INCREF(known);
     PyObject *result = run_program(thread, call, gradients, (Program *)known);
@@ -623,8 +643,11 @@ HOT PyObject *run_plan(Thread *thread, Site *site, PyObject *self, PyObject *a, 
     if (plan == Py_None || !is_targets(site, self)) return checked(thread, call_op(thread, &call));
     Py_INCREF(call.state);
     Py_INCREF(call.plan);
-    result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
-                                                                       : hand_over(thread, &call, 0, NULL);
+    if (likely(plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type))) result = memo_run(thread, &call);
+    else {
+        counts.handed[plan || !activation->table ? SWITCHES : NEW_OP]++;
+        result = hand_over(thread, &call, 0, NULL);
+    }
     Py_DECREF(call.plan);
     Py_DECREF(call.state);
     return checked(thread, result);

@@ -27,14 +27,15 @@ Activation *active_activation(Thread *thread) {
 
 static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *table, *state;
-    int active = 1, memos = 1;
-    if (!PyArg_ParseTuple(args, "OO|pp", &table, &state, &active, &memos)) return NULL;
+    int active = 1, memos = 1, variant = 0;
+    if (!PyArg_ParseTuple(args, "OO|ppi", &table, &state, &active, &memos, &variant)) return NULL;
     if (table != Py_None && !Py_IS_TYPE(table, &PlanTable_Type))
         return PyErr_Format(PyExc_TypeError, "a PlanTable or None is wanted, not %R", table);
     Activation *self = (Activation *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->active = active;
     self->memos = memos;
+    self->variant = variant;
     self->table = table == Py_None ? NULL : (PlanTable *)Py_NewRef(table);
     self->state = Py_NewRef(state);
     return (PyObject *)self;
@@ -61,6 +62,7 @@ static PyObject *activation_become(Activation *self, PyObject *value) {
     PyObject *table = (PyObject *)self->table, *state = self->state;
     self->active = other->active;
     self->memos = other->memos;
+    self->variant = other->variant;
     self->table = (PlanTable *)Py_XNewRef((PyObject *)other->table);
     self->state = Py_NewRef(other->state);
     Py_XDECREF(table);
@@ -83,8 +85,8 @@ PyTypeObject Activation_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Activation",
     .tp_basicsize = sizeof(Activation),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Activation(table, state, active=True, memos=True): what is in force in an execution context.\n\n"
-              "memos: whether what memos have learned holds.",
+    .tp_doc = "Activation(table, state, active=True, memos=True, variant=0): what is in force in an execution context.\n\n"
+              "memos: whether what memos have learned holds.  variant: memos learn for each of these numbers apart.",
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,
@@ -95,27 +97,32 @@ PyTypeObject Activation_Type = {
 
 /* ---- calls ---- */
 
-static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place) {
-    if (place_of(thread, site->hash, place)) return -1;
+static int mix_argument(Thread *thread, const Site *site, PyObject *value, uint64_t *place, uint64_t *way) {
+    const Region *region = known_region(thread);
+    return mix_identities(place, value) || (region->ends_after && mix_leaf(way, site->reader, value));
+}
+
+static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place, uint64_t *way) {
+    if (place_of(thread, site->hash, place, way)) return -1;
     if (site->flags & ONE_PLACE) return 0;
-    if (given->self && mix_identities(place, given->self)) return -1;
+    if (given->self && mix_argument(thread, site, given->self, place, way)) return -1;
     Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0;
     for (Py_ssize_t i = 0; i < given->count + named; i++)
-        if (mix_identities(place, given->items[i])) return -1;
+        if (mix_argument(thread, site, given->items[i], place, way)) return -1;
     if (given->dict) {
         PyObject *key, *value;
         Py_ssize_t position = 0;
         while (PyDict_Next(given->dict, &position, &key, &value))
-            if (mix_identities(place, value)) return -1;
+            if (mix_argument(thread, site, value, place, way)) return -1;
     }
     return 0;
 }
 
 static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
-    uint64_t place;
-    if (place_of_call(thread, site, given, &place)) return -1;
+    uint64_t place, way;
+    if (place_of_call(thread, site, given, &place, &way)) return -1;
     int failed;
-    *id = mix(place, occurrence_of(current_region(thread), place, &failed));
+    *id = mix(place, occurrence_of(current_region(thread), place, way, &failed));
     if (!*id) *id = 1;
     return failed ? -1 : 0;
 }
@@ -189,14 +196,29 @@ static inline int mix_known_arguments(const Site *site, PyObject *self, PyObject
     return mix_known_values(self, items, count, hash);
 }
 
+static inline int mix_known_leaves(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c, uint64_t *way) {
+    Arguments given;
+    if (unlikely(site->flags & ONE_PLACE)) return 1;
+    read_arguments(site, &given, self, a, b, c);
+    if (given.self && !mix_known_leaf(site->reader, given.self, way)) return 0;
+    Py_ssize_t named = given.names ? PyTuple_GET_SIZE(given.names) : 0;
+    for (Py_ssize_t i = 0; i < given.count + named; i++)
+        if (!mix_known_leaf(site->reader, given.items[i], way)) return 0;
+    PyObject *name, *value;
+    Py_ssize_t position = 0;
+    while (given.dict && PyDict_Next(given.dict, &position, &name, &value))
+        if (!mix_known_leaf(site->reader, value, way)) return 0;
+    return 1;
+}
+
 #ifdef AMANDA_CHECKED
 /* Ends the process where the long way comes to another place than the short one: such a build is for tests. */
 static void check_place(Thread *thread, Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
-                        uint64_t known) {
+                        uint64_t known_place, uint64_t known_way) {
     Arguments given;
-    uint64_t place;
+    uint64_t place, way;
     read_arguments(site, &given, self, a, b, c);
-    if (place_of_call(thread, site, &given, &place) || place != known)
+    if (place_of_call(thread, site, &given, &place, &way) || place != known_place || way != known_way)
         Py_FatalError("an op was taken for another");
 }
 #endif
@@ -206,12 +228,14 @@ static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Si
                                 PyObject *b, PyObject *c) {
     Region *region = known_region(thread);
     if (unlikely(!region)) return 0;
-    uint64_t seen, place = mix(region->hash, site->hash);
-    if (!mix_known_sites(running, region, &place) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
+    uint64_t seen, place = mix(region->hash, site->hash), way = 0;
+    if (!mix_known_sites(running, region, &place, &way) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
+    int rooted = region->ends_after;
+    if (rooted && known.leaf_type && !mix_known_leaves(site, self, a, b, c, &way)) return 0;
 #ifdef AMANDA_CHECKED
-    check_place(thread, site, self, a, b, c, place);
+    check_place(thread, site, self, a, b, c, place, way);
 #endif
-    if (!count_known(region, place, &seen)) return 0;
+    if (!(rooted ? count_way(region, place, way, &seen) : count_known(region, place, &seen))) return 0;
     uint64_t id = mix(place, seen);
     return id ? id : 1;
 }
@@ -248,9 +272,54 @@ static PyObject *watch_outside(PyObject *Py_UNUSED(module), PyObject *function) 
     Py_RETURN_NONE;
 }
 
+#ifdef AMANDA_CHECKED
+static PyObject *disturber; /* owned */
+
+void disturb(void) {
+    static int disturbs;
+    if (!disturber || disturbs) return;
+    PyObject *kind, *raised, *trace, *function = Py_NewRef(disturber);
+    PyErr_Fetch(&kind, &raised, &trace);
+    disturbs = 1;
+    PyObject *answer = PyObject_CallNoArgs(function);
+    disturbs = 0;
+    if (!answer) PyErr_WriteUnraisable(function);
+    Py_XDECREF(answer);
+    Py_DECREF(function);
+    PyErr_Restore(kind, raised, trace);
+}
+
+static PyObject *disturb_with(PyObject *Py_UNUSED(module), PyObject *function) {
+    Py_XSETREF(disturber, function == Py_None ? NULL : Py_NewRef(function));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef disturb_with_def = {"disturb_with", disturb_with, METH_O,
+                                       "Call a function wherever native code has Python run; a build for tests has this."};
+#endif
+
+/* ---- failures ---- */
+
+/* By number of the thread: what a tool raised since the last op there began. Threads do not own it, because a thread
+   may end, or wait for ever, and the exception holds the frames and the tensors of its routine. */
+static PyObject *failures; /* owned dict */
+
+PyObject *take_failure(Thread *thread) {
+    if (!thread->failed) return NULL;
+    thread->failed = 0;
+    PyObject *kind, *raised, *trace;
+    PyErr_Fetch(&kind, &raised, &trace);
+    PyObject *number = PyLong_FromUnsignedLongLong(local.owner);
+    PyObject *error = number ? Py_XNewRef(PyDict_GetItemWithError(failures, number)) : NULL;
+    if (error) PyDict_DelItem(failures, number);
+    Py_XDECREF(number);
+    PyErr_Restore(kind, raised, trace);
+    return error;
+}
+
 /* The activation in force once a failure is let go of, which may run anything. */
 COLD static Activation *without_failure(const PyThreadState *running, Thread *thread) {
-    Py_CLEAR(thread->failure);
+    Py_XDECREF(take_failure(thread));
     return activation_of(running, thread);
 }
 
@@ -260,7 +329,7 @@ HOT __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *se
     Activation *activation = activation_of(running, thread);
     if (!activation)
         return unlikely(thread->met != watch.number) && tell_watcher(thread) ? NULL : vanilla(site, self, a, b, c);
-    if (unlikely(thread->failure != NULL) && !(activation = without_failure(running, thread)))
+    if (unlikely(thread->failed) && !(activation = without_failure(running, thread)))
         return vanilla(site, self, a, b, c);
     PyObject *key = thread->key;
     if (unlikely(key != NULL) && (key == site->key || site->flags & IMPLEMENTATION))
@@ -654,13 +723,25 @@ static PyObject *active(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) 
 }
 
 static PyObject *failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
-    PyObject *kept = thread_state()->failure;
-    return Py_NewRef(kept ? kept : Py_None);
+    PyObject *number = thread_state()->failed ? PyLong_FromUnsignedLongLong(local.owner) : NULL;
+    PyObject *error = number ? PyDict_GetItemWithError(failures, number) : NULL;
+    Py_XDECREF(number);
+    if (PyErr_Occurred()) return NULL;
+    return Py_NewRef(error ? error : Py_None);
 }
 
 static PyObject *keep_failure(PyObject *Py_UNUSED(module), PyObject *error) {
     Thread *thread = thread_state();
-    Py_XSETREF(thread->failure, error == Py_None ? NULL : Py_NewRef(error));
+    Py_XDECREF(take_failure(thread));
+    if (error == Py_None || thread == &foreign || !current_region(thread)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    PyObject *number = PyLong_FromUnsignedLongLong(local.owner);
+    thread->failed = number && !PyDict_SetItem(failures, number, error); /* the thread's root forgets it as it ends */
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *forget_failures(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    PyDict_Clear(failures);
     Py_RETURN_NONE;
 }
 
@@ -675,6 +756,8 @@ static PyMethodDef failure_def = {"failure", failure, METH_NOARGS,
                                   "What a tool raised on this thread since the last op began, if it was kept."};
 static PyMethodDef keep_failure_def = {"keep_failure", keep_failure, METH_O,
                                        "Keep a tool's exception, which an operator may drop; None lets go of it."};
+static PyMethodDef forget_failures_def = {"forget_failures", forget_failures, METH_NOARGS,
+                                          "Let go of the exceptions of tools that are kept for any thread."};
 static PyMethodDef watch_outside_def = {"watch_outside", watch_outside, METH_O,
                                         "Call a function on each thread that runs ops where nothing is in force, "
                                         "until it returns True there; None ends it."};
@@ -683,10 +766,15 @@ static PyMethodDef active_def = {"active", active, METH_NOARGS,
 
 int stub_boot(PyObject *names) {
     if (!activation_variable) activation_variable = PyContextVar_New("amanda.activation", NULL);
-    return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
+    if (!failures) failures = PyDict_New();
+#ifdef AMANDA_CHECKED
+    if (add_function(names, &disturb_with_def)) return -1;
+#endif
+    return !activation_variable || !failures || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_function(names, &active_def) || add_function(names, &failure_def) ||
-                   add_function(names, &keep_failure_def) || add_function(names, &watch_outside_def) ||
-                   add_function(names, &running_def) || add_type(names, "PlanTable", &PlanTable_Type) ||
+                   add_function(names, &keep_failure_def) || add_function(names, &forget_failures_def) ||
+                   add_function(names, &watch_outside_def) || add_function(names, &running_def) ||
+                   add_type(names, "PlanTable", &PlanTable_Type) ||
                    add_type(names, "Reader", &Reader_Type) || memo_boot(names) ||
                    lock_boot(names) || graph_boot(names) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||

@@ -17,6 +17,8 @@ static int map_grow(Map *map) {
     return 0;
 }
 
+int map_reserve(Map *map, size_t more) { return (map->used + more) * 3 > map->size * 2 ? map_grow(map) : 0; }
+
 int map_set(Map *map, uint64_t key, void *value) {
     if ((map->used + 1) * 3 > map->size * 2 && map_grow(map)) return -1;
     Cell *cell = &map->cells[map_slot(map, key)];

@@ -216,8 +216,9 @@ static PyObject *tally_items(Tally *self, PyObject *Py_UNUSED(none)) {
         Py_XDECREF(item);
     }
     if (!items || !self->others) return items;
-    PyObject *others = PyDict_Items(self->others);
+    PyObject *counted = Py_NewRef(self->others), *others = PyDict_Items(counted);
     PyObject *all = others ? PySequence_InPlaceConcat(items, others) : NULL;
+    Py_DECREF(counted);
     Py_XDECREF(others);
     Py_DECREF(items);
     return all;

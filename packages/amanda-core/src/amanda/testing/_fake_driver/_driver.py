@@ -8,7 +8,7 @@ from itertools import pairwise
 from types import CodeType
 from typing import Any
 
-from amanda.backend import Call, EagerDriver, Trace, replayed
+from amanda.backend import Call, EagerDriver, Trace, recomputed
 from amanda.interceptor import Detour, Site
 from amanda.testing import fake
 from amanda.testing._fake_driver._backward import Made, followed, mark
@@ -76,11 +76,11 @@ class FakeDriver(FakeTensors, EagerDriver):
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `checkpoint` for functions that run again where they ran first."""
+    """Return `checkpoint` for functions whose second run is their first run again."""
 
     @functools.wraps(original)
     def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Any:
-        return original(replayed(function), input)
+        return original(recomputed(function), input)
 
     return checkpoint
 

@@ -12,7 +12,7 @@ import amanda
 from amanda.interceptor import OCCURRENCE_CAP
 from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import Executed, Seen, also, tool
+from amanda.testing._suite._tools import Executed, Seen, also, inserting, tool
 
 PROGRAM = """
 import importlib.util, sys
@@ -137,13 +137,38 @@ class IdentityTests:
         assert len(set(seen.ids[OCCURRENCE_CAP - 1 : half])) == 1
 
     @needs("call_sites")
-    def test_ids_are_bounded_in_a_loop_outside_modules(self, sample: Sample) -> None:
-        seen = Seen()
+    def test_a_line_in_a_loop_outside_modules_is_one_op(self, sample: Sample) -> None:
+        seen = Executed(sample.name("relu"))
         x = sample.input()
         with amanda.apply(seen):
-            for _ in range(3 * OCCURRENCE_CAP):
-                sample.relu(x)
-        assert len(seen.ids(sample.name("relu"))) == OCCURRENCE_CAP
+            for _ in range(3):
+                x = sample.relu(x)
+        assert len(seen.ids) == 3
+        assert len(set(seen.ids)) == 1
+
+    @needs("call_sites")
+    def test_a_function_outside_modules_has_ops_for_each_line_that_calls_it(self, sample: Sample) -> None:
+        def activated(x: Any) -> Any:
+            return sample.relu(x)
+
+        seen = Executed(sample.name("relu"))
+        x = sample.input()
+        with amanda.apply(seen):
+            for _ in range(3):
+                x = activated(x)
+                x = sample.add(activated(x), activated(x))
+        assert len(set(seen.ids[:3])) == 3
+        assert seen.ids[:3] == seen.ids[3:6] == seen.ids[6:]
+
+    @needs("call_sites")
+    def test_a_recursion_outside_modules_is_bounded(self, sample: Sample) -> None:
+        def deep(x: Any, left: int) -> Any:
+            return deep(sample.relu(x), left - 1) if left else x
+
+        seen = Seen()
+        with amanda.apply(seen):
+            deep(sample.input(), 2 * OCCURRENCE_CAP)
+        assert 1 < len(seen.ids(sample.name("relu"))) <= OCCURRENCE_CAP
 
     def test_two_paths_to_one_line_are_two_ops(self, sample: Sample) -> None:
         def shared(x: Any) -> Any:
@@ -197,6 +222,45 @@ class IdentityTests:
         assert len(relu.ids) == 4
         assert relu.ids[:2] == relu.ids[2:]
         assert relu.ids[0] != relu.ids[1]
+
+    @needs("call_sites")
+    def test_checkpoints_in_a_loop_outside_modules_compute_the_same_ops_again(self, sample: Sample) -> None:
+        def activated(value: Any) -> Any:
+            return sample.relu(value)
+
+        relu = Executed(sample.name("relu"))
+        with amanda.apply(relu):
+            x = activated(sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True))
+            for _ in range(2):
+                x = sample.checkpoint(lambda value: activated(activated(value)), x)
+            sample.backward(x)
+        before, first, second = relu.ids[:3]
+        assert len({before, first, second}) == 3
+        assert relu.ids[3:] == [first, second] * 3
+
+    @needs("backward")
+    def test_a_checkpoint_computes_the_same_executions_again(self, sample: Sample) -> None:
+        decided: list[tuple[int, bool]] = []
+        heard: list[bool] = []
+
+        def decide(value: Any, run: dict[str, Any], recomputed: bool) -> Any:
+            number = run.setdefault("number", sum(not again for _, again in decided))
+            decided.append((number, recomputed))
+            return value * (number + 1)
+
+        relu = inserting("insert_before_op", sample.name("relu"), decide, [0])
+        also(
+            relu,
+            lambda context: context.insert_before_op(amanda.observer(lambda: heard.append(True)), []),
+            sample.name("relu"),
+        )
+        module = sample.module(lambda x: sample.checkpoint(sample.relu, x))
+        with amanda.apply(relu):
+            results = [module(sample.tensor([2.0], requires_grad=True)) for _ in range(3)]
+            for result in results:
+                sample.backward(result)
+        assert sorted(decided) == [(number, again) for number in range(3) for again in (False, True)]
+        assert len(heard) == 3
 
     @needs("backward")
     def test_backward_ops_have_ids_that_stay(self, sample: Sample) -> None:

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from ._graphs import relieve
 from ._hooks import Hooks, place_hooks_quickly, remove_all
 from ._leaves import tell
-from ._overrides import Unseen
+from ._overrides import Unseen, reading
 from ._requirements import found
 from ._saved import end_traceback_in_torch
 
@@ -63,8 +63,8 @@ class Autograd(EagerDriver):
 
     @property
     @abstractmethod
-    def unseen(self) -> "Autograd":
-        """The driver's face that no override of the user's sees."""
+    def seen(self) -> "Autograd":
+        """This driver for calls under no dispatch mode."""
 
     def tracing(self) -> Made:
         """Context that brackets the nodes made by an op."""
@@ -108,7 +108,7 @@ class Autograd(EagerDriver):
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
-            backward = _Backward(self.unseen, activation.state, create_graph, keeps_graph)
+            backward = _Backward(self.seen, activation.state, create_graph, keeps_graph)
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
@@ -294,14 +294,14 @@ class _Hooks(Hooks):
         self._start = 0
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        with Suspension():
+        with Suspension(), reading():
             grads = self._step.before(grad_outputs)
         self._start = _sequence()
         return _changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._map_second_order(grad_inputs)
-        with Suspension():
+        with Suspension(), reading():
             grads = self._step.after(grad_inputs, grad_outputs)
         self._done(self._mark.trace)
         return _changed(grad_inputs, grads)

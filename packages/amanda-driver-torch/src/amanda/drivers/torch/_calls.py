@@ -17,7 +17,7 @@ class TorchCall(Call):
     head: what comes before the op's own arguments (an OpOverload, a Function subclass).
     """
 
-    __slots__ = ("_binding", "_given", "_head", "_site")
+    __slots__ = ("_binding", "_given", "_head", "_make", "_site")
 
     def __init__(
         self,
@@ -28,8 +28,11 @@ class TorchCall(Call):
         kwargs: dict[str, Any],
         binding: Binding,
         in_place: bool,
+        make: Callable[[Site, tuple[Any, ...], dict[str, Any]], Any],
     ) -> None:
+        """make: makes the call as the program would."""
         self._site = site
+        self._make = make
         self._head = head
         self._given = args, kwargs
         self._binding = binding
@@ -45,7 +48,7 @@ class TorchCall(Call):
             args, kwargs = self._given
         else:
             args, kwargs = self._binding.call_arguments(inputs)
-        return self._site.invoke((*self._head, *args), kwargs)
+        return self._make(self._site, (*self._head, *args), kwargs)
 
     def fitted(self, inputs: list[Any]) -> list[Any]:
         """Put a tensor for `as_strided` into memory like the original's, of which the op may read all."""

@@ -1,14 +1,14 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Namespace, State, Trace, digest
+from amanda.backend import Call, EagerDriver, Namespace, State, digest
 from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
 from amanda.plan import spread
 
@@ -17,7 +17,7 @@ from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
 from ._kernels import is_dispatched_again, is_part_of_op
 from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
-from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
+from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, left, of_class, overridden
 from ._reader import reader
 from ._requirements import check
 from ._schema import binding
@@ -53,6 +53,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self.skip(torch.utils.checkpoint.__file__)
         for kind in _CALLED:
             interceptor.add_identity_type(kind)
+        interceptor.set_leaf_type(torch.Tensor, _is_trained)
 
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
@@ -84,7 +85,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return reader(plain_straight_through) if interceptor.NATIVE else None
+        return self._reading[0]
+
+    @cached_property
+    def _reading(self) -> tuple[Reader | None, str]:
+        return reader(plain_straight_through) if interceptor.NATIVE else (None, "")
+
+    def slowdown(self) -> str:
+        """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
+        return self._reading[1]
 
     @cached_property
     def _targets(self) -> dict[Site, Target]:
@@ -152,20 +161,41 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
-        ops = self
-        if overridden(args, kwargs):
-            if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
-                state.report("torch.fx.symbolic_trace", RECORDED)
-                return site.invoke(args, kwargs)
-            ops = self.unseen
+        if overridden(args, kwargs) and any(
+            isinstance(one, torch.fx.Proxy) for one in (*args, *kwargs.values())
+        ):
+            state.report("torch.fx.symbolic_trace", RECORDED)
+            return site.invoke(args, kwargs)
         if is_functional(args[0]) if site.key in _HEADED else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
-        return EagerDriver.handle(ops, state, memo, op_id, site, args, kwargs, key, done)
+        told = state, memo, op_id, site, args, kwargs, key, done
+        within = Incomplete if site.key == "alias" and site.target is _AS_SUBCLASS else Within
+        if torch._C._len_torch_dispatch_stack():
+            with left() as modes:
+                return EagerDriver.handle(within(self, modes), *told)
+        overrides = current()
+        if overrides is None:
+            return EagerDriver.handle(self, *told)
+        with Unseen():
+            shared = overrides is SEEN and within is Within
+            return EagerDriver.handle(self.seen if shared else within(self, overrides), *told)
 
     @cached_property
-    def unseen(self) -> "TorchDriver":
-        """This driver for calls that a mode or a tensor subclass of the user's overrides."""
-        return UnseenDriver(self)
+    def seen(self) -> "TorchDriver":
+        """This driver for calls under no dispatch mode."""
+        return Within(self, SEEN)
+
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine outside of the program's autograd and modes."""
+        return call_alone(func, values, kwargs)
+
+    def call_observer(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine that changes no value, also outside of what tensor subclasses override."""
+        return call_alone(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in schema order."""
@@ -173,10 +203,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
             kind = CollectiveCall if site.key.startswith("c10d::") else TorchCall
-            return kind(site, site.op, (), args, kwargs, bound, target.inplace)
+            return kind(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
         head, rest = args[:1], args[1:]
         op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
-        return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False)
+        return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False, self.invoke)
 
     def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """An op's result as a list; that of a functional collective is waited for."""
@@ -214,9 +244,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """The parameter, or the leaf, that a tensor is or is a view of."""
         if not isinstance(value, torch.Tensor):
             return None
-        base = value if value._base is None else value._base
-        is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
-        return base if is_held else None
+        with Unseen():  # routines ask, too
+            base = value if value._base is None else value._base
+            is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
+            return base if is_held else None
 
     def part_of(self, value: Any, variable: Any) -> str:
         """The part of a parameter that a view of it is."""
@@ -232,6 +263,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return module_path(subjects)
 
 
+_AS_SUBCLASS: Any = torch.Tensor.as_subclass
 _CALLED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED = "the ops are recorded as they are"
 TRANSFORM = "a torch.func transform (vmap, grad, ...)"
@@ -245,6 +277,12 @@ _HEADED = _OVERLOADS | {"Function.apply"}
 """Sites whose first argument says what is called."""
 
 
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
+    with Unseen():
+        return tensor.requires_grad and tensor.is_leaf
+
+
 def _is_machinery(called: Any) -> bool:
     """Return True if torch uses it to run hooks and profiles; it computes nothing."""
     if called is torch.nn.modules._functions.BackwardHookFunction:
@@ -252,16 +290,43 @@ def _is_machinery(called: Any) -> bool:
     return getattr(called, "_qualified_op_name", getattr(called, "_name", "")).startswith("profiler::")
 
 
-class UnseenDriver(UnseenTensors, TorchDriver):
-    """A driver's other face, which shares all that it holds."""
+class Within(TorchDriver):
+    """The driver outside of modes of the program, which shares all that it holds."""
 
-    def __init__(self, driver: TorchDriver) -> None:
+    __slots__ = ("_modes",)
+
+    def __init__(self, driver: TorchDriver, modes: Modes) -> None:
         self.__dict__ = driver.__dict__
+        self._modes = modes
 
-    def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
-        """Leave the trace at the nodes of the op's results."""
-        with Unseen():
-            super().attach_trace(trace, made, values)
+    def invoke(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of the program's, under its modes."""
+        with self._modes.entered():
+            return site.invoke(args, kwargs)
+
+    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine that computes for the program, under its modes."""
+        with self._modes.entered():
+            return func(*values, **kwargs)
+
+    def obstacle(self, site: Site) -> tuple[str, str] | None:
+        """Return what keeps ops from being instrumented at this moment, and why."""
+        with self._modes.entered():
+            return super().obstacle(site)
+
+
+class Incomplete(Within):
+    """The driver at an op whose result is of a class that may complete it later, in its own `__new__`."""
+
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine outside of what the class overrides, for which the result may lack attributes."""
+        return call_alone(func, values, kwargs, overrides=False)
+
+    def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`value` for `original`, of its class."""
+        return of_class(original, super().straight_through(original, value))  # type: ignore[no-any-return]
 
 
 class Functions:

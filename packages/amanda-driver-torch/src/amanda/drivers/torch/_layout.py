@@ -38,17 +38,18 @@ class Functions:
 Layout = tuple[int, int, int, int, int, int, int, int]
 
 
-def layout(functions: Functions) -> Layout | None:
-    """Return the layout of plain tensors as `interceptor.Reader` wants it.
+def layout(functions: Functions) -> tuple[Layout | None, str]:
+    """Return the layout of plain tensors as `interceptor.Reader` wants it, and what of it is not found.
 
-    None where some of it is not found: functions of torch are called then, at twice the cost.
+    None where something is not: functions of torch are called then, at twice the cost.
     """
     with torch.inference_mode(False), torch.enable_grad():
         try:
             switches = functions.address(_SWITCHES)
-            return (*_counter(), _kind(), _rank(), _autodiff(), switches, *_switch(switches))
-        except LookupError:
-            return None
+            found = (*_counter(), _kind(), _rank(), _autodiff(), switches, *_switch(switches))
+        except LookupError as error:
+            return None, str(error)
+    return found, ""
 
 
 def _read(kind: "type[ctypes._SimpleCData[int]]", samples: Iterable[torch.Tensor], offset: int) -> list[int]:

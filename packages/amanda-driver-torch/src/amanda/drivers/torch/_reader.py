@@ -38,14 +38,18 @@ _VALUES = (
 )
 
 
-def reader(through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> interceptor.Reader | None:
-    """A reader of this build of torch; None, and a log line, where it has not what one takes.
+def reader(
+    through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[interceptor.Reader | None, str]:
+    """Return a reader of this build of torch, and what it lacks, which a warning says too; "" for nothing.
 
-    Then Python does the same at a multiple of the time.
+    Without a reader Python does the same at a multiple of the time; without a layout native code calls
+    functions of torch where it would read memory.
     through: gives a value with its gradient's way back to an original.
     """
     try:
         functions = Functions()
+        known, lacking = layout(functions)
         mode = functions.address(_FUNCTION_MODE)
         included = functions.address(_KEY_INCLUDED)
         found = interceptor.Reader(
@@ -57,15 +61,26 @@ def reader(through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
             modes=((mode, 0), *((included, int(_native._parse_dispatch_key(key))) for key in _KEYS)),
             autodiff=functions.addresses(_AUTODIFF),
             values=(*functions.addresses(_VALUES), _memory(), torch.empty(1), through),
-            layout=layout(functions),
+            layout=known,
         )
         if _reads(found):
-            return found
+            if lacking:
+                logger.warning(_SOME, torch.__version__, lacking)
+            return found, lacking
         reason = "its tensors are not as this driver knows them"
     except (AttributeError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = f"it lacks {error}"
-    logger.info("native code cannot read the tensors of torch %s, Python does: %s", torch.__version__, reason)
-    return None
+    logger.warning(_NONE, torch.__version__, reason)
+    return None, reason
+
+
+_NONE = (
+    "native code cannot read the tensors of torch %s, so that routines take a multiple of the time: %s; "
+    "a version of amanda-driver-torch for this torch can: pip install --upgrade amanda-driver-torch"
+)
+_SOME = (
+    "native code reads the tensors of torch %s by function calls, so that routines take longer: it lacks %s"
+)
 
 
 def _offset() -> int:

@@ -49,6 +49,8 @@ ESSENTIAL = (
 """Without one of these nothing is instrumented."""
 
 OPTIONAL = {
+    "utils.data.dataloader._MultiProcessingDataLoaderIter._reset": "the report lacks ops of a DataLoader's "
+    "worker processes",
     "_C._autograd._top_saved_tensors_default_hooks": "what in-place ops save of values that routines change "
     "does not go through hooks on saved tensors",
     "_C._autograd._unsafe_set_version_counter": "torch's error for a tensor that was written after an op in "
@@ -67,6 +69,7 @@ OPTIONAL = {
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
+    "utils.checkpoint._recomputation_hook.__init__": "tensors that checkpoints keep are seen as ops",
 }
 """Without one of these, what it says."""
 

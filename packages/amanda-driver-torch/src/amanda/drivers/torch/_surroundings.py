@@ -3,14 +3,14 @@
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Attributes, replayed
+from amanda.backend import Attributes, Recomputation, recomputed, replayed
 from amanda.scope import in_force
 
 from ._asked import OP_BY_OP, asks_for_graphs, has_stances
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ._driver import TorchDriver
 
 
+LOADER = "torch.utils.data.dataloader"
+IN_WORKERS = "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
+_RESET = "_MultiProcessingDataLoaderIter._reset"
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 MACHINERY = {
@@ -37,6 +40,7 @@ MACHINERY = {
     ("torch._subclasses.fake_tensor", "FakeTensorMode.__torch_dispatch__"): None,
     ("torch._library.utils", "Kernel.__call__"): None,  # what a program registers by `register_fake`
     ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
+    ("torch.utils.checkpoint", "_detach_helper"): None,  # by which selective checkpoints keep what ops made
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
     ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached"): None,
 }
@@ -65,23 +69,38 @@ class Surroundings:
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
             attributes.when_imported(module, functools.partial(_let_be, attributes, module, name))
+        attributes.when_imported(LOADER, lambda: _tell_of_workers(attributes))
         attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         attributes.when_imported("torch._dynamo", lambda: self._take_stance(attributes))
 
     @staticmethod
     def _follow_checkpoints(attributes: Attributes) -> None:
-        """Recompute where the first run was, so that the ops have the ids of the first run."""
+        """Recompute where the first run was, so that the ops are the executions of the first run."""
         checkpoint = torch.utils.checkpoint
         generator = found(f"utils.checkpoint.{_GENERATOR}")
         forward = found("utils.checkpoint.CheckpointFunction.forward")
 
-        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return generator(_recomputed(fn), *args, **kwargs)
+        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+            if interceptor.active() is None or not torch.is_grad_enabled():
+                return (yield from generator(fn, *args, **kwargs))
+            # The generator surrounds the first run, and calls the function to recompute alone.
+            recomputation = Recomputation()
+            again = _within_pass(functools.partial(recomputation.again, fn))
+            with recomputation.first():
+                return (yield from generator(again, *args, **kwargs))
 
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _recomputed(run_function), *args)
+            return forward(ctx, _within_pass(recomputed(run_function)), *args)
 
+        hook = found("utils.checkpoint._recomputation_hook.__init__")
+
+        def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+            hook(self, *args, **kwargs)
+            self.pack_hook = _alone(self.pack_hook)
+
+        if hook is not None:
+            attributes.set(checkpoint._recomputation_hook, "__init__", functools.wraps(hook)(make_hook))
         if generator is not None:
             attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
         if forward is not None:
@@ -115,17 +134,27 @@ class Surroundings:
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
-def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs as it would here, also on a thread of autograd's engine."""
-    again = replayed(function)
+def _within_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in the state of a backward pass, also on a thread of autograd's engine."""
 
     @functools.wraps(function, updated=())
-    def recompute(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         around = of_pass()
         with nullcontext() if around is None else in_force(around):
-            return again(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return function if again is function else recompute
+    return run
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch's machinery, whose ops are none of the user's."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.Suspension():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _leave_stance(taken: Sequence[Any]) -> None:
@@ -190,6 +219,23 @@ def _let_be(attributes: Attributes, module: str, name: str) -> None:
             return function(*args, **kwargs)
 
     attributes.set(holder, method, alone)
+
+
+def _tell_of_workers(attributes: Attributes) -> None:
+    """Report a pass through a DataLoader whose worker processes run the ops of its data set."""
+    reset = found(f"utils.data.dataloader.{_RESET}")
+    if reset is None:
+        return
+
+    @functools.wraps(reset)
+    def reset_and_tell(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is not None:
+            activation.state.report("worker processes of a DataLoader", IN_WORKERS)
+        return reset(iterator, *args, **kwargs)
+
+    owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter  # type: ignore[attr-defined]
+    attributes.set(owner, "_reset", reset_and_tell)
 
 
 def _with_callback_in_place(original: Callable[..., Any]) -> Callable[..., Any]:

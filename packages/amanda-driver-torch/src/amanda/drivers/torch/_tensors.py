@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from amanda.eager import Saved
 from amanda.errors import RoutineError
 from amanda.plan import spread
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ._overrides import left, of_class, reading
 from ._saved import Reached, SavedTensors, has_hooks
 from ._schema import flatten_outputs
 from ._views import PLAIN, overlaps
@@ -137,15 +137,30 @@ class TorchTensors:
         finally:
             torch._C._set_grad_enabled(before)
 
+    def call_observer(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine that changes no value."""
+        return self.call_isolated(func, values, kwargs)
+
+    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine that computes for the program."""
+        return func(*values, **kwargs)
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Context in which no mode and no override of the program's sees what is read."""
+        return reading()
+
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
-        value = _detached(_fitting(original, value))
+        like, value = value, _detached(_fitting(original, value))
         recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
+        through: Any = None
         if _has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
-            return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-        if recorded:
-            return PlainStraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-        return value
+            through = StraightThrough
+        elif recorded:
+            through = PlainStraightThrough
+        return of_class(like, value if through is None else through.apply(original, value))  # type: ignore[no-any-return]
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
@@ -191,15 +206,15 @@ class TorchTensors:
         if isinstance(value, torch.Tensor):
             if value.requires_grad and not _has_node(value):
                 return value
-            with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                return value.detach()
+            with left() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                return of_class(value, value.detach())
         if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
             return [self.kept(one) for one in value]
         return value
 
     def copied(self, value: Any) -> Any:
         """A differentiable copy."""
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        return of_class(value, value.clone()) if isinstance(value, torch.Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype, rank and device of each tensor, also in lists."""

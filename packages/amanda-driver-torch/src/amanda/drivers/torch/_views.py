@@ -8,6 +8,8 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
+from ._overrides import of_class
+
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that override nothing."""
 
@@ -40,8 +42,8 @@ class TorchViews(Views):
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
         if view.shape != value.shape or view.stride() == value.stride() or overlaps(view):
-            return value.clone()
-        return value.new_empty_strided(value.size(), view.stride()).copy_(value)
+            return of_class(value, value.clone())
+        return of_class(value, value.new_empty_strided(value.size(), view.stride()).copy_(value))
 
     def shares(self, value: torch.Tensor) -> bool:
         """Return whether a tensor is a view of another, or a parameter."""

@@ -53,6 +53,8 @@ class DumpTool(TensorTool[_IndexedOp]):
     folder that has other things in it.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         folder: Path = Path("dump"),

@@ -12,7 +12,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, checked_share, without_run
 from amanda.tools.dynamic_prune._math import as_type_of, binary_gumbel, budget_loss, local, needed, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
@@ -109,7 +109,8 @@ class ActivationPruneTool(DynamicPruneTool):
             one = self._convolution(context)
             if one is not None:
                 node.notes["convolution"] = one
-                context.insert_before_op(self._at_convolution, inputs=[0], one=one)
+                given: dict[str, Any] = {"one": one, **without_run(context)}
+                context.insert_before_op(self._at_convolution, inputs=[0], **given)
         found = residual(self._flow, node)
         inner = [] if found is None else _convolutions(found.ops)
         if found is not None and inner:
@@ -146,18 +147,19 @@ class ActivationPruneTool(DynamicPruneTool):
         return self._first.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)
 
     @amanda.differentiable
-    def _at_convolution(self, x: Any, one: _Convolution) -> Any:
+    def _at_convolution(self, x: Any, one: _Convolution, run: Run, recomputed: bool) -> Any:
         block = one.block
         if block is None:
             return None
         if block.convolutions[0] is one:
-            self._decide(x, block)
+            self._decide(x, block, run, recomputed)
         decision = self._present.of(block)
         given, read = decision.given.get(one), decision.read.get(one)
         if given is None:
             return None
         kept = do("mean", stop(given))
-        one.pruned.add(1 - kept, one.size * prod(given.shape), 1 - kept)
+        if not recomputed:
+            one.pruned.add(1 - kept, one.size * prod(given.shape), 1 - kept)
         return None if read is None else _masked(x, read, one.layout)
 
     @amanda.differentiable
@@ -165,14 +167,14 @@ class ActivationPruneTool(DynamicPruneTool):
         mask = self._present.of(block).mask
         return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
 
-    def _decide(self, x: Any, block: _Block) -> None:
+    def _decide(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
         """Compute the masks of a branch from its input."""
         decision, layout = self._present.of(block), block.convolutions[0].layout
         x = as_type_of(x, block.kernel)
         logits = local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         logits = logits + mean[:, :, None]
-        mask = decision.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
+        mask = decision.mask = binary_gumbel(logits, self._noise(logits, run, recomputed), self._temperature)
         sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for one in block.convolutions[:-1]:
             sizes.append([at.places(size) for at, size in zip(one.windows, sizes[-1], strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, checked_share, without_run
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
     binary_gumbel,
@@ -146,12 +147,12 @@ class AttentionPruneTool(DynamicPruneTool):
                 self._fused.add(kind)
                 return
             one = self._attention(context, node, node)
-            context.replace_op(partial(attend, partial(self._attend, one=one)))
+            context.replace_op(partial(attend, partial(self._attend, one=one)), **without_run(context))
         elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
             one = self._attention(context, node, product)
-            context.insert_after_op(self._prune, outputs=[0], one=one)
+            context.insert_after_op(self._prune, outputs=[0], one=one, **without_run(context))
         elif (found := residual(self._flow, node)) is not None:
             self._look_at_sum(context, node, found)
         elif kind == "layer_norm":
@@ -195,12 +196,12 @@ class AttentionPruneTool(DynamicPruneTool):
         context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
 
     @amanda.differentiable
-    def _prune(self, probabilities: Any, one: _Attention) -> Any:
-        pruned = self._attend(probabilities, one)
+    def _prune(self, probabilities: Any, one: _Attention, run: Run, recomputed: bool) -> Any:
+        pruned = self._attend(probabilities, one, run, recomputed)
         self._flow.made(one.node, [pruned])
         return pruned
 
-    def _attend(self, probabilities: Any, one: _Attention) -> Any:
+    def _attend(self, probabilities: Any, one: _Attention, run: Run, recomputed: bool) -> Any:
         """Return probabilities without dropped tokens, and choose the tokens to drop next.
 
         probabilities: (N, H, T, T), or (N * H, T, T).
@@ -208,7 +209,7 @@ class AttentionPruneTool(DynamicPruneTool):
         if len(probabilities.shape) == 3:
             shape, heads = tuple(probabilities.shape), one.heads or 1
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            return do("reshape", self._attend(split, one), shape)
+            return do("reshape", self._attend(split, one, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
         decision = self._present.of(one)
         decision.alive = decision.later = None
@@ -222,17 +223,21 @@ class AttentionPruneTool(DynamicPruneTool):
             alive = as_type_of(stop(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
-        if decision.alive is None:
+        if recomputed:
+            pass
+        elif decision.alive is None:
             one.pruned.add(0.0, macs, 0.0)
         else:
             shares = do("mean", stop(decision.alive), axis=-1)
             one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        decision.later = self._left(probabilities, one, decision, previous)
+        noise = partial(self._noise, run=run, recomputed=recomputed)
+        decision.later = self._left(probabilities, one, decision, previous, noise)
         return probabilities
 
     def _left(
-        self, probabilities: Any, one: _Attention, decision: _Decision, previous: _Decision | None
-    ) -> Any:
+        self, probabilities: Any, one: _Attention, decision: _Decision, previous: _Decision | None,
+        noise: Callable[[Any], Any],
+    ) -> Any:  # fmt: skip
         """Return 0/1 of the tokens that later layers keep: (N, T)."""
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
@@ -244,7 +249,7 @@ class AttentionPruneTool(DynamicPruneTool):
         guarded = np.arange(units.shape[-1]) * self._size < self._protect
         first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
         if self._learned:
-            hard = self._predicted(probabilities, received, one)
+            hard = self._predicted(probabilities, received, one, noise)
             left = units * (first + (1 - first) * hard)
         else:
             score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
@@ -252,7 +257,9 @@ class AttentionPruneTool(DynamicPruneTool):
             left = winners(score + 1e6 * first + units - 1, decision.count) * units
         return per_token(left, self._size, length)
 
-    def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
+    def _predicted(
+        self, probabilities: Any, received: Any, one: _Attention, noise: Callable[[Any], Any]
+    ) -> Any:
         """Return 0/1 of the units that the predictor keeps: (N, units)."""
         own = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
         features = per_unit(do("concatenate", (received, own), axis=1), self._size)
@@ -260,7 +267,7 @@ class AttentionPruneTool(DynamicPruneTool):
         weight, bias, last, offset = one.skim
         hidden = features @ weight + bias
         logits = (do("tanh", hidden) @ last + offset)[..., 0]
-        return as_type_of(binary_gumbel(logits, self._noise(logits)), received)
+        return as_type_of(binary_gumbel(logits, noise(logits)), received)
 
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:

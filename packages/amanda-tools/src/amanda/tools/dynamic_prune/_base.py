@@ -15,6 +15,9 @@ from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
 from amanda.tools.mapping import StandardMapping
 
 T = TypeVar("T")
+Run = dict[Any, Any] | None
+"""The dict of an execution; None where nothing runs again, as in a graph."""
+_NOISE = "amanda.tools.dynamic_prune: noise"
 
 
 class DynamicPruneTool(amanda.Tool):
@@ -27,6 +30,8 @@ class DynamicPruneTool(amanda.Tool):
     `parameters()` returns them for an optimizer.  Add `loss()` to the loss of the model.  `result` has the
     shares that were pruned since `clear()`.
     """
+
+    is_copied_when_used = False
 
     training = False
 
@@ -126,12 +131,26 @@ class DynamicPruneTool(amanda.Tool):
 
         return self.keep(context, name, lambda: state(start), load=load, renew=tensors.update)
 
-    def _noise(self, like: Any) -> Any:
-        """Return logistic noise for the logits of a gate; None outside of training."""
+    def _noise(self, like: Any, run: Run, recomputed: bool) -> Any:
+        """Return logistic noise for the logits of a gate; None outside of training.
+
+        run, recomputed: of the routine; a recomputation has the noise of its first execution.
+        """
         if not self.training:
             return None
-        uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
+        noises = self._noises
+        if recomputed and run is not None and _NOISE in run:
+            noises = np.random.default_rng()
+            noises.bit_generator.state = run[_NOISE]
+        elif run is not None:
+            run[_NOISE] = noises.bit_generator.state
+        uniform = noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
         return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
+
+
+def without_run(context: amanda.OpContext) -> dict[str, Any]:
+    """Return keyword arguments that keep `run` from a routine where nothing runs again."""
+    return {} if context.is_eager() else {"run": None}
 
 
 def _renew(value: Any, loaded: Any) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def attend(
-    prune: Callable[[Tensor], Tensor],
+    prune: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -20,8 +20,14 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    run: dict[Any, Any] | None,
+    recomputed: bool,
 ) -> Any:
-    """Return `scaled_dot_product_attention` with probabilities that `prune` changes."""
+    """Return `scaled_dot_product_attention` with probabilities that `prune` changes.
+
+    run, recomputed: of the routine, which `prune` is given too.
+    """
     import torch
     from torch.nn import functional
 
@@ -39,7 +45,7 @@ def attend(
         scores = scores.masked_fill(~attn_mask, float("-inf")) if kept else scores + attn_mask
     blind = scores.isneginf().all(-1, keepdim=True)
     probabilities = scores.softmax(-1).masked_fill(blind, 0.0)
-    return functional.dropout(prune(probabilities), dropout_p) @ value
+    return functional.dropout(prune(probabilities, run=run, recomputed=recomputed), dropout_p) @ value
 
 
 ATTENTIONS = {"torch": attend}

@@ -34,6 +34,8 @@ class EffectivePathTool(amanda.Tool):
     Source: Qiu et al. 2019, Adversarial Defense Through Network Profiling Based Path Extraction.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         theta: float = 0.5,

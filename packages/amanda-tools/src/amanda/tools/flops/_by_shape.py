@@ -16,6 +16,8 @@ KNOWN = 1024
 """Shapes of one op that are counted apart before their costs are found."""
 COSTS = 16 * KNOWN
 """Costs that are remembered, of all ops together."""
+RECOMPUTATION = "recomputation"
+"""The phase of what a framework runs again in the backward pass, as a checkpoint does."""
 
 
 class Extents:
@@ -75,7 +77,7 @@ class ByShape(amanda.ShapeTally):
     key: what else decides the costs.
     """
 
-    __slots__ = ("_context", "_costs", "_dtype", "_forms", "_measure", "_settle", "key")
+    __slots__ = ("_context", "_costs", "_dtype", "_forms", "_measure", "_recomputed", "_settle", "key")
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class ByShape(amanda.ShapeTally):
         self._measure = measure
         self._costs = costs
         self._settle = settle
+        self._recomputed: _Recomputed | None = None
         kinds = [getattr(one, "dtype", None) for one in leaves(sides)]
         self._dtype = next((kind for kind in kinds if kind is not None), None if of is None else of._dtype)
         # A gradient that this pass does not make another pass may.
@@ -113,10 +116,32 @@ class ByShape(amanda.ShapeTally):
         if len(self) > KNOWN:
             self._settle(self)
 
+    @property
+    def recomputed(self) -> _Recomputed:
+        """Return what counts recomputations."""
+        if self._recomputed is None:
+            self._recomputed = _Recomputed(self)
+        return self._recomputed
+
+    def clear(self) -> None:
+        """Forget the executions."""
+        super().clear()
+        if self._recomputed is not None:
+            self._recomputed.clear()
+
+    def settle(self) -> None:
+        """Let the costs of the executions be found, and forget them."""
+        self._settle(self)
+
     def places(self) -> Iterator[OpCost]:
         """Yield where the executions are counted, those of equal shapes together."""
+        yield from self._places(self)
+        if self._recomputed is not None:
+            yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
+
+    def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
         scope, source = self._context.get_scope(), self._context.get_source()
-        for shapes, calls in self.items():
+        for shapes, calls in counted.items():
             cost = self.cost(shapes)
             yield OpCost(
                 cost.phase, cost.type, scope, source, calls, cost.macs, cost.flops, cost.parameters,
@@ -136,19 +161,48 @@ class ByShape(amanda.ShapeTally):
         return known
 
 
+class _Recomputed(amanda.ShapeTally):
+    """Recomputations of an op, by their shapes."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: ByShape) -> None:
+        super().__init__(KNOWN)
+        self._of = of
+
+    def __call__(self, *, shapes: tuple[Any, ...]) -> None:
+        """Count an execution with these shapes."""
+        super().__call__(shapes=shapes)
+        if len(self) > KNOWN:
+            self._of.settle()
+
+
 class OfAnyShape(amanda.Tally):
     """Executions of an op whose cost is that of `place` for all shapes."""
 
-    __slots__ = ("_place", "key")
+    __slots__ = ("_place", "_recomputed", "key")
 
     def __init__(self, place: OpCost, key: Hashable) -> None:
         super().__init__()
         self._place = place
+        self._recomputed = amanda.Tally()
         self.key = key
+
+    @property
+    def recomputed(self) -> amanda.Tally:
+        """Return what counts recomputations."""
+        return self._recomputed
+
+    def clear(self) -> None:
+        """Forget the executions."""
+        super().clear()
+        self._recomputed.clear()
 
     def places(self) -> Iterator[OpCost]:
         """Yield where the executions are counted."""
         yield replace(self._place, calls=self.calls)
+        if self._recomputed.calls:
+            yield replace(self._place, phase=RECOMPUTATION, calls=self._recomputed.calls)
 
 
 class Once:

@@ -9,7 +9,15 @@ from typing import Any
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.flops import _pytorch
-from amanda.tools.flops._by_shape import At, ByShape, OfAnyShape, Once, are_plain, is_settled
+from amanda.tools.flops._by_shape import (
+    RECOMPUTATION,
+    At,
+    ByShape,
+    OfAnyShape,
+    Once,
+    are_plain,
+    is_settled,
+)
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
 from amanda.tools.flops._costs import NO_WORK, Costs
 from amanda.tools.flops._facts import (
@@ -45,6 +53,8 @@ class FlopsTool(amanda.Tool):
     formula tells the cost for all shapes is analysed for each.  The `cost` that it writes into the context
     is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
     """
+
+    is_copied_when_used = False
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None, complex_macs: int = 4) -> None:
         super().__init__()
@@ -285,18 +295,19 @@ class FlopsTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
-    def _note_inputs(*inputs: Any, shape: Any, run: dict[str, Any]) -> None:
+    def _note_inputs(*inputs: Any, shape: Any, run: dict[str, Any], recomputed: bool) -> None:
         run["shapes"] = [shape_of(value, shape) for value in inputs]
 
     @amanda.observer
     def _count_shapes(
         self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, context: amanda.OpContext,
-        run: dict[str, Any],
+        run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
         told = run.pop("shapes", shapes.inputs)
         inputs = [known if one is None else one for one, known in zip(told, shapes.inputs, strict=True)]
         made = [shape_of(value, context["extents"]) for value in outputs]
         place = self._shared(replace(place), str((inputs, made)))
+        place = self._counted(place, recomputed, str((inputs, made)))
         known = replace(shapes, inputs=inputs, outputs=made)
         if not place.calls:
             cost = self._formulas.of_op(names, known, place.source, context["complex_products"])
@@ -326,10 +337,13 @@ class FlopsTool(amanda.Tool):
             place.bytes = 4 * elements([*entering, *made])
         place.calls += 1
 
-    @staticmethod
     @amanda.observer
-    def _count(place: OpCost) -> None:
-        place.calls += 1
+    def _count(self, place: OpCost, *, recomputed: bool) -> None:
+        self._counted(place, recomputed).calls += 1
+
+    def _counted(self, place: OpCost, recomputed: bool, shapes: str = "") -> OpCost:
+        """Return where an execution is counted that is one of a place, or a recomputation of such."""
+        return self._shared(replace(place, phase=RECOMPUTATION, calls=0), shapes) if recomputed else place
 
 
 def _add(places: dict[Hashable, OpCost], op: ByShape | OfAnyShape) -> None:

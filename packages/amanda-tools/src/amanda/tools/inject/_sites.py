@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,7 @@ class SelectedOp:
     """One selected op, forward or backward.
 
     told: its phase, type, module and source.  number: in the order of analysis.  dtype: function that returns
-    the name of a tensor's element type.
+    the name of a tensor's element type.  left: sentences on tensors that cannot be read.
     """
 
     op: int
@@ -40,6 +40,7 @@ class SelectedOp:
     number: int
     dtype: Any
     executions: int = 0
+    left: dict[str, None] = field(default_factory=dict)
 
 
 class Tensor(NamedTuple):
@@ -75,5 +76,10 @@ def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Select
     listed = isinstance(value, (list, tuple))
     for item, one in enumerate(value if listed else (value,)):
         dtype = place.dtype(one)
-        if dtype is not None and fault.fits(dtype, one.shape) and tensors_of(one).is_dense(one):
+        reason = None if dtype is None else tensors_of(one).unread(one)
+        if reason is not None:
+            place.left[
+                f"{name} of {place.told[1]} of {place.told[2] or place.told[3]} is left: {reason}."
+            ] = None
+        elif dtype is not None and tensors_of(one).is_dense(one) and fault.fits(dtype, one.shape):
             yield Tensor(one, dtype, name + f"[{item}]" * listed, position, item if listed else None)

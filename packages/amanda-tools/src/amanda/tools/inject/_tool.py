@@ -14,7 +14,8 @@ from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
-from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
+from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
+from amanda.tools.steps import execution_number
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
 
@@ -96,7 +97,8 @@ class InjectTool(amanda.Tool):
             if given is not None and given < least:
                 raise InjectError(f"{name} is {given}; it is at least {least}")
         self._target, self._index = target, index
-        self._types, self._modules = Patterns("type", type), Paths("module", module)
+        self._types = Patterns("type", listed("type", type, InjectError))
+        self._modules = Paths("module", listed("module", module, InjectError))
         self._probability, self._count = probability, count
         self._permanent, self._limit = permanent, limit
         self._executions = range(start, sys.maxsize if end is None else end, frequency)
@@ -119,7 +121,8 @@ class InjectTool(amanda.Tool):
         executions = self._executed + sum(one.executions for one in self._all_places())
         left = () if self._selected else self._met
         result = InjectResult(_in_order(self._injections), self._total, executions, left)
-        result.remarks = as_remarks(self.unmatched())
+        unread = dict.fromkeys(sentence for place in self._all_places() for sentence in place.left)
+        result.remarks = [*as_remarks(self.unmatched()), *unread]
         return result
 
     def unmatched(self) -> list[str]:
@@ -164,13 +167,15 @@ class InjectTool(amanda.Tool):
             return
         place = self._place(context, context.get_op_id(), context["phase"], context["type"])
         if self._target == "outputs":
-            context.insert_after_op(self._inject, place=place)
+            context.insert_after_op(self._inject, place=place, **_without_run(context))
             return
         owned = {context["weight_index"], *parameter_inputs(context)}
         positions = range(len(context.get_inputs()))
         wanted = [i for i in positions if (i in owned) == (self._target == "weights")]
         if wanted:
-            context.insert_before_op(self._inject, inputs=wanted, place=place, positions=wanted)
+            context.insert_before_op(
+                self._inject, inputs=wanted, place=place, positions=wanted, **_without_run(context)
+            )
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind: str = context["backward_type"]
@@ -180,14 +185,15 @@ class InjectTool(amanda.Tool):
             return
         place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
         if self._target == "grad_outputs":
-            context.insert_before_backward_op(self._inject, place=place)
+            context.insert_before_backward_op(self._inject, place=place, run=None)
         elif self._target == "grad_inputs":
-            context.insert_after_backward_op(self._inject, place=place)
+            context.insert_after_backward_op(self._inject, place=place, run=None)
         elif context["weight_grad_index"] is not None:
             wanted = [context["weight_grad_index"]]
             context.insert_after_backward_op(
-                self._inject, grad_inputs=wanted, place=place, positions=wanted, fits=weight_gradient(context)
-            )
+                self._inject, grad_inputs=wanted, place=place, positions=wanted,
+                fits=weight_gradient(context), run=None,
+            )  # fmt: skip
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
         """Return True if the word of the forward op selects this backward op."""
@@ -212,8 +218,9 @@ class InjectTool(amanda.Tool):
     def _inject(
         self, *values: Any, place: SelectedOp, positions: Sequence[int] | None = None,
         fits: Callable[[int, Any], bool] = lambda position, value: True,
+        run: dict[Any, Any] | None, recomputed: bool,
     ) -> Any:  # fmt: skip
-        execution, place.executions = place.executions, place.executions + 1
+        execution = execution_number(place, run, recomputed)
         if execution not in self._executions:
             return None
         if self._only is not None and (place.op, execution) != self._only[:2]:
@@ -227,14 +234,15 @@ class InjectTool(amanda.Tool):
             for tensor in tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
         ]
         if self._sites is None:
-            return self._changed(values, tensors, place, execution)
-        if size := sum(tensor.size for tensor in tensors):
+            return self._changed(values, tensors, place, execution, recomputed)
+        if not recomputed and (size := sum(tensor.size for tensor in tensors)):
             self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.told)))
         return None
 
     def _changed(
-        self, values: Sequence[Any], tensors: Sequence[Tensor], place: SelectedOp, execution: int
-    ) -> tuple[Any, ...] | None:
+        self, values: Sequence[Any], tensors: Sequence[Tensor], place: SelectedOp, execution: int,
+        recomputed: bool,
+    ) -> tuple[Any, ...] | None:  # fmt: skip
         """Return the values with faults in random elements or slices; None without faults."""
         units = (tensor.units(self._fault.axis) for tensor in tensors)
         starts = list(itertools.accumulate(units, initial=0))
@@ -250,7 +258,7 @@ class InjectTool(amanda.Tool):
         for tensor, start, hit in zip(tensors, starts, hits, strict=True):
             if not len(hit):
                 continue
-            made = self._faulty(tensor, hit - start, place, execution, random)
+            made = self._faulty(tensor, hit - start, place, execution, random, recomputed)
             if tensor.item is None:
                 results[tensor.position] = made
             else:
@@ -265,8 +273,9 @@ class InjectTool(amanda.Tool):
         return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
 
     def _faulty(
-        self, tensor: Tensor, units: Any, place: SelectedOp, execution: int, random: np.random.Generator
-    ) -> Any:
+        self, tensor: Tensor, units: Any, place: SelectedOp, execution: int, random: np.random.Generator,
+        recomputed: bool,
+    ) -> Any:  # fmt: skip
         """Return a tensor with the fault in elements or slices, and record the injections."""
         xp, dtype, axis = tensors_of(tensor.value), tensor.dtype, self._fault.axis
         where = tensor.positions(units, axis)
@@ -279,6 +288,8 @@ class InjectTool(amanda.Tool):
         else:
             unit = np.broadcast_to(np.arange(len(units))[:, None], where.shape).ravel()
             new, bits = self._fault.applied(old, dtype, tensor.value, random, unit)
+        if recomputed:
+            return xp.with_bytes(tensor.value, positions, new)
         self._total += len(positions)
         kept = max(0, self._limit - len(self._injections))
         told = (*place.told, place.op, execution, tensor.name, dtype)
@@ -289,6 +300,11 @@ class InjectTool(amanda.Tool):
             injection = Injection(*told, element, hit, before[i], after[i])
             self._injections.append(((execution, place.number), injection))
         return xp.with_bytes(tensor.value, positions, new)
+
+
+def _without_run(context: amanda.OpContext) -> dict[str, None]:
+    """Return keyword arguments that keep `run` from a routine where nothing runs again."""
+    return {} if context.is_eager() else {"run": None}
 
 
 def _in_order(found: list[tuple[tuple[int, int], Any]]) -> list[Any]:

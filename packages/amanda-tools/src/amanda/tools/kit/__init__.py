@@ -11,12 +11,12 @@ from amanda.tools.kit._layout import canonical, canonical_extents, restored
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
-from amanda.tools.kit._packed import packed_inputs
+from amanda.tools.kit._packed import packed_inputs, unread_tensor
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._parts import Parts, makes_a_weight
 from amanda.tools.kit._progress import Progress
 from amanda.tools.kit._rerun import Rerun, rerun, undisturbed
-from amanda.tools.kit._tensor_tool import Dtype, OpRecord, OpTensor, TensorTool, op_tensors
+from amanda.tools.kit._tensor_tool import Dtype, Leave, OpRecord, OpTensor, TensorTool, op_tensors
 from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import (
@@ -35,12 +35,12 @@ from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Held",
-    "HeldError", "Holders", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
+    "HeldError", "Holders", "Leave", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
     "Present", "Progress", "Rerun", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError",
     "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
     "check_number", "check_one_of",
     "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
     "packed_inputs", "parameter_inputs", "parameters", "rerun", "restored", "source", "spatial_axes",
-    "tensors_of", "to_bytes", "undisturbed", "weight_input", "windows_of",
+    "tensors_of", "to_bytes", "undisturbed", "unread_tensor", "weight_input", "windows_of",
 ]  # fmt: skip

@@ -58,6 +58,7 @@ class OtherForm(Form):
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield the weights, each with its part of the gradient."""
+        gradient = self._holders.summed(gradient, self._part)
         for one in self._weights:
             yield one, self.value_of(one, gradient)
 

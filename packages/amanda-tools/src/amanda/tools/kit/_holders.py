@@ -68,6 +68,10 @@ class Holders:
         """Return what a part has of values at other parts, `fill` elsewhere; the last of several counts."""
         return pieces[-1][0]
 
+    def summed(self, gradient: Any, part: Any) -> Any:
+        """Return the gradient of a part in which elements that it has several times come once each."""
+        return gradient
+
     def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
         """Yield the identity of each parameter of a model or a list, and what changes its values.
 

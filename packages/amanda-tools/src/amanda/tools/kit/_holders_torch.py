@@ -68,8 +68,17 @@ class Parameters(Holders):
             like = pieces[0][0]
             row = torch.full((max(map(_extent, forms)) - start,), fill, dtype=like.dtype, device=like.device)
             for form, (values, _) in zip(others, pieces, strict=True):
-                row.as_strided(*form).copy_(values)
+                places = row.as_strided(*form)
+                for axis, stride in enumerate(form[1]):
+                    if stride == 0:  # of an expanded parameter, of which each element has one place
+                        places, values = places.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
+                places.copy_(values)
             return row.as_strided(*first).clone()
+
+    def summed(self, gradient: Tensor, part: Form | None) -> Tensor:
+        """Return the gradient of a part in which elements of an expanded parameter come once each."""
+        axes = [axis for axis, stride in enumerate(part[1] if part else ()) if stride == 0]
+        return gradient.sum(axes, keepdim=True).expand_as(gradient) if axes else gradient
 
     def parameters(self, model: Any) -> Iterator[tuple[int, Change]]:
         """Yield the identity of each parameter of a module or a list, and what changes its values."""

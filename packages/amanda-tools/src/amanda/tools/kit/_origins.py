@@ -65,7 +65,7 @@ class Origins:
 
     def of(self, value: Tensor) -> Origin | None:
         """Return the origin of a tensor that is no view of a parameter; None if it was computed."""
-        found = self._made.get(value.untyped_storage()._cdata) if _is_stored(value) else None
+        found = self._made.get(value.untyped_storage()._cdata) if is_stored(value) else None
         holder = None if found is None or found.storage.expired() else found.holder()
         if found is None or holder is None:
             return None
@@ -104,7 +104,7 @@ class Origins:
     def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
         inputs = run.pop(self._held)
         source = self.source(inputs[0])
-        if source is None or holder_of(made) is not None or not _is_stored(made):
+        if source is None or holder_of(made) is not None or not is_stored(made):
             return
         from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -126,7 +126,7 @@ class Origins:
 
     def source(self, value: Any) -> Origin | None:
         """Return where an input comes from: a view of a parameter, or what was made of one."""
-        if not _is_stored(value):
+        if not is_stored(value):
             return None
         holder = holder_of(value)
         if holder is None:
@@ -183,10 +183,10 @@ def _composed(part: Form, layout: Form, form: Form) -> Form | None:
     return made if torch.equal(whole, found) else None
 
 
-def _is_stored(value: Any) -> bool:
+def is_stored(value: Any) -> bool:
     """Return True for a strided tensor of PyTorch's own classes."""
     import torch
 
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
+    return value.layout is torch.strided and not value.is_nested

@@ -68,20 +68,32 @@ class Parts:
     def __init__(self) -> None:
         self._readers: dict[Hashable, amanda.OpContext] = {}
         self._holders: dict[amanda.OpContext, list[Hashable]] = {}
+        self._lines: dict[Hashable, list[Hashable]] = {}
         self._kept: dict[Hashable, Any] = {}
 
     def kept(
-        self, context: amanda.OpContext, origin: Origin | None, make: Callable[[amanda.OpContext, str], Any]
+        self,
+        context: amanda.OpContext,
+        origin: Origin | None,
+        make: Callable[[amanda.OpContext, str], Any],
+        line: Hashable = None,
     ) -> Any:
         """Return what `make(reader, suffix)` made of a part of a parameter, once for all ops that read it.
 
-        reader, suffix: see `place`.  Returns None for what is no part: what was computed, or selected.
+        reader, suffix: see `place`.  line: of the op, where each line that reads the part has state of its
+        own; the suffix of all lines but the first has the line's number.
+        Returns None for what is no part: what was computed, or selected.
         """
         if origin is None or origin.form is None:
             return None
         identity, form = interceptor.ordinal(origin.holder), origin.form
         reader, suffix = self.place(context, identity, form, form_of(origin.holder))
-        key = reader, identity, form
+        if line is not None:
+            lines = self._lines.setdefault((reader, identity), [])
+            if line not in lines:
+                lines.append(line)
+            suffix += f"~{number}" if (number := lines.index(line)) else ""
+        key = reader, identity, form, line
         if key not in self._kept:
             self._kept[key] = make(reader, suffix)
         return self._kept[key]

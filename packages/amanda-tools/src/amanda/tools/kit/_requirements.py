@@ -60,6 +60,10 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "tf_keras.src.engine.node:Node.map_arguments",
     ),
     ("partition.pipeline", "torch"): (
+        "torch.distributed.pipelining:Pipe._from_traced",
+        "torch.distributed.pipelining:Pipe._trace_with_export",
+        "torch.fx.graph:Graph._target_to_str",
+        "torch.fx.graph:_Namespace",
         "torch:ops.aten.add.Tensor._schema",
         "torch.distributed.pipelining._IR:aten_pipe_split_alias",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,7 +13,8 @@ import amanda
 from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
 from amanda.tools.kit._leaves import leaves
-from amanda.tools.kit._packed import packed_inputs
+from amanda.tools.kit._packed import packed_inputs, unread_tensor
+from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
@@ -38,20 +40,30 @@ class OpTensor(NamedTuple):
 
 
 def op_tensors(
-    values: Sequence[Any], dtype: Dtype, role: str = "", kinds: tuple[str, ...] = NUMBERS, first: int = 0
-) -> Iterator[OpTensor]:
-    """Yield the tensors among inputs, outputs or gradients of an op, also those in lists.
+    values: Sequence[Any], dtype: Dtype, role: str = "", kinds: tuple[str, ...] = NUMBERS, first: int = 0,
+    leave: Leave | None = None,
+) -> Iterator[OpTensor]:  # fmt: skip
+    """Yield the tensors among inputs, outputs or gradients of an op that can be read, also those in lists.
 
     dtype: what StandardMapping writes.  kinds: what the name of the element type begins with.  first:
-    position of the first value.
+    position of the first value.  leave: called with a tensor that cannot be read, and why.
     """
     flat_index = 0
     for position, value in enumerate(values, first):
         for tensor in leaves(value) if isinstance(value, (list, tuple)) else (value,):
             name = dtype(tensor)
-            if name is not None and name.startswith(kinds):
-                yield OpTensor(role, position, flat_index, tensor, name)
+            if name is not None and (name.startswith(kinds) or name.endswith("]")):
+                one = OpTensor(role, position, flat_index, tensor, name)
+                reason = tensors_of(tensor).unread(tensor)
+                if reason is None:
+                    yield one
+                elif leave is not None:
+                    leave(one, reason)
             flat_index += 1
+
+
+Leave = Callable[[OpTensor, str], None]
+"""Takes a tensor that cannot be read, and the reason."""
 
 
 @dataclass(slots=True)
@@ -88,7 +100,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self._every: int = every
         self._executions: int | None = executions
         self._records: dict[Key, RecordT] = {}
-        self._packed: dict[str, None] = {}
+        self._left: dict[str, None] = {}
         self.depends_on(StandardMapping())
         if self._roles - {"gradient"}:
             self.add_inst_for_op(self._forward)
@@ -110,8 +122,8 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on inputs that cannot be read, for the `remarks` of a result."""
-        return list(self._packed)
+        """Sentences on tensors that cannot be read, for the `remarks` of a result."""
+        return list(self._left)
 
     def clear(self) -> None:
         """Reset the counts of executions; analysed ops stay analysed."""
@@ -121,7 +133,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     def _forward(self, context: amanda.OpContext) -> None:
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         given: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
-        self._packed.update(dict.fromkeys(packed_inputs(context)))
+        self._left.update(dict.fromkeys(packed_inputs(context)))
         if "input" in self._roles:
             context.insert_before_op(
                 self._see, role="input", is_weights=lambda position, _: position == weight, **given
@@ -152,7 +164,11 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     ) -> None:  # fmt: skip
         execution = self._due(record, role)
         if execution is not None:
-            self.observe(record, _tensors(values, role, dtype, first, is_weights), execution)
+            leave = partial(self._leave, record)
+            self.observe(record, _tensors(values, role, dtype, first, is_weights, leave), execution)
+
+    def _leave(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
+        self._left[unread_tensor(tensor, reason, record.type, record.module or record.source)] = None
 
     @amanda.gathered(_see)
     def _see_all(self, executions: Executions) -> None:
@@ -204,9 +220,9 @@ def _places(executions: Sequence[Observed]) -> list[_Place]:
 
 def _tensors(
     values: Sequence[Any], role: str, dtype: Dtype, first: int = 0,
-    is_weights: Callable[[int, Any], bool] | None = None,
+    is_weights: Callable[[int, Any], bool] | None = None, leave: Leave | None = None,
 ) -> Iterator[OpTensor]:  # fmt: skip
-    tensors = op_tensors(values, dtype, role, first=first)
+    tensors = op_tensors(values, dtype, role, first=first, leave=leave)
     return tensors if is_weights is None else _weights_told(tensors, is_weights)
 
 

@@ -67,6 +67,10 @@ class Tensors:
         """Return the shape of what this process holds; of a nested tensor the number of its elements."""
         return tuple(map(int, x.shape))
 
+    def unread(self, x: Any) -> str | None:
+        """Return why the elements of a tensor cannot be read; None where they can be."""
+        return None
+
     def dense(self, x: Any) -> Any:
         """Return a tensor that stores each of its elements; None where elements do not lie in one array."""
         return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.kit._tensors import BLOCK, CACHED_BLOCK, Save, Tensors, numpy_type
-from amanda.tools.mapping import local
+from amanda.tools.mapping import distributed, is_partial, local, whole
+from amanda.tools.mapping._pytorch import dtype as _pytorch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
 """Real element types that NumPy has too."""
+
+
+_REFUSES = "says itself what operations do, and tools call none of it"
 
 
 class _Borrowed:
@@ -39,7 +44,7 @@ class TorchTensors(Tensors):
         """Return a tensor to compute with: without autograd, in float32 or wider."""
         import torch
 
-        x = x.detach()
+        x = whole(x.detach())
         x = x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
         return x if x.element_size() >= 4 else x.float()
 
@@ -75,11 +80,22 @@ class TorchTensors(Tensors):
         x = local(x)
         return (int(x.numel()),) if x.is_nested else tuple(map(int, x.shape))
 
+    def unread(self, x: Tensor) -> str | None:
+        """Return why the elements of a tensor cannot be read; None where they can be."""
+        import torch
+
+        kind = type(x)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:  # a hot path
+            if x.is_meta:
+                return "it has a shape and no elements, on the device meta"
+            return "it belongs to a transform, such as vmap" if _is_wrapped(x) else None
+        return _unread_subclass(x)
+
     def dense(self, x: Tensor) -> Tensor | None:
         """Return a tensor that stores each of its elements; None of nested ones and on the meta device."""
         import torch
 
-        if x.is_nested or x.is_meta:
+        if self.unread(x) is not None or x.is_nested:
             return None
         x = _stored(x).detach()
         return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
@@ -95,7 +111,7 @@ class TorchTensors(Tensors):
         """Return the elements that a tensor stores as real numbers; None on the meta device."""
         import torch
 
-        if x.is_meta:
+        if self.unread(x) is not None:
             return None
         x = _stored(x)
         if x.layout is not torch.strided or x.is_nested:
@@ -180,7 +196,7 @@ class TorchTensors(Tensors):
         copy = plain.clone(memory_format=torch.contiguous_format)
         chosen = torch.from_numpy(positions).to(x.device)
         _rows(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
-        return torch.empty_like(plain).copy_(copy)
+        return distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of a dense tensor's storage, and a function that saves all of it."""
@@ -198,10 +214,9 @@ class TorchTensors(Tensors):
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         import torch
 
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # what is kept is used by autograd later
-                return torch.as_tensor(value, dtype=like.dtype, device=like.device)
-        return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            found = torch.as_tensor(value, dtype=like.dtype, device=like.device)  # autograd may use it later
+            return distributed(found, like)
 
     def beside(self, array: Any, other: Tensor) -> Tensor:
         """Return an array where another one is, in its own element type."""
@@ -260,7 +275,7 @@ class TorchTensors(Tensors):
 
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return elements of x where the condition holds, else of y."""
-        return x.where(condition, y)
+        return x.where(distributed(condition, x), y)
 
     def minimum(self, x: Tensor, y: Any) -> Tensor:
         """Return the smaller of each pair; y may be a number."""
@@ -297,7 +312,9 @@ class TorchTensors(Tensors):
         """Return True for a tensor that has elements and stores each of them."""
         import torch
 
-        has_storage = x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_quantized)
+        if self.unread(x) is not None or is_partial(x):
+            return False
+        has_storage = x.layout is torch.strided and not (x.is_nested or x.is_quantized)
         return has_storage and x.numel() > 0
 
     def with_gradient(
@@ -335,8 +352,42 @@ def _resolved(x: Tensor) -> Tensor:
     """Return a dense tensor without autograd, with conjugation and negation carried out."""
     import torch
 
-    plain = x.detach().resolve_conj().resolve_neg()
+    plain = whole(x.detach()).resolve_conj().resolve_neg()
     return plain if plain.layout is torch.strided else plain.to_dense()
+
+
+def _is_wrapped(x: Tensor) -> bool:
+    """Return True for a value of a transform, whose elements may be those of many calls."""
+    import torch
+
+    functions = torch._C._functorch
+    return functions.is_functorch_wrapped_tensor(x) or functions.is_legacy_batchedtensor(x)
+
+
+def _unread_subclass(x: Tensor) -> str | None:
+    """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    kind = type(x)
+    if isinstance(x, FakeTensor):
+        return "it has a shape and no elements, as a FakeTensor"
+    name = _pytorch_dtype(x)
+    if name is None or name.endswith("]"):
+        return (
+            f"it is packed, {name}" if hasattr(kind, "__tensor_flatten__") else f"{kind.__name__} {_REFUSES}"
+        )
+    if local(x) is not x:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            if x.is_meta:
+                return "it has a shape and no elements, on the device meta"
+            if x.layout is torch.strided and not x.is_nested and x.numel() and not x.data_ptr():
+                return f"{kind.__name__} has no elements of its own"
+        except Exception as error:  # whatever a class refuses
+            return f"{kind.__name__} refuses to be read: {error}"
+    return None
 
 
 def _stored(x: Tensor) -> Tensor:

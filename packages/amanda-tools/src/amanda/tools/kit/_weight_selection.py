@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit._parts import is_adapter, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS
-from amanda.tools.select import Paths, Patterns, unmatched
+from amanda.tools.select import Paths, Patterns, listed, unmatched
 
 PRODUCTS = frozenset(
     {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -43,10 +42,10 @@ class WeightSelection:
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:
         self._told = {"type": type, "module": module, "exclude": exclude}
-        listed = {name: _listed(name, given, error) for name, given in self._told.items()}
-        self._types = Patterns("type", listed["type"])
-        self._modules = Paths("module", listed["module"])
-        self._exclude = Paths("exclude", listed["exclude"] or ())
+        names = {option: listed(option, value, error) for option, value in self._told.items()}
+        self._types = Patterns("type", names["type"])
+        self._modules = Paths("module", names["module"])
+        self._exclude = Paths("exclude", names["exclude"] or ())
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the weight of an op is selected."""
@@ -73,15 +72,3 @@ class WeightSelection:
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={given!r}" for name, given in self._told.items() if given is not None)
-
-
-def _listed(option: str, given: Globs, error: type[AmandaError]) -> Sequence[str] | None:
-    if given is None:
-        return None
-    if not isinstance(given, (str, Iterable)):
-        raise error(f"{option} is {given!r}; give a name or a list of names")
-    listed = [given] if isinstance(given, str) else list(given)
-    for one in listed:
-        if not isinstance(one, str) or not one:
-            raise error(f"{option} has {one!r}; give names, or patterns with * and ?")
-    return listed

@@ -134,7 +134,10 @@ class Weights(Generic[W]):
 
     def _form(self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None) -> Form | None:
         """Return the weight, or another form of a parameter with weights; None for what is left."""
-        if getattr(value, "is_meta", False):  # it has no numbers yet
+        unread = tensors_of(value).unread(value) if context.is_eager() else None
+        if getattr(value, "is_meta", False) or unread is not None:  # it may have numbers later
+            if unread is not None and self._tool.selection(context):
+                self.leave(context, unread)
             return None
         holders = holders_of(value)
         held = None if holder is None else holders.held(holder, value)

@@ -21,6 +21,25 @@ def local(tensor: Any) -> Any:
         return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
+def whole(tensor: Any) -> Any:
+    """Return all of a DTensor, which its ranks gather; any other tensor as it is."""
+    return tensor.full_tensor() if _is_distributed(tensor.__class__) else tensor
+
+
+def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
+    """Return a tensor that each rank has as a DTensor beside another one; as it is beside other tensors.
+
+    placed: with the placements of that, else whole on each rank.
+    """
+    if not _is_distributed(like.__class__) or _is_distributed(tensor.__class__):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    made = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return made.redistribute(mesh, like.placements) if placed else made
+
+
 def is_partial(tensor: Any) -> bool:
     """Return True for a DTensor whose values are a reduction over processes that has not run yet."""
     if not _is_wrapper(tensor.__class__):
@@ -48,3 +67,8 @@ def share(tensors: Any) -> float:
 def _is_wrapper(kind: Any) -> bool:
     """Return True for the classes of DTensors and of results of collectives that have not arrived."""
     return hasattr(kind, "to_local") or hasattr(kind, "trigger_wait")
+
+
+@cache
+def _is_distributed(kind: Any) -> bool:
+    return hasattr(kind, "full_tensor")

@@ -41,41 +41,60 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
         return None
     try:
         extents = getattr(value, "shape", None)
-    except RuntimeError:
+    except Exception:  # of a nested tensor, a parameter of a lazy module, a class that refuses
         return None
-    return None if extents is None else tuple(one if isinstance(one, int) else None for one in extents)
+    if not isinstance(extents, tuple):
+        return None
+    return tuple(one if isinstance(one, int) else None for one in extents)
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type; None for no tensor, such as a storage, which has a type as well.
+    """Name of a tensor's element type; None for what is no tensor, whatever attributes it has.
 
-    A tensor that is packed into others, such as a quantised one of torchao, has the name of its class first.
+    A tensor whose elements its class keeps to itself, such as a quantised one of torchao or one that is
+    masked, has the name of the class first.
     """
-    kind = None if isinstance(value, type) else getattr(value, "dtype", None)
-    if kind is None or not _has_shape(value):
+    kind: Any = type(value)
+    opaque = _is_opaque(kind)
+    if opaque is None:
         return None
-    own: Any = type(value)
-    return _dtype_name(own, kind)
+    if kind.__module__ in ("torch", "torch.nn.parameter") and not opaque:  # a hot path
+        return _dtype_name(kind, value.dtype, False)
+    import torch
+
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _dtype_name(kind, value.dtype, opaque)
+    except Exception:  # of a class that refuses even this
+        return f"{kind.__name__}[]"
 
 
 @lru_cache(maxsize=256)
-def _dtype_name(own: Any, kind: Any) -> str:
+def _dtype_name(own: Any, kind: Any, opaque: bool) -> str:
     name = str(kind).removeprefix("torch.")
-    return f"{own.__name__}[{name}]" if _is_packed(own) else name
+    return f"{own.__name__}[{name}]" if opaque else name
 
 
 @cache
-def _is_packed(kind: Any) -> bool:
-    """Return True for a class whose elements are kept in other tensors, and are not those of this process."""
-    is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
-    return hasattr(kind, "__tensor_flatten__") and not is_known
+def _is_opaque(kind: Any) -> bool | None:
+    """Return True for a class of tensors that says itself what ops do, and is none that tools can read.
 
+    None for a class that is none of tensors.
+    """
+    import torch
 
-def _has_shape(value: Any) -> bool:
-    try:
-        return hasattr(value, "shape")
-    except RuntimeError:  # of a nested tensor, or a parameter of a lazy module
+    if not issubclass(kind, torch.Tensor):
+        return None
+    if issubclass(kind, torch.nn.parameter.UninitializedTensorMixin):
         return True
+    is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
+    overrides: Any = kind.__torch_dispatch__
+    return overrides is not torch._C._disabled_torch_dispatch_impl and not (is_known or _is_fake(kind))
+
+
+def _is_fake(kind: Any) -> bool:
+    """Return True for tensors that have a shape alone, which stand for values in graphs, too."""
+    return kind.__module__ == "torch._subclasses.fake_tensor"
 
 
 def _phase(context: OpContext) -> str:

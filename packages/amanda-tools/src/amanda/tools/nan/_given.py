@@ -8,7 +8,7 @@ from operator import or_
 from typing import Any, NamedTuple
 from weakref import ref
 
-from amanda.tools.kit import Dtype, OpTensor, op_tensors
+from amanda.tools.kit import Dtype, Leave, OpTensor, op_tensors
 from amanda.tools.nan._summary import Summary, held
 
 _FLOATING = ("float", "bfloat", "half", "complex")
@@ -16,9 +16,12 @@ _UNKNOWN = -1
 """Version of an inference tensor, which does not count writes."""
 
 
-def floating(values: Sequence[Any], dtype: Dtype) -> Iterator[OpTensor]:
-    """Yield the floating and complex tensors among values; dtype: what StandardMapping writes."""
-    return op_tensors(values, dtype, kinds=_FLOATING)
+def floating(values: Sequence[Any], dtype: Dtype, leave: Leave | None = None) -> Iterator[OpTensor]:
+    """Yield the floating and complex tensors among values; dtype: what StandardMapping writes.
+
+    leave: called with a tensor that cannot be read, and why.
+    """
+    return op_tensors(values, dtype, kinds=_FLOATING, leave=leave)
 
 
 class Floats(NamedTuple):

@@ -42,12 +42,16 @@ def _sums() -> Callable[[Sequence[Any]], bool]:
     import torch
 
     kinds, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
+    functions: Any = torch._C._functorch
+    is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
 
     def are_finite(values: Sequence[Any]) -> bool:
         for one in values:
             if type(one) not in kinds or one.dtype is not float32 or one.layout is not strided:
                 return False
-            if one.is_meta or one.is_nested or not isfinite(one.sum().item()):
+            if one.is_meta or one.is_nested or is_wrapped(one) or is_batched(one):
+                return False
+            if not isfinite(one.sum().item()):
                 return False
         return True
 

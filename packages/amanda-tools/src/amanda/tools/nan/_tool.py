@@ -5,13 +5,14 @@ from __future__ import annotations
 from _thread import get_ident
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import amanda
 from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Dtype, leaves, packed_inputs
+from amanda.tools.kit import Dtype, OpTensor, leaves, packed_inputs, unread_tensor
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
 from amanda.tools.nan._given import Floats, Given, Kept, floating
@@ -193,7 +194,8 @@ class NanTool(amanda.Tool):
             op.given.settle(kept)
         if op.are_finite(values):
             return
-        if not any(held(one.tensor, self._inf) for one in floating(values, op.dtype)):
+        leave = partial(self._leave, op)
+        if not any(held(one.tensor, self._inf) for one in floating(values, op.dtype, leave)):
             return
         made = Floats.of(values, op.dtype, self._inf)
         read = Floats() if kept is None else op.given.floats(kept)
@@ -208,6 +210,11 @@ class NanTool(amanda.Tool):
         if after & NAN and not op.moves:
             self._name(op, execution, read)
             self._is_known = True
+
+    def _leave(self, op: _Op, tensor: OpTensor, reason: str) -> None:
+        role = "gradient" if op.phase == "backward" else "output"
+        named = unread_tensor(tensor._replace(role=role), reason, op.type, op.module or op.source)
+        self._packed[named] = None
 
     def _keep(self, finding: Finding | Entered) -> None:
         if self._scaled.takes(finding):

@@ -94,6 +94,9 @@ class Enclave:
                 values[0] = values[0].clone()
             made = _call(torch, op, values)
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+        others = [type(one).__name__ for one in outputs if not isinstance(one, torch.Tensor)]
+        if others:
+            return {"other": others[0]}, ()
         if records:
             paths = [one["held"] for one in inputs if isinstance(one, dict) and "held" in one]
             self._executions[number] = given, outputs, list(dict.fromkeys(paths))
@@ -101,7 +104,8 @@ class Enclave:
         several = isinstance(made, (tuple, list))
         is_held = any(made is one for one in self._held.values())
         found = [] if is_held else [packed(one) for one in outputs]
-        return {"several": several, "held": is_held}, [*found, *state]
+        trained = [one.requires_grad for one in outputs]
+        return {"several": several, "held": is_held, "trained": trained}, [*found, *state]
 
     def _value(self, told: Any, given: Sequence[Any]) -> Any:
         if isinstance(told, list):

@@ -72,12 +72,15 @@ class ProtectedResult(Result):
         """Return what the process keeps, and what it does not."""
         return [
             "Inputs, outputs and gradients of each selected op cross; values of parameters cross once, "
-            "to the process. The program sees NaN in their place.",
+            "to the process. The program sees NaN in their place. This separates processes; it is no defence "
+            "against programs of the same user.",
         ]
 
 
 class ProtectTool(amanda.Tool):
     """Runs selected ops in a process of their own, which alone holds the parameters that they read.
+
+    This separates processes; it is no defence against programs of the same user, which can read their memory.
 
     protect: "module=a|b.*" or "type=linear", or both, apart by a space; see `amanda.tools.select.Selection`.
     `release` brings the parameters back.  Raises ToolError for another text; ProtectError where an op

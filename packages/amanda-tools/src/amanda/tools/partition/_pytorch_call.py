@@ -81,7 +81,10 @@ def run(
 
 @dataclass(eq=False)
 class Call:
-    """One execution of a protected op.  several: outputs; is_held: the output is a stand-in."""
+    """One execution of a protected op.  several: outputs; is_held: the output is a stand-in.
+
+    trained: whether each output needs a gradient.
+    """
 
     protection: Protection
     place: Crossed
@@ -90,6 +93,7 @@ class Call:
     number: int = -1
     several: bool = False
     is_held: bool = False
+    trained: Sequence[bool] = ()
 
     def forward(self, header: dict[str, Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """Return the outputs."""
@@ -103,10 +107,16 @@ class Call:
         header = {**header, "number": self.number, **protection.ended()}
         answer, made, size = protection.link.call(header, tensors)
         self.place.add([form for form, _ in tensors], [form for form, _ in made], size)
+        if "other" in answer:
+            raise ProtectError(
+                f"{self.place.type} at {self.place.source} in module {self.place.module!r} gives a "
+                f"{answer['other']}, and tensors alone leave the protected process: read numbers outside of "
+                "the protected modules, or protect by type="
+            )
         outputs = [unpacked(*one) for one in made]
         if self.random:
             torch.set_rng_state(outputs.pop())
-        self.several, self.is_held = answer["several"], answer["held"]
+        self.several, self.is_held, self.trained = answer["several"], answer["held"], answer["trained"]
         return tuple(outputs)
 
     def gradients(self, gradients: Sequence[Any]) -> Iterator[Any]:
@@ -141,7 +151,8 @@ def _function() -> Any:
             ctx.call, ctx.count = call, count
             ctx.wanted = header["trained"]
             outputs = call.forward(header, tensors[:count])
-            ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
+            pairs = zip(outputs, call.trained, strict=False)
+            ctx.mark_non_differentiable(*(one for one, is_trained in pairs if not is_trained))
             ctx.set_materialize_grads(False)
             return outputs
 

@@ -16,7 +16,17 @@ from typing import Any
 
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
-from amanda.tools.partition._pytorch_nodes import module_of, roots, type_of, written
+from amanda.tools.partition._pytorch_frames import name_frames
+from amanda.tools.partition._pytorch_nodes import (
+    check_blocks,
+    is_assignment,
+    module_of,
+    name_as_in_stages,
+    remove_copies_onto_themselves,
+    roots,
+    type_of,
+    written,
+)
 
 
 class CutGraph:
@@ -25,6 +35,7 @@ class CutGraph:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._place: dict[Any, tuple[int, float]] = {}
+        self._in_buffers: set[Any] = set()
 
     def __call__(self, module: Any) -> Any:
         """Order the nodes of a graph module by their stages, with a mark between two stages.
@@ -34,6 +45,9 @@ class CutGraph:
         from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
         self._graph = module.graph
+        check_blocks(module)
+        remove_copies_onto_themselves(self._graph)
+        name_as_in_stages(self._graph)
         (output,) = self._graph.find_nodes(op="output")
         self._output = output
         nodes = [one for one in self._graph.nodes if one.op == "call_function"]
@@ -53,14 +67,16 @@ class CutGraph:
             if self._stage(node) != self._stage(output) or node.op != "call_function":
                 output.replace_input_with(node, self._add("alias", node, self._stage(output)))
         stage = 0
-        for node in sorted(self._place, key=self._place.__getitem__):
-            if node.op != "call_function":
-                continue
+        ordered = sorted(self._place, key=self._place.__getitem__)
+        ordered = [one for one in ordered if one.op == "call_function"]
+        for node in ordered:
             for _ in range(stage, self._stage(node)):
                 with self._graph.inserting_before(output):
                     self._graph.call_function(aten_pipe_split_alias)
             stage = self._stage(node)
             output.prepend(node)
+        for stage in range(self._plan.stages):
+            name_frames(one for one in ordered if self._stage(one) == stage)
         self._graph.lint()
         module.recompile()
         return module
@@ -96,7 +112,9 @@ class CutGraph:
                 "cross"
             )
         sent = node
-        if not value.is_contiguous() or node.op == "placeholder":
+        if node in self._in_buffers:  # the next micro-batch may write to the buffer before this value is read
+            sent = self._add("clone", node, first)
+        elif not value.is_contiguous() or node.op == "placeholder":
             sent = self._add("alias" if value.is_contiguous() else "contiguous", node, first)
         for stage in range(first + 1, max(map(self._stage, readers)) + 1):
             for reader in readers:
@@ -121,14 +139,20 @@ class CutGraph:
         root_of = roots(self._place)
         for node, root in root_of.items():
             families[root].append(node)
+        changed = {root_of[value] for node in self._place for value in written(node)}
+        self._in_buffers = {
+            node for node, root in root_of.items() if root in changed and root.op == "get_attr"
+        }
         for node, (stage, order) in self._place.items():
             for value in written(node):
                 earlier = [one for one in families[root_of[value]] if self._place[one][1] < order]
                 for read, user in ((one, user) for one in earlier for user in one.users if user is not node):
                     if self._is_lost(node, value, read, user):
+                        root = root_of[value]
+                        name = root.target if root.op == "get_attr" else value.name
                         raise PartitionError(
                             f"{node.name} in module {module_of(node)!r} of stage {stage} writes to "
-                            f"{value.name}, which {user.name} in module {module_of(user)!r} of stage "
+                            f"{name}, which {user.name} in module {module_of(user)!r} of stage "
                             f"{self._stage(user)} reads; a write reaches no other stage: cut elsewhere, "
                             "with other `stages` or `tolerance`, or write to a copy in the model"
                         )
@@ -151,6 +175,7 @@ def _stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     """Return the stage of each node: that of its op in the plan.
 
     A node without an op is in the stage of the node before it, and none is ahead of the values that it reads.
+    A buffer is assigned, which an exported graph does at its end, where it is read last.
     Raises PartitionError where a stage has no node.
     """
     planned = [(one.type, one.module) for one in plan.ops]
@@ -165,7 +190,12 @@ def _stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     for i, node in enumerate(nodes):
         stage = known.get(i, stage)
         read = [found[one] for one in node.all_input_nodes if one in found]
-        found[node] = max(read) if node.target is operator.getitem else max([stage, *read])
+        if is_assignment(node):
+            buffer, value = node.args
+            users = [found[one] for one in buffer.users if one in found]
+            found[node] = max([found.get(value, 0), *users])
+        else:
+            found[node] = max(read) if node.target is operator.getitem else max([stage, *read])
     missing = sorted(set(range(plan.stages)) - set(found.values()))
     if missing:
         raise PartitionError(

@@ -13,6 +13,7 @@ from amanda.tools.kit._requirements import check
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._pytorch_graph import CutGraph
+from amanda.tools.partition._pytorch_pipe import pipe
 from amanda.tools.partition._pytorch_schedules import summing
 
 
@@ -27,32 +28,40 @@ class Pipeline:
         self, plan: Plan, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any]
     ) -> None:
         check("partition.pipeline", "torch")
-        from torch.distributed.pipelining import pipeline
-
         if not isinstance(mb_args, tuple):
             raise PartitionError(f"mb_args is a {type(mb_args).__name__}; it is a tuple of a model's inputs")
         self.plan, self._model = plan, model
         with amanda.disabled(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees
-            self.pipe = pipeline(model, mb_args, dict(mb_kwargs), split_policy=CutGraph(plan))
-        self._held = [dict(self._bound(i)) for i in range(plan.stages)]
+            self.pipe = pipe(model, mb_args, dict(mb_kwargs), CutGraph(plan))
+        self._stages = [self.pipe.get_stage_module(i) for i in range(plan.stages)]
+        self._held = [dict(self._bind(module)) for module in self._stages]
         self._check_parameters()
+        self._bind_other_paths()
 
-    def _bound(self, stage: int) -> Iterator[tuple[str, Any]]:
+    def _bind(self, module: Any) -> Iterator[tuple[str, Any]]:
         """Put the model's own parameters and buffers into a stage, and yield them by their paths.
 
         PyTorch puts copies there of what several stages read, and makes each buffer a part of state dicts.
         """
-        paths, kept = dict(_tensors(self._model)), self._model.state_dict()
-        module = self.pipe.get_stage_module(stage)
+        paths, persistent = dict(_tensors(self._model)), self._model.state_dict()
         for name, tensor in list(_tensors(module)):
-            path, _, own = name.rpartition(".")
-            owner, tensor = module.get_submodule(path), paths.get(name, tensor)
-            if own in owner._parameters:
-                setattr(owner, own, tensor)
-            else:
-                owner.register_buffer(own, tensor, persistent=name in kept)
+            tensor = paths.get(name, tensor)
+            _register(module, name, tensor, name in persistent)
             yield name, tensor
+
+    def _bind_other_paths(self) -> None:
+        """Put what a stage holds at its other paths too, what no op reads into the stage of its module."""
+        persistent = self._model.state_dict()
+        holders = {id(tensor) for held in self._held for tensor in held.values()}
+        for name, tensor in _tensors(self._model):
+            depths = [_depth(module, name) for module in self._stages]
+            for stage, held in enumerate(self._held):
+                is_unread = id(tensor) not in holders and stage == depths.index(max(depths))
+                if name not in held and (is_unread or any(one is tensor for one in held.values())):
+                    _register(self._stages[stage], name, tensor, name in persistent)
+                    held[name] = tensor
+            holders.add(id(tensor))
 
     def _check_parameters(self) -> None:
         """Raise PartitionError where a stage holds other parameters than the plan says."""
@@ -109,11 +118,10 @@ class Pipeline:
         return self.pipe.build_stage(rank, torch.device(device), group)
 
     def _digest(self) -> str:
-        stages = [self.pipe.get_stage_module(i) for i in range(self.plan.stages)]
         forms = [
             [(name, tuple(one.shape), str(one.dtype)) for name, one in held.items()] for held in self._held
         ]
-        codes = [one.code for stage in stages for one in stage.modules() if hasattr(one, "code")]
+        codes = [one.code for stage in self._stages for one in stage.modules() if hasattr(one, "code")]
         return sha256(repr((self.plan, forms, codes)).encode()).hexdigest()
 
     def schedule(
@@ -178,3 +186,28 @@ def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield parameters and buffers by each of their paths."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def _depth(module: Any, path: str) -> int:
+    """Return how many names of a path lead to modules that a stage has."""
+    names = path.split(".")
+    for depth, name in enumerate(names):
+        module = module._modules.get(name)
+        if module is None:
+            return depth
+    return len(names)
+
+
+def _register(module: Any, path: str, tensor: Any, is_persistent: bool) -> None:
+    """Put a parameter or buffer into a stage, with the modules on its path."""
+    from torch import nn
+
+    *names, last = path.split(".")
+    for name in names:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module._modules[name]
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(last, tensor)
+    else:
+        module.register_buffer(last, tensor, persistent=is_persistent)

@@ -31,7 +31,8 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     tolerance: by how much the slowest stage may be slower so that fewer bytes cross; with "min_cut" by how
     much a side may be off half.
     protect: ops that run in another process, which alone holds their parameters, instead of stages:
-    "module=classifier|layer4.*", also with "type="; `result` is a `ProtectedResult` then.
+    "module=classifier|layer4.*", also with "type="; `result` is a `ProtectedResult` then.  This separates
+    processes; it is no defence against programs of the same user, which can read their memory.
     Given to `amanda.instrument` with an ONNX file, it writes a file for each stage, or for the protected ops
     and those before and after them, and `partition.json`; `StageChain` runs them, and `result` is a
     `PartsResult` then.
@@ -39,6 +40,8 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     Raises ToolError for options that are none of these; `result` raises PartitionError where no cut is
     what was asked for.
     """
+
+    is_copied_when_used = False
 
     @overload
     def __init__(

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import amanda
 from amanda import interceptor
+from amanda.tools.kit import leaves
 from amanda.tools.kit._requirements import check
 from amanda.tools.mapping import MappingTool
 
@@ -28,6 +29,10 @@ SIDES: tuple[Side, Side] = ("input", "output")
 NOT_A_POINT = (
     "; modules of PyTorch and Keras 3 are points, in functions that are traced in the scope: for others give "
     "the type of ops"
+)
+BY_KEYWORD = (
+    "; a module's inputs are the tensors that its call gives by position, and this call gives them by "
+    "keyword: select the output of what makes them, or give the type of an op in the module"
 )
 _NAME = re.compile(r"amanda_(input|output)_(\d+)(_\d+)?$")
 _WRAPPERS = frozenset(
@@ -87,6 +92,8 @@ class Points:
         self._lock, self._stack = threading.Lock(), ExitStack()
         self._watched: list[tuple[Collection[str], bool]] = []
         self._wanted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self.by_keyword: set[str] = set()
+        """Paths of modules whose calls gave no tensor by position."""
 
     @property
     def copies(self) -> bool:
@@ -97,6 +104,7 @@ class Points:
         """Watch modules, by patterns of the last parts of their paths."""
         with self._lock:
             if not self._watched:
+                self.by_keyword.clear()
                 with ExitStack() as stack:
                     for framework, watch in _WATCHED.items():
                         if framework in sys.modules:
@@ -119,9 +127,7 @@ class Points:
             return False
         found = self._wanted.get(module)
         if found is None:
-            root = next(iter(interceptor.subjects()), module)
-            names = [name for name, one in root.named_modules(remove_duplicate=False) if one is module]
-            ends = {name.rpartition(".")[2] for name in names}
+            ends = {path.rpartition(".")[2] for path in _paths(module)}
             patterns = [one for ends, _ in self._watched for one in ends]
             found = (
                 not ends
@@ -130,6 +136,12 @@ class Points:
             )
             self._wanted[module] = found
         return found
+
+
+def _paths(module: Any) -> list[str]:
+    """Return the paths of a module of PyTorch in the model that is being called."""
+    root = next(iter(interceptor.subjects()), module)
+    return [path for path, one in root.named_modules(remove_duplicate=False) if one is module]
 
 
 class _Present(threading.local):
@@ -163,27 +175,34 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
     from torch.nn.modules import module as modules
 
     (point_op, copied_op), number = _pytorch_ops(), SIDES.index(points.side)
-    wants: Callable[[Any], bool] = points.wants
     compiling, wrappers = torch.compiler.is_compiling, tuple(_heirs(torch.nn.Module))
 
     def point(tensor: Any, index: int) -> Any:
         return copied_op(tensor, index, number) if points.copies else point_op(tensor, index, number)
 
-    def given(module: Any, args: Any) -> Any:
-        if isinstance(module, wrappers) or not (compiling() or wants(module)):
+    def passed(module: Any, value: Any) -> Any:
+        return None if isinstance(module, wrappers) else _passed(value, torch.Tensor, point, [0])
+
+    def passed_by_python(module: Any, value: Any) -> Any:
+        if not points.wants(module):
             return None
-        return _passed(args, torch.Tensor, point, [0])
+        if points.side == "input" and not any(isinstance(one, torch.Tensor) for one in leaves(value)):
+            points.by_keyword.update(_paths(module))
+        return passed(module, value)
+
+    def given(module: Any, args: Any) -> Any:
+        return passed(module, args) if compiling() else by_python(module, args)
 
     def returned(module: Any, args: Any, result: Any) -> Any:
-        if isinstance(module, wrappers) or not (compiling() or wants(module)):
-            return None
-        return _passed(result, torch.Tensor, point, [0])
+        return passed(module, result) if compiling() else by_python(module, result)
 
+    by_python = passed_by_python
     if "torch._dynamo" in sys.modules:  # it takes seconds to import
         check("patch", "torch")
         dynamo = sys.modules["torch._dynamo"]
-        wants = dynamo.disable(wants)
-        for function in (given, returned, point, _passed):  # compiled as parts of graphs, never alone
+        # Around a graph Python calls hooks, of whose frames a compiler with fullgraph=True would raise.
+        by_python = dynamo.disable(passed_by_python)
+        for function in (given, returned, passed, point, _passed):  # compiled as parts of graphs, never alone
             dynamo.eval_frame.skip_code(function.__code__)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")

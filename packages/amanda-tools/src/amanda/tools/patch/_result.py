@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass
+@dataclass(eq=False)
 class Patched:
     """One point: an input or output of a module or an op.
 

@@ -11,22 +11,22 @@ import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import check_one_of, leaves, tensors_of
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.patch._frameworks import NOT_A_POINT, POINTS, Side, copied, points, requires_gradient
+from amanda.tools.patch._frameworks import (
+    BY_KEYWORD,
+    NOT_A_POINT,
+    POINTS,
+    Side,
+    copied,
+    points,
+    requires_gradient,
+)
 from amanda.tools.patch._region import PatchError, Region
 from amanda.tools.patch._result import Patched, PatchResult
-from amanda.tools.select import Paths, Patterns
+from amanda.tools.select import ModulePaths, Paths, Patterns, listed
+from amanda.tools.steps import execution_number
 
 logger = logging.getLogger("amanda")
 _SHOWN = 40
-
-
-class ModulePaths(Paths):
-    """Patterns of the paths of modules: a path selects the module itself, and `*` stands within a part."""
-
-    def _fits(self, name: str, pattern: str) -> bool:
-        if not name or not pattern:  # the model itself
-            return name == pattern
-        return name.count(".") == pattern.count(".") and Patterns._fits(self, name, pattern)
 
 
 class PatchTool(amanda.Tool):
@@ -86,7 +86,8 @@ class PatchTool(amanda.Tool):
         self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
         self._is_point = type is None
         kind = ModulePaths if self._is_point else Paths
-        self._modules, self._types = kind("module", module), Patterns("type", type)
+        self._modules = kind("module", module)
+        self._types = Patterns("type", listed("type", type, PatchError))
         self._ends = tuple(one.rpartition(".")[2] for one in self._modules.patterns or ())
         self._differentiable = differentiable
         self._records: dict[tuple[int, int], Patched] = {}
@@ -99,6 +100,11 @@ class PatchTool(amanda.Tool):
             )
         self.depends_on(StandardMapping(), points())
         self.add_inst_for_op(self._analyse)
+
+    @property
+    def is_copied_when_used(self) -> bool:  # type: ignore[override]
+        """True unless saved values take part in autodiff."""
+        return not self._differentiable
 
     @property
     def result(self) -> PatchResult:
@@ -141,6 +147,8 @@ class PatchTool(amanda.Tool):
         shown = ", ".join(paths[:_SHOWN]) + f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
         hint = NOT_A_POINT if self._is_point and self._modules.matched else ""
+        if self._is_point and any(map(self._modules, POINTS[self._side].by_keyword)):
+            hint = BY_KEYWORD
         return f"PatchTool selected nothing: no op is at {wanted}{side}{hint}; there are the modules {shown}"
 
     def _analyse(self, context: amanda.OpContext) -> None:
@@ -173,39 +181,66 @@ class PatchTool(amanda.Tool):
             routine = amanda.differentiable(_unbound(routine))
         elif self._edit == "save":
             routine = amanda.observer(_unbound(routine))
+        given: dict[str, Any] = {"record": self._records[key]}
+        if not context.is_eager():
+            given["run"] = None
         if self._is_point or self._side == "output":
-            context.insert_after_op(routine, outputs=[position], record=self._records[key])
+            context.insert_after_op(routine, outputs=[position], **given)
         else:
-            context.insert_before_op(routine, inputs=[position], record=self._records[key])
+            context.insert_before_op(routine, inputs=[position], **given)
 
-    def _save(self, value: Any, record: Patched) -> None:
-        step, record.executions = record.executions, record.executions + 1
-        if self._steps is None or step in self._steps:
+    def _save(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
+        step = execution_number(record, run, recomputed)
+        if not recomputed and (self._steps is None or step in self._steps):
             kept = value if self._differentiable else tensors_of(value).detach(value)
             self.saved.setdefault(record.point, []).append(copied(kept))
 
-    def _change(self, value: Any, record: Patched) -> Any:
-        step, record.executions = record.executions, record.executions + 1
+    def _change(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+        step = execution_number(record, run, recomputed)
         if (self._steps is not None and step not in self._steps) or not self._is_chosen(record):
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
         mask = self.region.mask(shape, record.point)
         if mask is None:
-            record.skipped += 1
+            record.skipped += not recomputed
             return None
-        record.changed += 1
-        changed = self._edited(value, self._given(record.point, step))
+        given = self._given(record.point, step)
+        self._check_fits(given, shape, record)
+        record.changed += not recomputed
+        changed = self._edited(value, given)
         if self._edit == "set" or not self.region.is_all:
             changed = tensors.where(tensors.beside(mask, value), changed, value)
-        if tensors.extents(changed) != shape:
-            raise PatchError(
-                f"the value given as {self._edit} does not fit {record.point}, whose shape is {shape}: "
-                f"the result has shape {tensors.extents(changed)}"
-            )
         if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
         return changed
+
+    def _check_fits(self, given: Any, shape: Sequence[int], record: Patched) -> None:
+        """Raise PatchError for a value that does not broadcast to a shape, and for a saved one of another.
+
+        Saved values may have one row for all rows of a batch, but a prompt of one token is not all tokens.
+        """
+        extents = tuple(tensors_of(given).extents(given)) if hasattr(given, "shape") else np.shape(given)
+        try:
+            fits = np.broadcast_shapes(extents, tuple(shape)) == tuple(shape)
+        except ValueError:
+            fits = False
+        is_saved = isinstance(self._value, PatchTool) and len(extents) == len(shape)
+        if fits and not (is_saved and extents[1:] != tuple(shape)[1:]):
+            return
+        op = f"the {record.type} {record.module}" if record.module else f"{record.type} of the model"
+        saved = (
+            f"the value that was saved for {self._edit}" if is_saved else f"the value given as {self._edit}"
+        )
+        advice = (
+            "save it from inputs of the same shape, or give the part that is meant, such as "
+            f"{self._edit}=clean.saved[{record.point!r}][0][:, -1:], as a tensor, which is broadcast"
+            if is_saved else "give a tensor that broadcasts to this shape, or a number"
+        )  # fmt: skip
+        raise PatchError(
+            f"{saved} has shape {extents} and does not fit {record.point}, whose shape is {tuple(shape)}, "
+            f"at {op}; {advice}"
+        )
 
     def _is_chosen(self, record: Patched) -> bool:
         return self.only is None or record.point in self.only
@@ -255,7 +290,7 @@ def _values(given: Any) -> Iterator[Any]:
 def _unbound(method: Any) -> Any:
     """Return a function that calls a method, to be marked for this tool alone."""
 
-    def routine(value: Any, record: Patched) -> Any:
-        return method(value, record)
+    def routine(value: Any, record: Patched, run: dict[Any, Any] | None, *, recomputed: bool) -> Any:
+        return method(value, record, run, recomputed)
 
     return routine

@@ -22,6 +22,7 @@ class OpProfile:
     allocated: bytes of the tensors that the op made; None if they were not followed.
     at_peak: bytes of those that were alive at the peaks, in a result.
     index: among all ops.  kernels: by name and device, calls and nanoseconds.
+    recomputation: the profile of executions that run again in the backward pass; None while there are none.
     runs_others: whether the time of the ops within cannot be told from the op's own.
     """
 
@@ -44,6 +45,7 @@ class OpProfile:
     runs_others: bool = False
     index: int = 0
     kernels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    recomputation: OpProfile | None = None
 
     def add(self, took: int, inside: int) -> None:
         """Add one execution, with the time of the ops within it."""
@@ -76,7 +78,7 @@ class OpProfile:
 
 def together(places: Sequence[OpProfile]) -> OpProfile:
     """Return a new profile with the sums of several, and the names of the first."""
-    made = replace(places[0], kernels={})
+    made = replace(places[0], kernels={}, recomputation=None)
     for name in _SUMS:
         known = [value for place in places if (value := getattr(place, name)) is not None]
         setattr(made, name, sum(known) if known else None)

@@ -19,6 +19,8 @@ from amanda.tools.profile._log import GRAPH, Log
 from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._op import OpProfile
 
+RECOMPUTED = -1
+"""Stands for the id of a backward op in the key of a recomputation's profile."""
 DEEPEST = 256
 """The most ops within ops, counting those that raised and did not end."""
 Routines = tuple[Callable[..., None], Callable[..., None]]
@@ -137,40 +139,51 @@ class Recorder:
                 self._on_end()
             self.memory.record(self.recording)
 
+    def recomputation(self, place: OpProfile) -> OpProfile:
+        """Return the profile of an op's executions that run again in the backward pass."""
+        if place.recomputation is None:
+            place.recomputation = self.places[place.op_id, RECOMPUTED] = OpProfile(
+                "recomputation", place.type, place.module, place.source, place.name, place.id, place.op_id,
+                runs_others=place.runs_others, index=len(self.places),
+            )  # fmt: skip
+        return place.recomputation
+
     def in_sequence(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that begins and ends on one thread, nested in other ops."""
 
         @amanda.innermost
-        def begin() -> None:
+        def begin(*, recomputed: bool = False) -> None:
             if not self.recording:
                 return
+            here = self.recomputation(place) if recomputed else place
             stack = self._open[get_ident()]
             entered = perf_counter_ns() if stack else 0
-            one = _Open(place)
+            one = _Open(here)
             if probes:
-                one.begun = [probe.begin(place) for probe in probes]
+                one.begun = [probe.begin(here) for probe in probes]
             if stack:
                 stack[-1].ours += perf_counter_ns() - entered
             stack.append(one)
             one.begin = perf_counter_ns()
 
         @amanda.innermost
-        def end() -> None:
+        def end(*, recomputed: bool = False) -> None:
             now = perf_counter_ns()
+            here = self.recomputation(place) if recomputed else place
             thread = get_ident()
             stack = self._open.get(thread)
-            if not stack or (stack[-1].place is not place and all(one.place is not place for one in stack)):
+            if not stack or (stack[-1].place is not here and all(one.place is not here for one in stack)):
                 return
             one, inside, ours = stack.pop(), 0, 0
-            while one.place is not place:  # the op raised, and its time belongs to the op around it
+            while one.place is not here:  # the op raised, and its time belongs to the op around it
                 inside, ours, one = inside + one.inside, ours + one.ours, stack.pop()
             ours += one.ours
             if probes:
                 for probe, begun in zip(probes, one.begun, strict=True):
-                    probe.end(place, begun)
+                    probe.end(here, begun)
             took = now - one.begin - ours
-            place.add(took, one.inside + inside)
-            self.log.keep(place, one.begin, now, thread)
+            here.add(took, one.inside + inside)
+            self.log.keep(here, one.begin, now, thread)
             if stack:
                 around = stack[-1]
                 around.inside += took

@@ -30,6 +30,8 @@ class ProfileTool(amanda.Tool):
     Raises ToolError for numbers below 0, and for `repeat` without `active`.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         wait: int = 0,
@@ -130,19 +132,23 @@ class ProfileTool(amanda.Tool):
         return places[op, backward]
 
     @amanda.observer
-    def _given(self, *values: Any, storages: Any, sequence: Any) -> None:
+    def _given(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
         if sequence is not None:
             self._sequences[get_ident()] = sequence()
         self._recorder.memory.meet(storages(values), None)
 
     @amanda.observer
-    def _made(self, *values: Any, place: OpProfile, storages: Any, saved: Any) -> None:
+    def _made(self, *values: Any, place: OpProfile, storages: Any, saved: Any, recomputed: bool) -> None:
+        if recomputed:
+            place = self._recorder.recomputation(place)
         self._recorder.memory.meet(storages(values), place)
         if saved is not None:
             self._recorder.memory.meet(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
-    def _sized(self, *values: Any, place: OpProfile, nbytes: Any) -> None:
+    def _sized(self, *values: Any, place: OpProfile, nbytes: Any, recomputed: bool) -> None:
+        if recomputed:
+            place = self._recorder.recomputation(place)
         if self._recorder.recording:
             place.allocated = (place.allocated or 0) + nbytes(values)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.errors import AmandaError
-from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, weight_input
+from amanda.errors import AmandaError, ToolError
+from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, tensors_of, weight_input
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import Groups, QuantizeError
 from amanda.tools.quantize._options import Options
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeTool
 
 _HELD, _KEPT = "amanda.tools.quantize", "amanda.tools.quantize: values"
+
+
+@dataclass
+class _Execution:
+    """One execution of an op, for recomputations of it.
+
+    calibrates: whether it computed without quantisation.  used: by which each value was quantised.
+    """
+
+    calibrates: bool
+    used: list[tuple[Any, ...]]
 
 
 class QuantizedOp:
@@ -33,10 +45,10 @@ class QuantizedOp:
         self._where = context["phase"], context["type"], context.get_scope(), context.get_source()
         self.name, self.left = f"{context['type']} of {context.get_scope() or context.get_source()}", ""
         self.made: list[Quantizer] = []
-        self._calibrated = self._executions = 0
+        self._executions = 0
         self._output = Noise()
         self._recompute: Any = _recompute(context) if tool.measures else None
-        self._part: Callable[[Any, Origin | None], Quantizer | None] | None = None
+        self._parts: dict[tuple[int, int | None], _OfPart] = {}
         self.quantizers = dict(self._found(context))
         self._positions = sorted({position for position, _ in self.quantizers})
 
@@ -53,13 +65,44 @@ class QuantizedOp:
                 if weight is not None and kind.endswith("]"):
                     self.left = f"it is packed, {kind}"
                 is_number = kind.startswith(("float", "bfloat")) and not getattr(one, "is_meta", False)
+                if is_number and context.is_eager() and (unread := tensors_of(one).unread(one)) is not None:
+                    self.left, is_number = unread, False
                 if not is_number or self._options.bits(weight is not None) is None:
                     continue
                 if weight is None:
                     name = f"input {position}" if item is None else f"input {position}.{item}"
-                    yield (position, item), self._made(name, None, (), one, context)
+                    yield (position, item), self._of_activation(context, read, name, (position, item), one)
                 elif (found := self._of_weight(context, weight, one)) is not None:
                     yield (position, item), found
+
+    def _of_activation(
+        self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
+        value: Any,
+    ) -> Quantizer:  # fmt: skip
+        """Return the quantizer of an activation, which is of the weight too that the op reads with it."""
+        if read is None or not (read.is_part and read.is_followed):
+            return self._made(name, None, (), value, context)
+        line = context.get_scope(), context.get_op_type(), context.get_source(), key
+
+        def make(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
+            earlier = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
+            try:
+                return self._made(name, None, (), value, reader, suffix)
+            except ToolError as error:
+                if earlier not in self._tool.waiting_state():
+                    raise
+                raise QuantizeError(
+                    f"the scale {earlier} that was loaded is of one round of a loop, as earlier versions "
+                    "saved it, and nothing tells which part of a parameter that round read: calibrate again"
+                ) from error
+
+        def of_part(value: Any, part_of: Origin | None) -> Quantizer | None:
+            found: Quantizer | None = self._tool.parts.kept(context, part_of, partial(make, value), line)
+            return found
+
+        self._parts[key] = of_part
+        first = of_part(value, source(context, read.index))
+        return self._made(name, None, (), value, context) if first is None else first
 
     def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
         """Return the quantizer of the weight, or of the part of a parameter that is read, or None."""
@@ -79,7 +122,8 @@ class QuantizedOp:
             found: Quantizer | None = self._tool.parts.kept(context, part_of, partial(make, value))
             return found
 
-        self._part = part if read.is_followed else None
+        if read.is_followed:
+            self._parts[read.index, None] = part
         return part(value, source(context, read.index))
 
     def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
@@ -145,7 +189,7 @@ class QuantizedOp:
             called = context["is_called_back"]
             if self._recompute is not None:
                 context.insert_before_op(self._hold)
-            routine: Any = self._read_part if self._part else self._read
+            routine: Any = self._read_in_eager_mode if context.is_eager() else self._read
             if self._options.trains and called:
                 routine = self._read_and_keep
             elif self._options.trains:
@@ -177,37 +221,71 @@ class QuantizedOp:
             kwargs = {"scales": found, "rounding": self._options.rounding}
             context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
 
-    def _read(self, *values: Any, part_of: Origin | None = None) -> Any:
+    def _read(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
-        tool, results = self._tool, list(values)
-        quantizers, wanted = self.quantizers.items(), self._options.calibration
-        is_due = self._calibrated < wanted and not all(one.settled for _, one in quantizers if one.state)
-        calibrates = tool.is_calibrating or is_due
-        for (position, item), quantizer in quantizers:
+        read = self._values_read(values, None)
+        if self._calibrates(read):
+            self._calibrate(read)
+            return None
+        return self._quantised(values, read, [()] * len(read))
+
+    def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
+        """Do the same; a recomputation does what the first execution has done."""
+        read, first = self._values_read(values, origin(run)), run.get(self)
+        if first is None:
+            first = run[self] = _Execution(self._calibrates(read), [()] * len(read))
+            if first.calibrates:
+                self._calibrate(read)
+        if first.calibrates:
+            return None
+        made = self._quantised(values, read, first.used, recomputed)
+        first.used = [quantizer.used for *_, quantizer in read]
+        return made
+
+    def _values_read(self, values: Sequence[Any], part_of: Origin | None) -> list[_Read]:
+        """Return the values to quantise, each with its index, its item there, and its quantizer."""
+        read: list[_Read] = []
+        for (position, item), quantizer in self.quantizers.items():
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
-            found = self._part(value, part_of) if self._part and quantizer.is_weight else quantizer
-            if found is None:
+            of_part = self._parts.get((position, item))
+            found = quantizer if of_part is None else of_part(value, part_of)
+            if found is None and quantizer.is_weight:
                 self.left = ELSEWHERE
-            elif found.xp.is_dense(value) and calibrates:
-                found.observe(value)
-            elif found.xp.is_dense(value):
-                made = found(value, tool.is_frozen)
-                if tool.measures:
-                    found.noise.add(value, made)
-                if item is not None:
-                    made = [*results[index][:item], made, *results[index][item + 1 :]]
-                results[index] = made
-        if not calibrates:
-            self._executions += 1
-            return results if len(results) > 1 else results[0]
-        self._calibrated += 1
-        if not tool.is_calibrating and self._calibrated == wanted:
-            self.settle()
-        return None
+                continue
+            found = quantizer if found is None else found
+            if found.xp.is_dense(value):
+                read.append((index, item, value, found))
+        return read
 
-    def _read_part(self, *values: Any, run: dict[str, Any]) -> Any:
-        return self._read(*values, part_of=origin(run))
+    def _calibrates(self, read: Sequence[_Read]) -> bool:
+        wanted = self._options.calibration
+        waiting = (one for *_, one in read if one.state and not one.settled)
+        return self._tool.is_calibrating or any(one.calibrated < wanted for one in waiting)
+
+    def _calibrate(self, read: Sequence[_Read]) -> None:
+        for _, _, value, quantizer in read:
+            quantizer.observe(value)
+            quantizer.calibrated += 1
+            if not self._tool.is_calibrating and quantizer.calibrated == self._options.calibration:
+                quantizer.settle()
+
+    def _quantised(
+        self, values: Sequence[Any], read: Sequence[_Read], used: Sequence[tuple[Any, ...]],
+        recomputed: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the quantised values.  used: by which the first execution did it, in a recomputation."""
+        tool, results = self._tool, list(values)
+        for (index, item, value, quantizer), one in zip(read, used, strict=True):
+            made = quantizer(value, tool.is_frozen, one)
+            quantizer.executions += not recomputed
+            if tool.measures and not recomputed:
+                quantizer.noise.add(value, made)
+            if item is not None:
+                made = [*results[index][:item], made, *results[index][item + 1 :]]
+            results[index] = made
+        self._executions += not recomputed
+        return results if len(results) > 1 else results[0]
 
     def insert_backward(self, context: amanda.OpContext) -> None:
         """Insert the routine that stops gradients where a value was clipped, beside the backward op."""
@@ -231,11 +309,14 @@ class QuantizedOp:
                 given[i] = stop(gradient=given[i])
         return given if len(given) > 1 else given[0]
 
-    def _hold(self, *values: Any, run: dict[str, Any]) -> None:
-        run[_HELD] = values
+    def _hold(self, *values: Any, run: dict[str, Any], recomputed: bool = False) -> None:
+        if not recomputed:
+            run[_HELD] = values
 
-    def _compare(self, *outputs: Any, run: dict[str, Any]) -> None:
+    def _compare(self, *outputs: Any, run: dict[str, Any], recomputed: bool = False) -> None:
         """Compare outputs with the outputs for unquantised inputs."""
+        if recomputed:
+            return
         inputs = run.pop(_HELD)
         if self._executions and not self._tool.is_calibrating:
             wanted = self._recompute(inputs)
@@ -251,8 +332,13 @@ class QuantizedOp:
             yield Quantized(
                 *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
                 zero_point, one.groups.size if one.groups else None, getattr(grid, "dtype", ""),
-                self._executions, one.noise.sqnr, self._output.sqnr,
+                one.executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
+
+
+_OfPart = Callable[[Any, "Origin | None"], "Quantizer | None"]
+"""Gives the quantizer of a value, by the part of a parameter that the op reads."""
+_Read = tuple[int, "int | None", Any, Quantizer]
 
 
 def _layout(context: amanda.OpContext, read: WeightInput) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.mapping import distributed, whole
 from amanda.tools.quantize._fake import Scale, fake_quantize, fake_quantize_gradient, straight_through
 from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
@@ -24,7 +25,9 @@ class Quantizer:
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
     parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
-    settled: True once there is a scale.  used: what the last value was quantised by, after the value.
+    settled: True once there is a scale.  calibrated, executions: numbers of values that calibrated it, and
+    that were quantised.
+    used: what the last value was quantised by, after the value.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Quantizer:
         self.trained = [part for part, is_trained in parts.items() if is_trained]
         self.collected: dict[str, Any] = {}
         self.used: tuple[Any, ...] = ()
+        self.calibrated = self.executions = 0
         channels = prod(value.shape[axis] for axis in axes)
         if groups is not None:
             channels = prod(value.shape) // groups.size
@@ -56,17 +60,24 @@ class Quantizer:
 
     def observe(self, x: Any) -> None:
         """Add a value to the calibration."""
-        self._observe(self._split(x))
+        self._observe(self._split(whole(x)))
 
-    def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value; frozen: keep the scale as it is."""
-        made = self._quantised(self._split(x), frozen)
-        return made if self.groups is None else self.groups.joined(made, x.shape)
+    def __call__(self, x: Any, frozen: bool, used: Sequence[Any] = ()) -> Any:
+        """Return the quantised value.
+
+        frozen: keep the scale as it is.  used: by which the first execution of a recomputation did it.
+        """
+        full = whole(x)  # of a tensor in shards, a scale is of all of it
+        x_split = self._split(full)
+        quantised = self._fake(x_split, *used[:2]) if used else self._quantised(x_split, frozen)
+        quantised = quantised if self.groups is None else self.groups.joined(quantised, x.shape)
+        return quantised if full is x else distributed(quantised, x, placed=True)
 
     def stopped(self, x: Any, *used: Any, gradient: Any) -> Any:
         """Return the gradient of a value that was quantised, from that of the quantised value."""
-        made = fake_quantize_gradient(self._split(gradient), self._split(x), *used)
-        return made if self.groups is None else self.groups.joined(made, x.shape)
+        made = fake_quantize_gradient(self._split(whole(gradient)), self._split(whole(x)), *used)
+        made = made if self.groups is None else self.groups.joined(made, x.shape)
+        return distributed(made, gradient, placed=True)
 
     def _split(self, x: Any) -> Any:
         return x if self.groups is None else self.groups.split(x)

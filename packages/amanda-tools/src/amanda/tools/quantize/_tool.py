@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._options import TYPES, Method, Options, operands
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
-from amanda.tools.select import Patterns, as_remarks, unmatched
+from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
 
 
 class QuantizeTool(amanda.Tool):
@@ -30,7 +30,8 @@ class QuantizeTool(amanda.Tool):
         weights or activations unquantised.  {"layer1": 8, "*": 4}: bits by globs of modules, of which the
         first that fits counts; an op that none fits is not quantised.
     type: globs of StandardMapping's words or the framework's names; by default convolutions, linear layers,
-        products of matrices and attention.  `amanda.tools.select` restricts the tool further.
+        products of matrices and attention.
+    module, exclude: globs of paths of modules; what lies in a module is selected with it.
     observer, weight_observer: the method by which a calibration finds ranges: "minmax", "percentile"
         (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as torch.ao's).
     per_channel: whether each output channel of a weight has a scale.
@@ -64,12 +65,14 @@ class QuantizeTool(amanda.Tool):
         calibration: int = 0,
         sqnr: bool = False,
         group_size: int | None = None,
+        module: list[str] | str | None = None,
+        exclude: list[str] | str | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(type, (str, Iterable)) and type is not None:
-            raise QuantizeError(f"type is {type!r}; give a name or a list of names")
-        wanted = TYPES if type is None else (type,) if isinstance(type, str) else tuple(type)
+        wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
         self._types, self._asks_for_types = Patterns("type", wanted), type is not None
+        self._modules = Paths("module", listed("module", module, QuantizeError))
+        self._exclude = Paths("exclude", listed("exclude", exclude, QuantizeError) or ())
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
             group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
@@ -127,7 +130,8 @@ class QuantizeTool(amanda.Tool):
         return [
             *super().unmatched(),
             *self.options.unmatched(),
-            *(unmatched([self._types]) if self._asks_for_types else []),
+            *unmatched([*([self._types] if self._asks_for_types else []), self._modules]),
+            *(unmatched([self._exclude], "excluded") if self._exclude.patterns else []),
         ]
 
     def clear(self) -> None:
@@ -195,13 +199,16 @@ class QuantizeTool(amanda.Tool):
         names = (context["type"], context.get_op_type())
         if context["phase"] != "forward" or makes_a_weight(context):
             return
+        paths = context.get_scopes()
+        if not self._modules(*paths) or self._exclude(*paths):
+            return
         if not self._types(*names):
             if self.options.types == TYPES and context["type"] in SEVERAL_WEIGHTS:
                 self._several[f"{context['type']} of {context.get_scope() or context.get_source()}"] = SEVERAL
             return
         name = self.place(context)
         if name not in self._places:
-            options = self.options.at(context.get_scopes())
+            options = self.options.at(paths)
             if options is None:
                 return
             self._places[name] = QuantizedOp(context, self, options)

@@ -38,6 +38,8 @@ class RematTool(amanda.Tool):
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         budget: int | str | None = None,

@@ -37,6 +37,8 @@ class RewriteTool(amanda.Tool):
     matches, with the number of replacements or the reason why there are none; `clear` starts anew.
     """
 
+    is_copied_when_used = False
+
     def __init__(self, rules: Sequence[str | Rule] | str | Rule = ()) -> None:
         super().__init__()
         self.rules = tuple(chosen(rules))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amanda.tools.search._candidates import Activation, Candidate, Skip
 from amanda.tools.search._checks import check_type
 from amanda.tools.search._finalize import changed, lost
-from amanda.tools.search._libraries import padded
+from amanda.tools.search._padding import padded
 from amanda.tools.search._weight_candidates import Convolution, WeightCandidate
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def finalized(model: Any, sites: Iterable[Site]) -> Any:
             except AttributeError as error:
                 raise lost(site, chosen, f"the model has no module {site.module!r}") from error
             new = _module(site, chosen, module)
+            if isinstance(chosen, Skip) and not site.in_place:
+                _write_elsewhere(site, chosen, made)
             if module is made:
                 made = new
                 continue
@@ -39,6 +41,21 @@ def finalized(model: Any, sites: Iterable[Site]) -> Any:
             for parent, _, name in (path.rpartition(".") for path in paths if new is not module):
                 setattr(made.get_submodule(parent), name, new)
     return made
+
+
+def _write_elsewhere(site: Site, chosen: Skip, model: Any) -> None:
+    """Let modules that write to a skipped op's output, which is its input now, work out of place.
+
+    Raises SearchError for a function that writes there.
+    """
+    for writer in site.writers.values():
+        try:
+            module = model.get_submodule(writer.module)
+        except AttributeError:
+            module = None
+        if not hasattr(module, "inplace"):
+            raise lost(site, chosen, f"{writer.type} at {writer.source} writes to its input in place")
+        module.inplace = False
 
 
 def _module(site: Site, chosen: Candidate, module: Any) -> Any:

@@ -16,6 +16,7 @@ from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._checks import SearchError
 from amanda.tools.search._gradients import Gradients, GradientSum
+from amanda.tools.search._padding import Edges, padded
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
@@ -161,7 +162,22 @@ class JaxLibrary(Library):
 
 
 class TorchLibrary(Library):
-    """PyTorch."""
+    """PyTorch.
+
+    edges: how the module of the convolution at hand pads its input; None where the convolution itself pads.
+    """
+
+    def __init__(self, edges: Edges | None = None) -> None:
+        self._edges = edges
+
+    def at(self, context: amanda.OpContext) -> Library:
+        """Return the functions for one op: modules pad the input of a convolution unless with zeros."""
+        edges = Edges.of(context)
+        return self if edges is None else TorchLibrary(edges)
+
+    def fresh(self, x: Any) -> Any:
+        """Return a copy, since a later op may write to the output in place."""
+        return x.clone()
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the function of torch."""
@@ -181,6 +197,9 @@ class TorchLibrary(Library):
         inputs = context.get_inputs()
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
+        edges = Edges.of(context)
+        if edges is not None:
+            return edges.refusal(context["shape"](inputs[0]), inputs[5], change)
         if isinstance(inputs[4], str):
             return "" if inputs[4] == "same" else "its padding is 'valid'"
         pads = padded(inputs[4], inputs[5], change)
@@ -190,7 +209,9 @@ class TorchLibrary(Library):
         self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
     ) -> Any:
         """Return the convolution, padded so that the output has its shape."""
-        if not isinstance(inputs[4], str):
+        if self._edges is not None:
+            inputs[0] = self._edges.changed(inputs[0], inputs[5], change)
+        elif not isinstance(inputs[4], str):
             inputs[4] = padded(inputs[4], inputs[5], change)
         inputs[6] = groups
         return original(*inputs)
@@ -267,14 +288,6 @@ class TensorFlowLibrary(Library):
         from amanda.tools.search._finalize_keras import finalized
 
         return finalized(model, sites)
-
-
-def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
-    """Return the padding that leaves the output its shape with a window of another size."""
-    pads, steps = (list(one) if isinstance(one, (list, tuple)) else [one] for one in (padding, dilation))
-    rank = len(change)
-    pads, steps = pads * (rank // len(pads)), steps * (rank // len(steps))
-    return [pad + more * step // 2 for pad, step, more in zip(pads, steps, change, strict=True)]
 
 
 def _padded_pairs(attributes: Mapping[str, Any], change: Sequence[int]) -> list[tuple[int, int]]:

@@ -96,7 +96,8 @@ class Search:
         self._costs = dict(zip(names, costs, strict=True))
         self._limits, self._file, self._metric = dict(limits or {}), Path(file) if file else None, metric
         self._seed, self._progress = seed, progress
-        self._compiled: Literal["eager", "instrument"] = compiled
+        # One scope for all trials, since a scope logs each warning once.
+        self._scope = amanda.apply(tool, compiled=compiled)
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
         if self._file is not None and not self._file.parent.is_dir():
             raise SearchError(
@@ -183,7 +184,7 @@ class Search:
         begun, found = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
 
         def measure() -> float:
-            with amanda.apply(self._tool, compiled=self._compiled):
+            with self._scope:
                 if self._train is not None:
                     self._train()
                 found[self._metric] = check_number(self._evaluate(), self._evaluate, SearchError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.kit import canonical_extents, tensors_of
@@ -15,6 +15,14 @@ from amanda.tools.search._gradients import Gradients
 from amanda.tools.search._libraries import Library
 
 
+class Writer(NamedTuple):
+    """An op in place: its type, the path of its module, and its line."""
+
+    type: str
+    module: str
+    source: str
+
+
 class Site:
     """An op whose computation is chosen.
 
@@ -23,6 +31,7 @@ class Site:
     outputs, inputs, window.  channels: axis of the channels of the first input.
     shortcut, branch: of an addition that ends a residual block, the position of the block's input and the ids
     of the ops of the branch.  left: by label, why a candidate was left out.
+    writers: ops in place that write to the output, by their ids.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class Site:
         self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
         self.bias = self._bias(context)
         self.op_ids: set[int] = set()
+        self.writers: dict[int, Writer] = {}
         self.executions = amanda.Tally()
         self.left: dict[str, str] = {}
         self._keep = keep
@@ -130,7 +140,8 @@ class Site:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
-            return self.library.fresh(output) if any(output is one for one in inputs) else output
+            is_input = not self.in_place and any(output is one for one in inputs)
+            return self.library.fresh(output) if is_input else output
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
         shares = self.decision.shares(next(iter(outputs.values())), self.library)
         return sum(shares[label] * one for label, one in outputs.items())

@@ -21,8 +21,10 @@ from amanda.tools.search._libraries import Library, frameworks
 from amanda.tools.search._residual import residual
 from amanda.tools.search._result import ChoicesResult
 from amanda.tools.search._settle import settled
-from amanda.tools.search._site import Site
+from amanda.tools.search._site import Site, Writer
 from amanda.tools.select import as_remarks
+
+_VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "getitem"}
 
 
 class SearchTool(amanda.Tool):
@@ -38,6 +40,8 @@ class SearchTool(amanda.Tool):
 
     >>> search = SearchTool(["conv2d=keep|conv5", "sigmoid=keep|relu"])
     """
+
+    is_copied_when_used = False
 
     def __init__(
         self,
@@ -257,6 +261,8 @@ class SearchTool(amanda.Tool):
         if context["phase"] != "forward":
             return
         node = self._nodes[context.get_op_id()] = self._flow.node(context)
+        if context["in_place"]:
+            self._note_write(context, node)
         choice = next((one for one in self.choices if one.selection(context)), None)
         if choice is None:
             return
@@ -294,6 +300,16 @@ class SearchTool(amanda.Tool):
             shares = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
             self._unfit[name] = site.left or {called: shares}
         site.close()
+
+    def _note_write(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Record an op in place at the op with a choice to whose output it writes, also through views."""
+        maker = self._flow.maker(node.data)
+        while maker is not None and maker.type in _VIEWS:
+            maker = self._flow.maker(maker.data)
+        for site in self._sites.values():
+            if maker is not None and maker.op_id in site.op_ids:
+                writer = Writer(context["type"], context.get_scope(), context.get_source())
+                site.writers[context.get_op_id()] = writer
 
     def _note_outputs(self, context: amanda.OpContext) -> None:
         node = self._nodes.pop(context.get_op_id(), None)

@@ -4,10 +4,11 @@ with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear
     model(x)
 """
 
-from amanda.tools.select._patterns import Paths, Patterns, as_remarks, unmatched
+from amanda.tools.select._patterns import ModulePaths, Paths, Patterns, as_remarks, listed, unmatched
 from amanda.tools.select._select import Phase, Selection, SelectionError, leave_construction, select
 
 __all__ = [
+    "ModulePaths",
     "Paths",
     "Patterns",
     "Phase",
@@ -15,6 +16,7 @@ __all__ = [
     "SelectionError",
     "as_remarks",
     "leave_construction",
+    "listed",
     "select",
     "unmatched",
 ]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
+
+from amanda.errors import AmandaError
 
 _SEEN = 10_000
 _SHOWN = 8
@@ -56,9 +59,34 @@ class Paths(Patterns):
         return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def unmatched(options: Iterable[Patterns], verb: str = "selected") -> list[str]:
+class ModulePaths(Paths):
+    """Patterns of calls of modules: a path selects the module's own call alone, `*` stands within a part."""
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        if not name or not pattern:  # the model itself
+            return name == pattern
+        return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+
+def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | None:
+    """Return the names or patterns that an option has, as a list; None for None.
+
+    Raises `error` for a value that is neither a name nor names.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Iterable):
+        raise error(f"{option} is {value!r}; give a name or a list of names")
+    names = [value] if isinstance(value, str) else list(value)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise error(f"{option} has {name!r}; give names, or patterns with * and ?")
+    return names
+
+
+def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "op") -> list[str]:
     """Say which options no op fitted, with the nearest names that there were; nothing if no op was met."""
-    return [f"no op was {verb} by {one}{_hint(one)}" for one in options if one.met and not one.matched]
+    return [f"no {noun} was {verb} by {one}{_hint(one)}" for one in options if one.met and not one.matched]
 
 
 def as_remarks(texts: Iterable[str]) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeVar, get_args
 
 import amanda
 from amanda.action import Routine
 from amanda.errors import AmandaError
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.select._patterns import Paths, Patterns, unmatched
+from amanda.tools.select._patterns import Paths, Patterns, listed, unmatched
 from amanda.tools.steps import Steps, Window
 
 Phase = Literal["forward", "backward", "optimizer", "construction"]
@@ -41,8 +41,8 @@ class Selection:
         module: str | Sequence[str] = (),
         phase: Phase | None = None,
     ) -> None:
-        self._types = Patterns("type", _listed("type", type) or None)
-        self._modules = Paths("module", _listed("module", module) or None)
+        self._types = Patterns("type", listed("type", type, SelectionError) or None)
+        self._modules = Paths("module", listed("module", module, SelectionError) or None)
         if phase not in (None, *get_args(Phase)):
             raise SelectionError(f"phase is {phase!r}; it is one of {', '.join(get_args(Phase))}")
         self._phase = phase
@@ -123,13 +123,3 @@ def _backward_alone(context: amanda.OpContext, type: amanda.ActionType, routine:
 
 def _names(context: amanda.OpContext) -> tuple[str, ...]:
     return str(context["type"]), str(context.get_op_type()), getattr(context.get_op(), "__name__", "")
-
-
-def _listed(name: str, value: str | Sequence[str]) -> list[str]:
-    if not isinstance(value, Iterable):
-        raise SelectionError(f"{name} is {value!r}; give names, or patterns with * and ?")
-    values = [value] if isinstance(value, str) else list(value)
-    for one in values:
-        if not isinstance(one, str) or not one:
-            raise SelectionError(f"{name} has {one!r}; give names, or patterns with * and ?")
-    return values

@@ -45,6 +45,8 @@ class SentinelTool(amanda.Tool):
     Raises ToolError for options that are not valid.
     """
 
+    is_copied_when_used = False
+
     intercepts = False
 
     def __init__(

@@ -53,6 +53,8 @@ class StatsTool(TensorTool[_OpStreams]):
     `amanda.tools.select` has it measure some ops alone.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         weights: bool = True,

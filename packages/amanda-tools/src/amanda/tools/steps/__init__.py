@@ -1,10 +1,11 @@
-"""Steps of a run: when one begins, and routines that run at some of them alone.
+"""Steps of a run: when one begins, routines that run at some of them alone, and numbers of executions.
 
 steps = Steps()
 window = Window(steps, start=10, end=20)
 """
 
+from amanda.tools.steps._executions import execution_number
 from amanda.tools.steps._steps import Steps
 from amanda.tools.steps._window import Window, WindowError
 
-__all__ = ["Steps", "Window", "WindowError"]
+__all__ = ["Steps", "Window", "WindowError", "execution_number"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import amanda
@@ -45,16 +46,37 @@ class Window:
 
     def _gated(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
         window, skipped = self, NotImplemented if type.is_replacement else None
+        takes_run = has_run(routine)
+        # Routines that change values decide in a recomputation as they did at first; observers hear once.
+        changes = context.is_eager() and context.is_forward() and "observer" not in marks(routine)
+        signature = _with_run(routine) if changes and not takes_run else None
 
         def gated(*values: Any, **kwargs: Any) -> Any:
             return routine(*values, **kwargs) if window.open else skipped
 
         def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
             decided = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
-            return routine(*values, run=run, **kwargs) if decided else skipped
+            if takes_run:
+                kwargs["run"] = run
+            return routine(*values, **kwargs) if decided else skipped
 
-        wrapper: Routine = gated_with_run if has_run(routine) else gated
+        wrapper: Routine = gated_with_run if takes_run or signature else gated
         functools.update_wrapper(wrapper, routine, updated=())
+        if signature is not None:
+            wrapper.__signature__ = signature  # type: ignore[attr-defined]
         for mark in marks(routine) - {"traceable"}:  # inlined into a graph it would be decided for good
             wrapper = getattr(amanda, mark)(wrapper)
         return wrapper
+
+
+def _with_run(routine: Routine) -> inspect.Signature | None:
+    """Return the signature of a routine with a keyword `run` besides; None of one written in C."""
+    try:
+        signature = inspect.signature(routine)
+    except (TypeError, ValueError):
+        return None
+    run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
+    kinds = [*signature.parameters.values()]
+    if kinds and kinds[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=[*kinds[:-1], run, kinds[-1]])
+    return signature.replace(parameters=[*kinds, run])

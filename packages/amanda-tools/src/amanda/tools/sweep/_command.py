@@ -37,6 +37,7 @@ def _numbers(text: str) -> list[float]:
 @click.option("--budgets", type=_numbers, metavar="N,N,...", help="Shares of the cost to search levels for.")
 @click.option("--cost", type=click.Choice(["size", "flops"]), default="size", help="What budgets are of.")
 @click.option("--metric", default="metric", help="What the number is called.")
+@click.option("--retries", type=click.IntRange(0), default=0, help="How often a failed point is run again.")
 @compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
 @click.option("-q", "--quiet", is_flag=True, help="Do not tell on stderr how far it is.")
@@ -48,6 +49,7 @@ def _command(
     budgets: list[float] | None,
     cost: str,
     metric: str,
+    retries: int,
     compiled: str,
     files: Sequence[Path],
     quiet: bool,
@@ -70,9 +72,9 @@ def _command(
         results: list[PlottedResult] = []
         try:
             if budgets:
-                results.append(sweep.search(budgets))
+                results.append(sweep.search(budgets, retries))
             else:
-                sweep.run()
+                sweep.run(retries)
         except KeyboardInterrupt:
             status = 130
         except SweepError as error:

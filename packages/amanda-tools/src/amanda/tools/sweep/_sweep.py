@@ -70,6 +70,7 @@ class Sweep(Generic[Level]):
             )
         self._evaluate, self._prepare, self._progress = evaluate, prepare, progress
         self._compiled: Literal["eager", "instrument"] = compiled
+        self._report = amanda.Report()
         self._make: Callable[[Level], amanda.Tool] = make
         self._levels: tuple[Level, ...] = tuple(levels)
         self._names = (level, metric)
@@ -87,19 +88,23 @@ class Sweep(Generic[Level]):
         points = [self._points[key] for key in keys if key in self._points]
         return SweepResult(points, self._dense, *self._names, self._is_done())
 
-    def run(self) -> SweepResult:
+    def run(self, retries: int = 0) -> SweepResult:
         """Measure what was not measured yet.
+
+        retries: how often a point is evaluated again that failed, now or in a run before.
 
         An exception in the evaluation of a point is kept as that point's, and logged, and so is a metric of
         NaN or infinity. One without a tool, one of Amanda, as of a tool's options, and KeyboardInterrupt
         reach the caller as they are: `result` has what was measured by then, and another `run` goes on
         from there.
         """
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise SweepError(f"retries is {retries!r}; give a whole number from 0")
         with Progress(self._progress) as progress:
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
                 noted = [self._prices.noted] if self._prices.cost is not None else []
-                with amanda.apply(*noted, compiled=self._compiled):
+                with self._scope(*noted):
                     dense = check_number(self._evaluate(), self._evaluate, SweepError)
                     self._prices.measured = self._measured_cost()
                 if not isfinite(dense):
@@ -107,14 +112,14 @@ class Sweep(Generic[Level]):
                 self._dense = dense
                 progress.done(f"{self._names[1]} {self._dense:g}")
             for level in self._levels:
-                self._measure(ALL, level, progress, 1 + len(self._levels))
+                self._measure(ALL, level, progress, 1 + len(self._levels), retries)
             total = 1 + len(self._levels) * (1 + len(self._sites))
             for site in list(self._sites.values()):
                 for level in self._levels:
-                    self._measure(site, level, progress, total)
+                    self._measure(site, level, progress, total, retries)
         return self.result
 
-    def search(self, budgets: Sequence[float]) -> SearchResult:
+    def search(self, budgets: Sequence[float], retries: int = 0) -> SearchResult:
         """Choose a level for each op such that the cost is within a budget, and evaluate the choice.
 
         budgets: shares of the cost without the tool, such as 0.25.  Each op gets one of the levels, or is
@@ -123,7 +128,7 @@ class Sweep(Generic[Level]):
 
         The result has a trial for the model without the tool, for each budget, and for all ops at each level,
         with those of the Pareto front marked; `tools` gives the tools of one.  What is not measured yet is
-        measured first, as by `run`.
+        measured first, as by `run`.  retries: as of `run`, also for the evaluations of the choices.
 
         Raises SweepError without a cost, and for a budget that the levels do not reach.
         """
@@ -132,7 +137,7 @@ class Sweep(Generic[Level]):
             raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
         if not isinstance(budgets, Sequence) or not budgets or not all(map(_is_share, budgets)):
             raise SweepError(f"search: budgets is {budgets!r}; give shares of the {name}, up to 1")
-        self.run()
+        self.run(retries)
         assert self._dense is not None
         allocation = Allocation(self._sites, self._levels, self._points, self._dense, self._prices)
         chosen = [allocation.choose(one) for one in budgets]
@@ -140,7 +145,7 @@ class Sweep(Generic[Level]):
         with Progress(self._progress) as progress:
             for number, (budget, architecture) in enumerate(zip(budgets, chosen, strict=True)):
                 progress.begin(len(budgets), f"{budget:g} of the {name}", number)
-                trials.append(self._trial(architecture, allocation.cost(architecture)))
+                trials.append(self._trial(architecture, allocation.cost(architecture), retries))
                 self._done(progress, trials[-1])
         for level in self._levels:
             same, one = dict.fromkeys(self._sites, f"{level:g}"), self._points[ALL.name, level]
@@ -159,13 +164,21 @@ class Sweep(Generic[Level]):
             found += [self._tool(names, level)] if names else []
         return found
 
-    def _trial(self, architecture: Mapping[str, str], cost: float) -> Trial:
+    def _scope(self, *tools: amanda.Tool) -> amanda.Scope:
+        """Return a scope with the report of the whole sweep, which logs each warning once."""
+        scope = amanda.apply(*tools, compiled=self._compiled)
+        scope.report = self._report
+        return scope
+
+    def _trial(self, architecture: Mapping[str, str], cost: float, retries: int) -> Trial:
         """Evaluate an architecture, unless it was."""
         labels = tuple(architecture.values())
-        if labels not in self._trials:
+        for _ in _attempts(self._trials.get(labels), retries):
             metric, error, seconds, measured = self._evaluated(" ".join(labels), *self.tools(architecture))
             costs = {self._prices.name: cost if measured is None else measured}
             self._trials[labels] = Trial(architecture, metric, costs, seconds, error)
+            if not error:
+                break
         return self._trials[labels]
 
     def _check_levels(self) -> None:
@@ -177,14 +190,15 @@ class Sweep(Generic[Level]):
         wanted = len(self._levels) * (1 + len(self._sites))
         return self._dense is not None and len(self._points) == wanted
 
-    def _measure(self, site: Site, level: Level, progress: Progress, total: int) -> None:
-        if (site.name, level) in self._points:
-            return
-        told = f"{site.name or 'all ops'}, {self._names[0]} {level:g}"
-        progress.begin(total, told, 1 + len(self._points))
-        tool = self._tool(None if site is ALL else {site.name}, level)
-        self._points[site.name, level] = Point(site, level, *self._evaluated(told, tool))
-        self._done(progress, self._points[site.name, level])
+    def _measure(self, site: Site, level: Level, progress: Progress, total: int, retries: int) -> None:
+        told, key = f"{site.name or 'all ops'}, {self._names[0]} {level:g}", (site.name, level)
+        for _ in _attempts(self._points.get(key), retries):
+            progress.begin(total, told, 1 + len(self._points) - (key in self._points))
+            tool = self._tool(None if site is ALL else {site.name}, level)
+            self._points[key] = Point(site, level, *self._evaluated(told, tool))
+            self._done(progress, self._points[key])
+            if not self._points[key].error:
+                break
 
     def _done(self, progress: Progress, one: Point | Trial) -> None:
         progress.done(one.error or f"{self._names[1]} {one.metric:g}")
@@ -194,7 +208,7 @@ class Sweep(Generic[Level]):
         begun = perf_counter()
 
         def measure() -> tuple[float, float | None]:
-            with amanda.apply(*tools, compiled=self._compiled):
+            with self._scope(*tools):
                 for tool in tools:
                     if self._prepare is not None:
                         self._prepare(tool)
@@ -228,3 +242,8 @@ class Sweep(Generic[Level]):
             self._sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
         self._sites[name].op_ids.add(context.get_op_id())
         return routine
+
+
+def _attempts(earlier: Point | Trial | None, retries: int) -> range:
+    """Return as many numbers as there may be evaluations."""
+    return range(1 + retries if earlier is None else retries if earlier.error else 0)

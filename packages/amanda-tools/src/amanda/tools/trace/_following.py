@@ -30,11 +30,11 @@ class Following:
         self._recorder = recorder
 
     @amanda.observer
-    def enter(self, *inputs: Any, place: ProgramOp) -> None:
+    def enter(self, *inputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
         """Record what an op reads that is about to run."""
         if self._recorder.drops(place):
             return
-        target = self._target(place, inputs)
+        target = self._target(place, inputs, recomputed)
         if target is None:
             read = tuple(each(self._living.read, one) for one in inputs)
         else:
@@ -45,13 +45,13 @@ class Following:
         place.begin(Frame(read, target, None, given, serial, number))
 
     @amanda.observer
-    def leave(self, *outputs: Any, place: ProgramOp) -> None:
+    def leave(self, *outputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
         """Record what an op has made and written."""
         frame = place.end()
         if frame is None:
             return
         written = self._written(place, frame)
-        index, executed = self._executed(place, frame)
+        index, executed = self._executed(place, frame, recomputed)
         number = self.values.next_number()
         if number is not None and frame.number is not None and number != frame.number:
             place.nodes.append((frame.number, number, index))
@@ -125,26 +125,24 @@ class Following:
         found = map(self._living.current_index, filter(self.values.is_tensor, leaves(values)))
         return [index for index in found if index is not None]
 
-    def _target(self, place: ProgramOp, inputs: Sequence[Any]) -> int | None:
+    def _target(self, place: ProgramOp, inputs: Sequence[Any], recomputed: bool) -> int | None:
         """Return the recorded op that an execution is another one of; None for a new op."""
         if not place.ops:
-            place.in_backward = self.values.in_backward()
             return None
         roots = tuple(each(self._living.root_of, one) for one in inputs)
         for index in place.ops:
             if agree(roots, self._recorder.ops[index].roots):
                 return index
-        again = self.values.in_backward() and not place.in_backward  # a checkpoint's
         full = len(place.ops) >= self._recorder.executions or self._recorder.is_full
-        return place.ops[-1] if again or full else None
+        return place.ops[-1] if recomputed or full else None
 
-    def _executed(self, place: ProgramOp, frame: Frame) -> tuple[int, Executed]:
+    def _executed(self, place: ProgramOp, frame: Frame, recomputed: bool = False) -> tuple[int, Executed]:
         """Return the recorded op of an execution: a new one, or one more time the target."""
         if frame.target is None:
-            index = self._recorder.add_op(place, frame.inputs, frame.forward)
+            index = self._recorder.add_op(place, frame.inputs, frame.forward, recomputed)
         else:
             index = frame.target
-            self._recorder.count(index)
+            self._recorder.count(index, recomputed)
         place.last = index
         return index, self._recorder.ops[index]
 

@@ -56,6 +56,7 @@ class Op:
     inputs, outputs: in the order of the op's schema; of a backward op the gradients that enter and leave
     it, where those of a list are added up.  writes: what it wrote in memory that it was given, besides.
     forward: the forward op of a backward op.  calls: how often it was executed; None where that is not known.
+    recomputations: how often it ran again in the backward pass, as in a checkpoint.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Op:
     writes: tuple[int, ...] = ()
     forward: int | None = None
     calls: int | None = None
+    recomputations: int = 0
     in_place: bool = False
     attributes: Mapping[str, Any] | None = None
 
@@ -185,7 +187,7 @@ def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
 
 def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
     """Return an item of what JSON has of it: lists become tuples, unknown keys are left out."""
-    names = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind) if field.name in found or field.name != "recomputations"]
     return kind(**{name: found[name] if name == "attributes" else _tuples(found[name]) for name in names})
 
 

@@ -81,10 +81,6 @@ class FrameworkValues(Values):
             }
         return self._names[root]
 
-    def in_backward(self) -> bool:
-        """Return True if a backward pass is under way in this thread."""
-        return bool(self._torch._C._current_graph_task_id() != -1)
-
     def next_number(self) -> int | None:
         """Return the number that autograd gives this thread's next node."""
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

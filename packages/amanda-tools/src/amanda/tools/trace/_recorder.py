@@ -39,7 +39,6 @@ class ProgramOp:
     symbolic: whether it is of a graph, and analysed on symbols.
     ops: the recorded ones.  last: the one that was executed last.
     frames: executions under way, each with its thread, and some that raised.
-    in_backward: whether it is a forward op that a backward pass executed first.
     nodes: of autodiff that its executions have made: the number of the first, that after the last, the op.
     resumed: the forward op of the backward op under way.  by_forward: of a backward op, by the forward op.
     """
@@ -53,7 +52,6 @@ class ProgramOp:
     last: int | None = None
     frames: list[tuple[int, Frame]] = field(default_factory=list)
     is_dropped: bool = False
-    in_backward: bool = False
     nodes: list[tuple[int, int, int]] = field(default_factory=list)
     resumed: int | None = None
     by_forward: dict[int | None, int] = field(default_factory=dict)
@@ -92,6 +90,7 @@ class Executed:
     op: Op
     calls: int | None
     roots: tuple[Position, ...]
+    recomputations: int = 0
     outputs: tuple[Position, ...] = ()
     written: dict[int, int] = field(default_factory=dict)
     parts: list[int] = field(default_factory=list)
@@ -136,23 +135,29 @@ class Recorder:
         self._graph = None
         return index
 
-    def add_op(self, place: ProgramOp, inputs: tuple[Position, ...], forward: int | None) -> int:
+    def add_op(
+        self, place: ProgramOp, inputs: tuple[Position, ...], forward: int | None, recomputed: bool
+    ) -> int:
         """Return the index of a new op, which reads its inputs."""
         index = len(self.ops)
         framework = self._frameworks.setdefault(place.framework, len(self._frameworks))
         op = replace(place.op, index=index, framework=framework, inputs=inputs, forward=forward)
         roots = tuple(each(lambda tensor: self.values[tensor].root, one) for one in inputs)
-        self.ops.append(Executed(op, None if place.symbolic else 1, roots))
+        calls = None if place.symbolic else int(not recomputed)
+        self.ops.append(Executed(op, calls, roots, recomputations=int(recomputed)))
         place.ops.append(index)
         for tensor in indices_at(inputs):
             self.values[tensor].consumers[index] = None
         self._graph = None
         return index
 
-    def count(self, op: int) -> None:
-        """Note a further execution of an op."""
+    def count(self, op: int, recomputed: bool = False) -> None:
+        """Note a further execution of an op, or a recomputation."""
         executed = self.ops[op]
-        executed.calls = (executed.calls or 0) + 1
+        if recomputed:
+            executed.recomputations += 1
+        else:
+            executed.calls = (executed.calls or 0) + 1
         self._graph = None
 
     @property
@@ -177,6 +182,7 @@ class Recorder:
         writes = (*executed.written.values(), *executed.parts)
         return replace(
             executed.op, outputs=executed.outputs, calls=executed.calls,
+            recomputations=executed.recomputations,
             writes=tuple(one for one in writes if one not in made),
         )  # fmt: skip
 

@@ -29,6 +29,8 @@ class TraceTool(amanda.Tool):
     A tool that depends on it finds `context["graph"]`, a `GraphSoFar`.
     """
 
+    is_copied_when_used = False
+
     def __init__(
         self,
         executions: int = 8,

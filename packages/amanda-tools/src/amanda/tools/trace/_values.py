@@ -97,10 +97,6 @@ class Values:
         """Return the object that owns the tensor's memory, and the place in it; None where there is none."""
         return None
 
-    def in_backward(self) -> bool:
-        """Return True if a backward pass is known to be under way in this thread."""
-        return False
-
     def next_number(self) -> int | None:
         """Return the number that autodiff's next node will have; None where nodes have no numbers."""
         return None

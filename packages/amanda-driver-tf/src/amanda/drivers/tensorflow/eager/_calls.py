@@ -43,7 +43,7 @@ class EagerCall(Call):
 
     def attributes(self) -> dict[str, Any]:
         """The op's attributes by name, types and numbers of tensors included."""
-        given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
+        given = self.schema.completed(self.attrs)
         return {**given, **self.schema.inferred(self.inputs, given)}
 
     def parameters(self) -> Sequence[int]:
@@ -85,8 +85,7 @@ class EagerCall(Call):
 
     def backward_op(self) -> Operation:
         """The op as a backward op, which tells its attributes itself: a context's are the forward op's."""
-        given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
-        return Operation(self.schema.type, attributes=given)
+        return Operation(self.schema.type, attributes=self.schema.completed(self.attrs))
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """A result as a list of outputs, and how to put such a list back into its form."""

@@ -40,6 +40,9 @@ class Schema:
         self._has_lists = any(self.lists)
         self._output_lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.outputs)
         self._kinds = {attr.name: attr.type for attr in op_def.attr}
+        self._defaults = {
+            attr.name: attr.default_value for attr in op_def.attr if attr.HasField("default_value")
+        }
         self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
 
     def type_of(self, index: int, inputs: Sequence[Any]) -> int:
@@ -57,13 +60,21 @@ class Schema:
                         return int(one._datatype_enum())
         return int(self._types.get(arg.type_attr, 0))
 
+    def completed(self, attrs: Sequence[Any]) -> dict[str, Any]:
+        """Return attributes by name, with the op's default where a value is None."""
+        given = dict(zip(attrs[::2], attrs[1::2], strict=True))
+        for name, value in given.items():
+            if value is None and name in self._defaults:
+                given[name] = attribute_value(self._defaults[name])
+        return given
+
     def converted(self, attrs: Sequence[Any]) -> tuple[Any, ...]:
         """Attributes by name and value, each as `execute` wants it: "float32" as a type, and so on.
 
         Raises TypeError for a value of another kind, as TensorFlow does.
         """
         converted: list[Any] = []
-        for name, value in zip(attrs[::2], attrs[1::2], strict=True):
+        for name, value in self.completed(attrs).items():
             kind = self._kinds.get(name, "")
             several = kind.startswith("list(") and isinstance(value, (list, tuple))
             make = _MAKERS.get(kind.removeprefix("list(").removesuffix(")"))
@@ -110,10 +121,30 @@ class Schema:
         return {name: value for name, value in found.items() if name not in given}
 
 
+def attribute_value(attribute: Any) -> Any:
+    """Return the value of an AttrValue as `execute` takes it: a text, a number, a type, a list of these."""
+    kind = attribute.WhichOneof("value")
+    if kind == "list":
+        (field,) = [field for field, _ in attribute.list.ListFields()] or [None]
+        values = [] if field is None else getattr(attribute.list, field.name)
+        return [_plain(field.name, value) for value in values]
+    return _plain(kind, getattr(attribute, kind))
+
+
+def _plain(kind: str, value: Any) -> Any:
+    """Return one value of an AttrValue's field."""
+    if kind == "s":
+        return value.decode("utf-8", "surrogateescape")
+    if kind == "type":
+        return tf.as_dtype(value)
+    return execute.make_shape(value, "shape") if kind == "shape" else value
+
+
 _MAKERS: dict[str, Callable[[Any, str], Any]] = {
     "bool": execute.make_bool,
     "float": execute.make_float,
     "int": execute.make_int,
+    "shape": execute.make_shape,
     "string": execute.make_str,
     "type": lambda value, name: tf.as_dtype(execute.make_type(value, name)),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, replayed
+from amanda.backend import Attributes, BackwardStep, EagerDriver, State, recomputed
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
@@ -242,7 +242,7 @@ def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
             if interceptor.active() is None:
                 return original(f)(*args, **kwargs)
-            again = replayed(f)
+            again = recomputed(f)
 
             def outside(*values: Any, **named: Any) -> Any:
                 with Outside():

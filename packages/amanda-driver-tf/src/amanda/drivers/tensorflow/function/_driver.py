@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, GraphDriver, State
+from amanda.backend import GraphAnalysis, GraphDriver, State, Uninstrumented
 from amanda.graph import Copy
 from tensorflow.python.eager import context, record
 
@@ -16,6 +16,7 @@ from .._recording import allow_tapes_in_routines
 from .._requirements import check
 from ..graph import (
     DEFAULT_BUDGET,
+    RUNS_IN_XLA_ALONE,
     GraphTensors,
     Rewriting,
     TensorFlowReads,
@@ -24,7 +25,9 @@ from ..graph import (
     copy_of,
     draws,
     function_of,
+    must_compile,
     rewrite,
+    runs_without_xla,
 )
 from ._boundary import Boundary, Trace
 from ._copies import Forward, Runnable
@@ -76,7 +79,11 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
         atomic, args, trace = graph
         function = function_of(atomic)
         kind, name = parts(function.name)
+        compiled = must_compile(function.definition)
+        if compiled and not runs_without_xla(function, args.__getitem__):
+            raise Uninstrumented(f"the ops of {name}", RUNS_IN_XLA_ALONE)
         rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
+        rewriting.runs_without_xla = compiled
         analysis.closed = _is_closed(analysis.state, trace)
         rewriting.differentiated = kind != "inference"
         rewriting.layers.know(_variables(function.graph))
@@ -96,8 +103,7 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
             rewriting.handed_on = Forward(rewriting, body.identity)
         if rewritten.changed:
             rewriting.library.append(copy_of(function.definition, rewritten, body))
-            compiled = function.definition.attr.get("_XlaMustCompile")
-            if compiled is not None and compiled.b:
+            if compiled:
                 rewriting.report(f"jit_compile of {name}", "in a scope it runs without XLA")
         analysis.finish(function.graph)
         return rewriting
@@ -121,7 +127,8 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
         if b"__backward_" in atomic.name:
             if any(one.wants_backward for one in state.layer.chain):
                 name = parts(atomic.name.decode())[1]
-                state.report(f"the backward ops of {name}", "its forward pass ran before the scope")
+                reason = "its forward pass ran before the scope, or uninstrumented"
+                state.report(f"the backward ops of {name}", reason)
             return None
         return self.copy((atomic, args, None), state, False, atomic)
 

@@ -18,10 +18,12 @@ from ._rewrite import rewrite
 from ._slots import calling
 from ._syntax import Edge, GraphSyntax
 from ._values import GraphTensors, variable_of
+from ._xla import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
 
 __all__ = [
     "DEFAULT_BUDGET",
     "NUMBER",
+    "RUNS_IN_XLA_ALONE",
     "Body",
     "Edge",
     "Function",
@@ -43,9 +45,11 @@ __all__ = [
     "enters",
     "function_named",
     "function_of",
+    "must_compile",
     "new_node",
     "placeholder",
     "records",
     "rewrite",
+    "runs_without_xla",
     "variable_of",
 ]

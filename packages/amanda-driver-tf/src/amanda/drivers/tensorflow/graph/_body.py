@@ -158,6 +158,8 @@ class Rewriting(backend.Rewriting):
     that it has if that is known; None of others.
     find: a function by its name, where it is not one of the runtime; None where it is out of reach.
     several_devices: whether resources may be on several devices.
+    compiled: operations whose functions run as they are, since XLA alone can run them.
+    runs_without_xla: whether XLA was to run the whole graph, and a trial without it succeeded.
     layers: those whose names the scopes of the graph tell.
     """
 
@@ -175,6 +177,8 @@ class Rewriting(backend.Rewriting):
     origin: Callable[[tf.Operation, int | None], Any] = lambda op, op_id: None
     find: Callable[[str], Any] | None = None
     several_devices: bool = False
+    compiled: set[tf.Operation] = field(default_factory=set)
+    runs_without_xla: bool = False
     layers: Layers = field(default_factory=Layers)
 
     def known(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:

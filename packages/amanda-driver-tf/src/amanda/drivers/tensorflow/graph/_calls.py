@@ -13,6 +13,7 @@ from ._edited import copy_of, edited
 from ._function_body import body_of
 from ._nodes import INT64
 from ._rounds import enter
+from ._xla import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
 
 if TYPE_CHECKING:
     from ._rewrite import Rewriter
@@ -71,6 +72,12 @@ def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Cal
         if function is None:
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
+        is_untried = not rewriting.written and not rewriting.runs_without_xla
+        is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
+        if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, read_argument)):
+            rewriting.compiled.add(op)
+            rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
+            return None
         identity = digest(op_id(body, op.name), place)
         inner = body_of(
             function, identity, rewriting, read_argument, argument_variable, caller=(body, op),
@@ -90,8 +97,7 @@ def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Cal
             reference.name = copy.signature.name
             node.op = kind if copy.signature.is_stateful else node.op
         return Called("", backward)
-    if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
-           for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
+    if any(must_compile(one) for one in (node, *(function.definition for _, _, function, *_ in found))):
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
     number, step = body.number_at(op, True), 0
     if kind == "While":

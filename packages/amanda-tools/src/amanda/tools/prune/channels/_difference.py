@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from amanda.tools._libraries import numpy as np
@@ -16,9 +17,11 @@ def first_difference(expected: Tracing, alive: Any, steps: Sequence[Step]) -> St
         if i >= len(steps):
             return step
         other = steps[i]
-        shapes = [expected.extents(part, alive) for part in step.made]
-        if (step.type, step.module) != (other.type, other.module) or shapes != [s for _, s in other.made]:
+        if (step.type, step.module) != (other.type, other.module) or len(step.made) != len(other.made):
             return step
+        for part, (_, shape) in zip(step.made, other.made, strict=True):
+            if prod(shape) + prod(part[1]) and expected.extents(part, alive) != shape:  # or has no elements
+                return step
         if step.moved is not None and not _move_alike(step, other, expected, alive):
             return step
     return None
@@ -32,7 +35,8 @@ def _move_alike(step: Step, other: Step, expected: Tracing, alive: Any) -> bool:
             read = _shortened(family, ((family,), family.shape), expected, alive)
             triples = zip(step.moved(family), step.made, other.moved(read), strict=True)
             for one, part, two in triples:
-                if not np.array_equal(roots(_shortened(one, part, expected, alive)), roots(two)):
+                short = roots(_shortened(one, part, expected, alive))
+                if short.size and not np.array_equal(short, roots(two)):
                     return False
     return True
 

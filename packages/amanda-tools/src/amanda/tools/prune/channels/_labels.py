@@ -109,7 +109,12 @@ class Labels:
         return families
 
     def compressed(self, family: Family, reason: str) -> Family | None:
-        """Return a family without axes along which its sets do not change; None if there is no other."""
+        """Return a family without axes along which its sets do not change; None if there is no other.
+
+        A tensor without elements, such as an empty slice, has no channels.
+        """
+        if not family.size:
+            return None
         found = self.roots(family)
         for axis in range(found.ndim):
             first = found.take([0], axis)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any
 
@@ -18,19 +17,23 @@ from amanda.tools.prune.channels._importance import Budget, alive_labels, scores
 from amanda.tools.prune.channels._labels import varying
 from amanda.tools.prune.channels._subject import Subject
 from amanda.tools.prune.channels._tracing import Step, Tracing
+from amanda.tools.select import Paths, unmatched
 
 _HALVINGS, _CALLS = 6, 8
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of the tool that choose channels."""
+    """Options of the tool that choose channels.
+
+    module, exclude: globs of layers' paths; None for all layers, and for none.
+    """
 
     budget: Budget
     importance: Any
     seed: int
     module: Sequence[str] | None
-    exclude: Sequence[str]
+    exclude: Sequence[str] | None
 
 
 @dataclass
@@ -84,19 +87,18 @@ def select(plan: Plan, choice: Choice) -> None:
         own = [one for one in families if made.issuperset(one.reshape(-1).tolist())]
         if own:
             modules.setdefault(plan.tracing.layer(name), []).extend(own)
-    for pattern in (*(choice.module or ()), *choice.exclude):
-        if not any(fnmatchcase(path, pattern) for path in modules):
-            raise PruneError(
-                f"ChannelPruneTool was given the module {pattern!r}, which fits none of the layers with "
-                f"channels: {', '.join(list(modules)[:8])}"
-            )
+    for option, patterns in (("module", choice.module), ("exclude", choice.exclude)):
+        for pattern in patterns or ():
+            selection = Paths(option, pattern)
+            if not any(selection(path) for path in modules):
+                raise PruneError("".join(unmatched([selection], noun="layer with channels")))
+    is_chosen, is_excluded = Paths("module", choice.module), Paths("exclude", choice.exclude or ())
     for path, own in modules.items():
-        if any(fnmatchcase(path, pattern) for pattern in choice.exclude):
+        if is_excluded(path):
             labels.leave(own, f"{path} is excluded")
     if choice.module is not None:
         chosen = {
-            root for path, own in modules.items() for one in own
-            if any(fnmatchcase(path, pattern) for pattern in choice.module)
+            root for path, own in modules.items() for one in own if is_chosen(path)
             for root in labels.roots(one).reshape(-1).tolist()
         }  # fmt: skip
         for own in modules.values():

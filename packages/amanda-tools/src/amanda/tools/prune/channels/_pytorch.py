@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +19,8 @@ from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
 from amanda.tools.prune.channels._simulation import over_kept, selected
 from amanda.tools.prune.channels._subject import Axes, Masks, Subject
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
+
+UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
 
 
 class Module(Subject):
@@ -109,6 +112,10 @@ class Module(Subject):
             for module, mode in modes:
                 module.training = mode
 
+    def simulating(self) -> AbstractContextManager[None]:
+        """Return a context in which layers of attention are the ops that they consist of."""
+        return _fast_path.off()
+
     def time(self, *example: Any, **named: Any) -> None:
         """Call the module, and wait for its GPUs."""
         import torch
@@ -116,6 +123,37 @@ class Module(Subject):
         self.model(*example, **named)
         for device in {one.device for one in self.model.parameters() if one.device.type == "cuda"}:
             torch.cuda.synchronize(device)
+
+
+class FastPath:
+    """PyTorch's switch for the fused ops of `TransformerEncoderLayer` and `MultiheadAttention`.
+
+    A fused op normalises within itself over all channels, also those that are masked.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._before = threading.Lock(), 0, True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Return a context without fused ops; the switch is as it was when the last of several ends."""
+        import torch
+
+        with self._lock:
+            if not self._count:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_fast_path = FastPath()
 
 
 class ModuleTracing(Tracing):
@@ -141,7 +179,7 @@ class ModuleTracing(Tracing):
         """Call the module, and keep whole what it returns; return that."""
         import torch
 
-        with torch.enable_grad(), amanda.apply(self):  # without gradients, layers of attention are one op
+        with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):
             self.notes.labels.leave(self._families(value), self.returned)
@@ -188,6 +226,9 @@ class ModuleTracing(Tracing):
         import torch
 
         inputs, read = self._given.pop()
+        for one in leaves(inputs):
+            if isinstance(one, torch.nn.Parameter) and self._name(one) is None:
+                self.unfollowed[module or "the model"] = UNREGISTERED
         made = [one for one in leaves(outputs) if _is_tensor(one)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
@@ -209,7 +250,10 @@ class ModuleTracing(Tracing):
         found = self._known.get(tensor)
         is_new = isinstance(tensor, torch.nn.Parameter) or (is_followed and _is_tensor(tensor))
         if found is None and is_new:
-            found = self._known[tensor] = self.fresh(self._names.get(tensor), tuple(tensor.shape))
+            name = self._names.get(tensor)
+            found = self._known[tensor] = self.fresh(name, tuple(tensor.shape))
+            if name is None:
+                self.notes.labels.leave(found, UNREGISTERED)
         return found or ()
 
     def _name(self, tensor: Any) -> str | None:

@@ -160,23 +160,28 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
     """Return new values for attributes that modules reshape by, such as the number of heads.
 
     An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
-    axis that stays, unless it is the number of heads.
+    axis that stays, unless it is the number of heads.  What a module does that is no part of the model, as
+    one that `forward` makes anew, the module does that calls it.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
     changed: dict[str, dict[int, set[int]]] = {}
     same: dict[str, set[int]] = {}
     for step in tracing.steps:
+        path = step.module
+        while path not in modules:
+            path = path.rpartition(".")[0]
         for part in (*step.read, *step.made):
             after = tracing.extents(part, alive)
             for family in part[0]:
                 for axis, extent in enumerate(family.shape):
                     if extent > 1 and after[axis] != extent:
-                        changed.setdefault(step.module, {}).setdefault(extent, set()).add(after[axis])
+                        changed.setdefault(path, {}).setdefault(extent, set()).add(after[axis])
             if step.type in ("reshape", "expand"):
                 stays = {one for one, other in zip(part[1], after, strict=True) if one == other}
-                same.setdefault(step.module, set()).update(stays)
+                same.setdefault(path, set()).update(stays)
     found: dict[str, dict[str, Any]] = {}
     for path, extents in changed.items():
-        for name, value in vars(model.get_submodule(path)).items():
+        for name, value in vars(modules[path]).items():
             if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
                 continue
             kept = set() if _OF_HEADS.search(name) else same.get(path, set())

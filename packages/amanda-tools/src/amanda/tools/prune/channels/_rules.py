@@ -75,7 +75,9 @@ def reduced(call: Call) -> Sequence[Families]:
 
 def concatenated(call: Call) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
-    values = [one for one in call.inputs[0] if one.ndim > 1 or prod(one.shape)]
+    values = [one for one in call.inputs[0] if prod(one.shape)]
+    if not values:
+        return fresh(call)
     rank = values[0].ndim
     axis = call.value("dim", 0) % rank
     parts, runs = [], []
@@ -188,7 +190,7 @@ RULES: dict[str, Rule] = _by_word({
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d pad "
     "constant_pad_nd reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d "
     "upsample_bicubic2d interpolate bernoulli bernoulli_ requires_grad": kept,
-    "shape size dim numel item": fresh,
+    "shape size dim numel item new_zeros new_ones new_empty new_full": fresh,
     "add sub rsub mul div floor_divide remainder pow neg abs eq ne lt le gt ge clamp where copy exp log sqrt "
     "rsqrt reciprocal square sin cos tanh sigmoid relu relu6 gelu silu elu selu celu leaky_relu hardtanh "
     "hardswish hardsigmoid softplus mish log_sigmoid erf clamp_min clamp_max maximum minimum addcmul "

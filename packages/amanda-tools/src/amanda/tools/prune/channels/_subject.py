@@ -96,6 +96,10 @@ class Subject(ABC):
         """Return a context in which the model evaluates without gradients."""
         return nullcontext()
 
+    def simulating(self) -> AbstractContextManager[None]:
+        """Return a context in which the ops that the masks do not suit are taken apart."""
+        return nullcontext()
+
     def time(self, *example: Any, **named: Any) -> None:
         """Run the model as its users do, until its results are there: the time of this is measured."""
         self(*example, **named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ from amanda.tools.prune.channels._plan import Choice, Plan, made_plan
 from amanda.tools.prune.channels._result import ChannelPruneResult
 from amanda.tools.prune.channels._simulation import masked
 from amanda.tools.prune.channels._subject import Masks, Subject
+from amanda.tools.select import listed
 
 
 class ChannelPruneTool(amanda.Tool):
@@ -32,10 +34,13 @@ class ChannelPruneTool(amanda.Tool):
     of: what the sparsity is the share of: "channels", "flops" of convolutions and products with weights, or
         "latency", the time of the call that `prepare` is given, measured on the device where the model is.
     round_to: keep a multiple of so many along an axis.
-    module, exclude: globs of paths of layers whose output channels are pruned.  seed: of "random".
+    module, exclude: globs of paths of modules: the output channels of the layers in them are pruned, or not.
+    seed: of "random".
 
     Raises PruneError for options that make no sense.
     """
+
+    is_copied_when_used = False
 
     def __init__(
         self,
@@ -56,14 +61,15 @@ class ChannelPruneTool(amanda.Tool):
         check_one_of("of", of, get_args(Of), PruneError)
         if not isinstance(round_to, int) or round_to < 1:
             raise PruneError(f"round_to is {round_to!r}; it is a whole number of channels, 1 or more")
-        globs = [[one] if isinstance(one, str) else one for one in (module, exclude)]
         self._choice = Choice(
-            Budget(sparsity, scope, of, round_to), importance, seed, globs[0], globs[1] or ()
-        )
+            Budget(sparsity, scope, of, round_to), importance, seed,
+            listed("module", module, PruneError), listed("exclude", exclude, PruneError),
+        )  # fmt: skip
         self._plan: Plan | None = None
         self._finalized: ChannelPruneResult | None = None
         self._masks: Masks = _no_mask
         self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
+        self._simulations: list[ExitStack] = []
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
 
@@ -138,6 +144,16 @@ class ChannelPruneTool(amanda.Tool):
         result.model = finished
         self._finalized = result
         return result
+
+    def scope_entered(self) -> None:
+        """Let the model run in the ops that can be masked."""
+        self._simulations.append(ExitStack())
+        if self._plan is not None:
+            self._simulations[-1].enter_context(self._plan.subject.simulating())
+
+    def scope_left(self) -> None:
+        """Let the model run as without the tool."""
+        self._simulations.pop().close()
 
     def _forget(self) -> None:
         self._plan, self._masks, self._reductions = None, _no_mask, {}

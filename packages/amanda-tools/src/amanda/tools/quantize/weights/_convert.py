@@ -24,7 +24,7 @@ class ConvertResult(Result):
 
     model: the module, or the path of the file.  before, after: bytes of the parameters and buffers of the
     module, or of the file.
-    left: weights that stay in floating point, and why.
+    left: weights that stay in floating point, and why: a module holds there what the integers stand for.
     """
 
     name: ClassVar[str] = "converted"
@@ -66,7 +66,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     `Int4OpaqueTensor` has two weights in a byte: 4 bits in groups of 32, 64 or 128 inputs, in a layer of
     bfloat16 or float16 on the host, where it has kernels, with a multiple of 16 outputs.  `Int8Tensor` has
     one weight in a byte, of any other symmetric integers.  AWQ's scales that are not folded become the
-    tensors' `act_pre_scale`.
+    tensors' `act_pre_scale`.  A weight that an op reads in another way too, such as transposed, stays in
+    floating point; it and others that are left become what their integers stand for, as by `finalize`.
 
     tool: a NearestTool, GPTQTool or AWQTool that has met the model.  Outputs are those in its scope, within
     the rounding of the kernels.  The model is for inference.
@@ -102,10 +103,13 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         made[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
         rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
+    tool.write_rounded(model, [one for one in tool.weights if id(one) not in parameters])
     for layer, parameter in made.values():
         layer.weight = parameter
     for name, one in model.named_modules():
-        if isinstance(one, torch.nn.Linear) and not tool.weights.has_met(tool.identity_of(one.weight, one)):
+        if id(one) in made or not isinstance(one, torch.nn.Linear):
+            continue
+        if not tool.weights.has_met(tool.identity_of(one.weight, one)):
             left.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
     return ConvertResult(model, rows, before, model_bytes(model), left)
 

@@ -219,5 +219,8 @@ _RULES: dict[str, Rule] = {
         "constant_pad_nd reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d "
         "upsample_bicubic2d interpolate": passed,
     }),
-    **dict.fromkeys("shape size dim numel zeros_like ones_like empty_like full_like".split(), fresh),
+    **dict.fromkeys((
+        "shape size dim numel zeros_like ones_like empty_like full_like "
+        "new_zeros new_ones new_empty new_full".split()
+    ), fresh),
 }  # fmt: skip

@@ -63,7 +63,7 @@ class Fold:
 class FoldResult(Result):
     """The weights whose factors of inputs are in parameters now, and which parameters these are.
 
-    left: weights whose inputs ops go on dividing in a scope of the tool, and why.
+    model: the model.  left: weights whose inputs ops go on dividing in a scope of the tool, and why.
     """
 
     name: ClassVar[str] = "folded"
@@ -72,8 +72,8 @@ class FoldResult(Result):
         Column("weight"), Column("factors", show="{:,}".format, total=True), Column("divided"),
     )  # fmt: skip
 
-    def __init__(self, folds: Sequence[Fold], left: Mapping[str, str]) -> None:
-        self.left = dict(left)
+    def __init__(self, model: nn.Module, folds: Sequence[Fold], left: Mapping[str, str]) -> None:
+        self.model, self.left = model, dict(left)
         self._rows = [
             (fold.names[reader], len(fold.slots), ", ".join(fold.names[one] for one, _ in fold.makers))
             for fold in folds for reader, _ in fold.readers
@@ -170,8 +170,12 @@ class FoldingTool(CalibratedTool):
                 f"call plan_fold(model, example) of this {type(self).__name__} before its calibration: it "
                 "finds the parameters that can take the factors"
             )
+        return self.written(model)
+
+    def written(self, model: nn.Module) -> FoldResult:
+        """Write the factors that have a place in parameters of a model, see `fold`."""
         try:
-            return self._folded(model, self._folds)
+            return self._folded(model, self._folds or {})
         except HeldError as error:
             raise QuantizeError(str(error)) from error
 
@@ -183,14 +187,14 @@ class FoldingTool(CalibratedTool):
                 f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
                 "within tool.calibrating() first"
             )
+        unplanned = "plan_fold(model, example) was not called before the calibration"
+        unmet = unplanned if self._folds is None else "plan_fold met no product with the whole parameter"
         left, chosen = dict[str, str](), list[Fold]()
         for weight in self.weights:
             fold = None if weight.part is not None else folds.get(weight.holder)
             if fold is None:
                 if weight.is_ready:
-                    left[weight.name] = self._unfolded.get(
-                        weight.holder, "plan_fold met no product with the whole parameter"
-                    )
+                    left[weight.name] = self._unfolded.get(weight.holder, unmet)
             elif fold not in chosen:
                 why = self._misfit(fold, weights, held)
                 if why is None:
@@ -210,7 +214,7 @@ class FoldingTool(CalibratedTool):
                 if identity in weights:
                     undo.append(_restoring(weights[identity]))
                     self.on_folded(weights[identity], held[identity].read(), own, identity in readers)
-        return FoldResult(chosen, left)
+        return FoldResult(model, chosen, left)
 
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Held, HeldError, Weight, WeightResult, WeightTool, parameters
+from amanda.tools.kit import (
+    Held,
+    HeldError,
+    Weight,
+    WeightResult,
+    WeightTool,
+    holders_of,
+    leaves,
+    parameters,
+)
+from amanda.tools.kit._origins import is_stored
+from amanda.tools.kit._parts import form_of, holder_of
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
@@ -18,6 +29,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from amanda.tools.kit._weight_selection import Selected
+
+
+_PASSED_ON = frozenset({"detach", "data", "alias", "requires_grad"})
+"""Ops that hand a parameter on as it is, as `state_dict` does: other ops read what they return."""
 
 
 class QuantizedWeights(WeightResult):
@@ -37,6 +52,7 @@ class QuantizedWeights(WeightResult):
         self._tool = tool
         self.calibration = tool.calibration if isinstance(tool, CalibratedTool) else ""
         super().__init__(tool)
+        del self._tool  # which cannot be copied
 
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
@@ -74,11 +90,51 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if group_size is not None:
             check_count("group_size", group_size, "inputs, or None for all")
         self.group_size = group_size
+        self.other_readers: dict[Hashable, str] = {}
+        """By parameter, an op that reads it otherwise than as the whole weight of a linear layer."""
+        self._storages: dict[int, Hashable] = {}
+        self.add_inst_for_op(self._note_other_readers)
 
     @property
     def result(self) -> QuantizedWeights:
         """The weights that were met, and those that are left."""
         return QuantizedWeights(self)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take what `state_dict` gave, also in another process."""
+        super().load_state_dict(state, strict)
+        self.other_readers.clear()
+        self._storages.clear()
+
+    def _note_other_readers(self, context: amanda.OpContext) -> None:
+        if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
+            return
+        kind, place = context["type"], context.get_scope() or context.get_source()
+        for position, value in enumerate(context.get_inputs()):
+            for identity, part in self._parameters_in(context, position, value):
+                is_weight_of_linear = kind == "linear" and position == 1 and part is None
+                if kind not in _PASSED_ON and not is_weight_of_linear:
+                    self.other_readers.setdefault(identity, f"{kind} of {place} reads it too")
+
+    def _parameters_in(
+        self, context: amanda.OpContext, position: int, value: Any
+    ) -> Iterator[tuple[Hashable, Any]]:
+        """Yield the parameters that an input has, and the part of each that it is; None for the whole."""
+        if not context.namespace.matches("pytorch/*/eager"):
+            holder = context.get_variable(position)
+            if holder is not None:
+                yield holders_of(holder).held(holder, value)
+            return
+        for tensor in leaves([value]):
+            if not is_stored(tensor):
+                continue
+            holder, storage = holder_of(tensor), tensor.untyped_storage()._cdata
+            if holder is not None:
+                held = holders_of(holder).held(holder, tensor)
+                self._storages[storage] = held[0]
+                yield held
+            elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
+                yield self._storages[storage], form_of(tensor)
 
     def size(self, weight: Weight) -> int:
         """Return the number of weights that share a scale."""
@@ -136,6 +192,18 @@ class IntegerTool(WeightTool[CalibratedWeight]):
                 "were chosen, or another tool changed what ops read; finalize that tool first, or call "
                 f"renew() of this {type(self).__name__} and run the model again"
             )
+
+    def write_rounded(self, model: Any, weights: Iterable[CalibratedWeight]) -> None:
+        """Write what the integers of some weights stand for into a model; computed weights stay.
+
+        Raises QuantizeError where a parameter cannot be written; then all are as they were.
+        """
+        ready = [weight for weight in weights if weight.is_ready and weight.holder is not None]
+        try:
+            with amanda.disabled():
+                self._write(model, ready)
+        except HeldError as error:
+            raise QuantizeError(str(error)) from error
 
     def finalize(self, model: Any) -> Any:
         """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.

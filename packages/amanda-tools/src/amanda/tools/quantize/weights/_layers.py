@@ -40,9 +40,14 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
         if not weight.is_ready or (found is None and weight.holder is not None):
             continue
         met += 1
+        reader = tool.other_readers.get(weight.holder)
         linear = found is not None and all(isinstance(one, torch.nn.Linear) for _, one in found)
         if found is not None and linear and weight.part is None and weight.layout == "OI":
-            layers.update({name: (module, weight) for name, module in found})
+            place = f"{weight.type} of {found[0][0]}"
+            if reader is not None:
+                left[place] = reader
+            else:
+                layers.update({name: (module, weight) for name, module in found})
         else:
             place = f"{weight.type} of {weight.module or weight.source}"
             left[place] = COMPUTED if weight.holder is None else ELSEWHERE

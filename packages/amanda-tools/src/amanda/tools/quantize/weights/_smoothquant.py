@@ -10,7 +10,7 @@ from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import origin
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
-from amanda.tools.quantize.weights._fold import FoldingTool, tied
+from amanda.tools.quantize.weights._fold import FoldingTool, FoldResult, tied
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +24,7 @@ class SmoothQuantTool(FoldingTool):
     """Divides the inputs of products by a factor for each channel, and multiplies weights by it.
 
     The products stay what they are, within rounding; a `QuantizeTool` that is applied after this tool
-    quantises what is smoother.  Each weight has its own factors, or after `plan_fold` each input; `fold`
+    quantises what is smoother.  Each weight has its own factors, or after `plan_fold` each input; `finalize`
     writes them into the layers that make the inputs.
 
     alpha: the share of the outliers' size, as an exponent, that moves from activations into weights.
@@ -87,12 +87,14 @@ class SmoothQuantTool(FoldingTool):
         factors = weight.tensors_like(x, ["smoothing"])["smoothing"]
         return x / factors.reshape(-1, *(1,) * (-axis - 1)), value
 
-    def finalize(self, model: Any) -> Any:
-        """Raise QuantizeError: a model whose weights alone were multiplied computes something else."""
-        raise QuantizeError(
-            "SmoothQuantTool divides inputs of ops: call its plan_fold(model, example) before the "
-            "calibration and fold(model) after it, or keep it in the scope"
-        )
+    def finalize(self, model: Any) -> FoldResult:
+        """Write the factors into a model as `fold` does; the model computes the same without the tool.
+
+        A weight whose inputs no parameter can be divided for stays as it is, and so do all weights without
+        `plan_fold` before the calibration: see `left` of the result.
+        Raises QuantizeError for a model of which no weight was calibrated.
+        """
+        return self.written(model)
 
 
 def smoothing(most: Tensor, weight: Tensor, alpha: float = 0.5) -> Tensor:

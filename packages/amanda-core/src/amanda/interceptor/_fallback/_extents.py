@@ -1,0 +1,47 @@
+"""Extents that a with statement enters and leaves."""
+
+from typing import Any
+
+_MOST_TRIES = 16
+
+
+class Extent:
+    """What a with statement enters by `_begin` and leaves by `_end`, methods of a subclass.
+
+    An exception out of these is raised once `_unsettled` is false: until then `_end` is called again. Only
+    the native interceptor has no instant between the statement and these methods at which a signal may come.
+    """
+
+    _unsettled = False
+
+    def _begin(self) -> Any:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        entered = self._unsettled
+        try:
+            return self._begin()
+        except BaseException:
+            if not entered:
+                self._settle()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._end()
+        except BaseException:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """End what an exception has left unsettled."""
+        for _ in range(_MOST_TRIES):
+            if not self._unsettled:
+                return
+            try:
+                self._end()
+            except BaseException:
+                pass

@@ -1,0 +1,314 @@
+"""What torch.utils.checkpoint runs again is the same execution again."""
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import amanda
+
+Kind = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def nested(function: Callable[[Tensor], Tensor], x: Tensor, use_reentrant: bool) -> Tensor:
+    inner = partial(checkpoint, function, use_reentrant=use_reentrant)
+    made: Tensor = checkpoint(lambda value: inner(value).sin(), x, use_reentrant=use_reentrant)
+    return made.asin()
+
+
+KINDS: dict[str, Kind] = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "nested reentrant": partial(nested, use_reentrant=True),
+    "nested non-reentrant": partial(nested, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),  # type: ignore[no-untyped-call]
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+class Net(nn.Module):
+    def __init__(self, save: Kind | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.save = nn.Linear(4, 8), nn.Linear(8, 1), save
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.block(x) if self.save is None else self.save(self.block, x)
+        made: Tensor = self.last(x)
+        return made
+
+
+class Scaling(amanda.Tool):
+    """Multiplies what tanh gives by a random factor, one for each execution."""
+
+    def __init__(self, type: str = "tanh") -> None:
+        self.type, self.random, self.told = type, random.Random(0), list[tuple[float, bool]]()
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == self.type:
+            context.insert_after_op(self.scale)
+
+    def scale(self, value: Tensor, run: dict[str, Any], *, recomputed: bool) -> Tensor:
+        factor: float = (
+            run.setdefault("factor", self.random.random()) if "factor" not in run else run["factor"]
+        )
+        self.told.append((factor, recomputed))
+        return value * factor
+
+
+class Looking(amanda.Tool):
+    """Observers at every op: one that hears of executions, and one that hears of recomputations too."""
+
+    def __init__(self) -> None:
+        self.executions, self.every = list[str](), list[tuple[str, bool]]()
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        context.insert_after_op(self.hear, outputs=[], op=context.get_op_type())
+        context.insert_before_op(self.hear_again, op=context.get_op_type())
+
+    @amanda.observer
+    def hear(self, op: str) -> None:
+        self.executions.append(op)
+
+    @amanda.observer
+    def hear_again(self, *values: Any, op: str, recomputed: bool) -> None:
+        self.every.append((op, recomputed))
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [one.grad for one in net.parameters() if one.grad is not None]
+
+
+def trained(save: Kind | None, tool: amanda.Tool | None, steps: int = 3) -> list[Tensor]:
+    net = Net(save)
+    with nullcontext() if tool is None else amanda.apply(tool):
+        for number in range(steps):
+            torch.manual_seed(number)
+            net(torch.randn(3, 4)).square().sum().backward()
+    return gradients(net)
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("switch", [nullcontext, amanda.cache_disabled])
+def test_a_recomputation_finds_in_run_what_the_first_execution_decided(
+    kind: Kind, switch: Callable[[], AbstractContextManager[None]]
+) -> None:
+    plain = Scaling()
+    expected = trained(None, plain)
+    tool = Scaling()
+    with switch():
+        found = trained(kind, tool)
+    factors = [factor for factor, recomputed in tool.told if not recomputed]
+    assert factors == [factor for factor, _ in plain.told]
+    assert {factor for factor, recomputed in tool.told if recomputed} <= set(factors)
+    assert any(recomputed for _, recomputed in tool.told)
+    tolerance = 1e-5 if kind in (KINDS["nested reentrant"], KINDS["nested non-reentrant"]) else 0
+    for one, other in zip(expected, found, strict=True):  # sin and asin round
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_observers_hear_of_an_execution_once(kind: Kind) -> None:
+    tool = Looking()
+    trained(kind, tool)
+    first = [op for op, recomputed in tool.every if not recomputed]
+    assert sorted(tool.executions) == sorted(first)
+    assert [first.count(op) for op in ("linear", "tanh")] == [12, 6]
+    assert any(recomputed for _, recomputed in tool.every)
+
+
+def test_batches_in_flight_keep_their_decisions_apart(kind: Kind) -> None:
+    def pipelined(save: Kind | None, tool: amanda.Tool) -> list[Tensor]:
+        net = Net(save)
+        with amanda.apply(tool):
+            for _ in range(2):
+                losses = [net(torch.full((3, 4), float(i))).sum() for i in range(3)]
+                for loss in losses:
+                    loss.backward()
+        return gradients(net)
+
+    for one, other in zip(pipelined(None, Scaling()), pipelined(kind, Scaling()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_each_further_backward_pass_recomputes_the_same_execution() -> None:
+    def twice(save: Kind | None) -> list[Tensor]:
+        net = Net(save)
+        with amanda.apply(Scaling()):
+            for i in range(2):
+                loss = net(torch.full((3, 4), float(i))).sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+        return gradients(net)
+
+    assert equal(twice(None), twice(KINDS["non-reentrant"]))
+
+
+def test_a_recomputation_to_its_end_is_the_same_execution() -> None:
+    expected = trained(None, Scaling())
+    with set_checkpoint_early_stop(False):
+        assert equal(expected, trained(KINDS["non-reentrant"], Scaling()))
+
+
+def test_rounds_of_a_loop_recall_their_own_decisions(kind: Kind) -> None:
+    class Loop(nn.Module):
+        def __init__(self, save: Kind | None) -> None:
+            super().__init__()
+            self.save, self.weight = save, nn.Parameter(torch.ones(3))
+
+        def rounds(self, x: Tensor) -> Tensor:
+            for _ in range(70):  # more than have ids of their own
+                x = torch.tanh(x * self.weight)
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rounds(x) if self.save is None else self.save(self.rounds, x)
+
+    def run(save: Kind | None) -> list[Tensor]:
+        net = Loop(save)
+        with amanda.apply(Scaling()):
+            for _ in range(3):
+                net(torch.full((3,), 5.0, requires_grad=True)).sum().backward()
+        return gradients(net)
+
+    for one, other in zip(run(None), run(kind), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-20)
+
+
+def test_run_of_what_runs_again_keeps_no_tensor() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Keeping(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.analyse)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            if context.get_op_type() == "tanh":
+                context.insert_after_op(self.keep_value)
+
+        def keep_value(self, value: Tensor, run: dict[str, Any]) -> None:
+            assert not (run.keys() - {"number"}) or "value" in run
+            run["value"], run["number"] = value.clone(), len(kept)
+            kept.append(weakref.ref(run["value"]))
+
+    net, x = Net(KINDS["reentrant"]), torch.rand(3, 4)
+    with amanda.apply(Keeping()):
+        for _ in range(4):
+            loss = net(x).sum()
+            gc.collect()
+            assert all(one() is None for one in kept)
+            loss.backward()
+
+
+def test_what_was_decided_is_freed_with_the_graph(kind: Kind) -> None:
+    class Decision:
+        pass
+
+    decisions: list[weakref.ref[Decision]] = []
+
+    class Deciding(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.analyse)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            context.insert_before_op(self.decide, inputs=[])
+
+        def decide(self, run: dict[str, Any]) -> None:
+            decision = run["decision"] = Decision()
+            decisions.append(weakref.ref(decision))
+
+    net, x = Net(kind), torch.rand(3, 4)
+    with amanda.apply(Deciding()):
+        for _ in range(3):
+            loss = net(x).sum()
+            assert any(one() is not None for one in decisions)
+            loss.backward()
+            del loss
+            gc.collect()
+            assert all(one() is None for one in decisions)
+
+
+def test_an_exception_in_a_checkpoint_leaves_nothing_behind() -> None:
+    tool = Looking()
+
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError("of the program")
+
+    with amanda.apply(tool):
+        for use_reentrant in (False, True):
+            with pytest.raises(ValueError, match="of the program"):
+                checkpoint(fails, torch.rand(3, requires_grad=True), use_reentrant=use_reentrant)
+        torch.rand(3).tanh()
+    assert tool.every[-1] == ("tanh", False)
+    assert trained(None, tool)
+
+
+def test_a_recomputation_on_another_thread_is_the_same_execution() -> None:
+    def run(save: Kind | None) -> list[Tensor]:
+        net = Net(save)
+        with amanda.apply(Scaling()) as scope:
+            for i in range(3):
+                loss = net(torch.full((3, 4), float(i))).sum()
+                thread = threading.Thread(target=scope.bind(loss.backward))
+                thread.start()
+                thread.join()
+        return gradients(net)
+
+    assert equal(run(None), run(KINDS["non-reentrant"]))
+    assert equal(run(None), run(KINDS["reentrant"]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_models_of_transformers_train_as_without_checkpoints(transformers: Any) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+
+    def run(use_reentrant: bool | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).train()
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        tokens = torch.arange(8)[None]
+        with amanda.apply(Scaling("silu")):
+            for _ in range(2):
+                model(tokens, labels=tokens).loss.backward()
+        return gradients(model)
+
+    expected = run(None)
+    assert equal(expected, run(False))
+    assert equal(expected, run(True))

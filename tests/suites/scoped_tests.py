@@ -1,0 +1,111 @@
+"""A plugin for pytest that runs each test of a suite in a scope: `pytest -p scoped_tests --under look`.
+
+--under nothing: no tools, for comparison.
+--under look: routines that look at the values of every instrumentation point.
+--under equal: routines that replace every value by an equal new one.
+--under tools: FlopsTool, NanTool and StatsTool.
+--outcomes FILE: where to write, as JSON, the outcome and the error message of each test.
+
+Random generators start each test from the same state, so that the outcomes of two runs can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amanda
+from amanda.testing import Fresh, Silent
+from amanda.tools.flops import FlopsTool
+from amanda.tools.nan import NanTool
+from amanda.tools.stats import StatsTool
+
+MODES = ("nothing", "look", "equal", "tools")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--under` and `--outcomes`."""
+    parser.addoption("--under", choices=MODES, default="nothing", help="tools in whose scope each test runs")
+    parser.addoption("--outcomes", type=Path, help="file for the outcome of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record outcomes in the process that the user started, which hears of the tests of its workers."""
+    if (file := config.getoption("--outcomes")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(OutcomeRecorder(file))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Run the test in a scope of its own, with tools that no other test has used."""
+    seed_generators()
+    with amanda.apply(*make_tools(item.config.getoption("--under"))):
+        return (yield)
+
+
+class OutcomeRecorder:
+    """Writes the outcome of each test into a file: {test: [outcome, last line of the error]}."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record the outcome of a phase of a test, unless an earlier phase has failed or been skipped."""
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes.setdefault(report.nodeid, (report.outcome, error_message(report)))
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        self.file.write_text(json.dumps(self.outcomes))
+
+
+def error_message(report: pytest.TestReport) -> str:
+    """Return the message of the exception that ended a test, without line breaks, or an empty text."""
+    if not report.failed:
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return " ".join(str(crash.message if crash else report.longrepr).split())
+
+
+def make_tools(mode: str) -> list[amanda.Tool]:
+    """Return new tools for a mode."""
+    match mode:
+        case "look":
+            return [Silent()]
+        case "equal":
+            return [Fresh(copy_tensor)]
+        case "tools":
+            return [FlopsTool(), NanTool(), StatsTool()]
+        case _:
+            return []
+
+
+def seed_generators() -> None:
+    """Set the random generators of Python, NumPy, and each framework that the suite has imported."""
+    random.seed(0)
+    np.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if tensorflow := sys.modules.get("tensorflow"):
+        tensorflow.random.set_seed(0)
+
+
+def copy_tensor(value: Any) -> Any:
+    """Return an equal new tensor for a tensor, and other values as they are."""
+    if (torch := sys.modules.get("torch")) and isinstance(value, torch.Tensor):
+        from copies import copied
+
+        return copied(value)
+    if (tensorflow := sys.modules.get("tensorflow")) and isinstance(value, tensorflow.Tensor):
+        return tensorflow.identity(value)
+    if (jax := sys.modules.get("jax")) and isinstance(value, jax.Array):
+        return value.copy()
+    return value
