@@ -7,7 +7,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops import _pytorch
-from amanda.tools.flops._by_shape import At
+from amanda.tools.flops._by_shape import At, Extents
 from amanda.tools.flops._cost import Formula, Shapes, size
 from amanda.tools.flops._factors import gradients_of_factors
 from amanda.tools.flops._formulas import no_cost
@@ -66,7 +66,15 @@ def bytes_moved(context: At | amanda.OpContext, names: tuple[str, str], outputs:
 def bytes_of(context: At | amanda.OpContext, values: Iterable[Any]) -> int:
     """Return the bytes of tensors, also of those in lists."""
     sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
-    return sum(elements * (itemsize(context["dtype"](value)) or 4) for value, elements in sizes if elements)
+    return sum(count * (itemsize(_type_name(context, value)) or 4) for value, count in sizes if count)
+
+
+def _type_name(context: At | amanda.OpContext, value: Any) -> str | None:
+    """Return the name of a tensor's element type; that of extents alone is PyTorch's."""
+    if isinstance(value, Extents):
+        return str(value.dtype).removeprefix("torch.")
+    name: str | None = context["dtype"](value)
+    return name
 
 
 def roles(context: amanda.OpContext) -> None:
