@@ -29,6 +29,7 @@ from amanda.interceptor._fallback._sites import (
     failure,
     forget_failures,
     keep_failure,
+    running,
     statistics,
     watch_outside,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "keep_failure",
     "ordinal",
     "reset_root",
+    "running",
     "set_leaf_type",
     "snapshot",
     "statistics",

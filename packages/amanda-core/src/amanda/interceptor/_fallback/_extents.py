@@ -1,6 +1,5 @@
 """Extents that a with statement enters and leaves."""
 
-from contextlib import suppress
 from typing import Any
 
 _MOST_TRIES = 16

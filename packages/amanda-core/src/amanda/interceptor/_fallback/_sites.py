@@ -61,6 +61,11 @@ def watch_outside(function: Callable[[], bool] | None) -> None:
     _watch = (_watch[0] + 1, function)
 
 
+def running() -> str | None:
+    """Return the name of the op whose native code this thread runs; None outside of ops."""
+    return thread.key
+
+
 def failure() -> BaseException | None:
     """Return what a tool raised on this thread since the last op began, if it was kept."""
     return thread.failure.error

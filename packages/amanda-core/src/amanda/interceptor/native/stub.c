@@ -745,6 +745,13 @@ static PyObject *forget_failures(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     Py_RETURN_NONE;
 }
 
+static PyObject *running(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    PyObject *key = thread_state()->key;
+    return Py_NewRef(key ? key : Py_None);
+}
+
+static PyMethodDef running_def = {"running", running, METH_NOARGS,
+                                  "Name of the op whose native code this thread runs; None outside of ops."};
 static PyMethodDef failure_def = {"failure", failure, METH_NOARGS,
                                   "What a tool raised on this thread since the last op began, if it was kept."};
 static PyMethodDef keep_failure_def = {"keep_failure", keep_failure, METH_O,
@@ -765,7 +772,9 @@ int stub_boot(PyObject *names) {
 #endif
     return !activation_variable || !failures || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_function(names, &active_def) || add_function(names, &failure_def) ||
-                   add_function(names, &keep_failure_def) || add_function(names, &forget_failures_def) || add_function(names, &watch_outside_def) || add_type(names, "PlanTable", &PlanTable_Type) ||
+                   add_function(names, &keep_failure_def) || add_function(names, &forget_failures_def) ||
+                   add_function(names, &watch_outside_def) || add_function(names, &running_def) ||
+                   add_type(names, "PlanTable", &PlanTable_Type) ||
                    add_type(names, "Reader", &Reader_Type) || memo_boot(names) ||
                    lock_boot(names) || graph_boot(names) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||

@@ -1,5 +1,6 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from amanda.plan import spread
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
+from ._kernels import is_dispatched_again, is_part_of_op
 from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
 from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, left, of_class, overridden
 from ._reader import reader
@@ -153,6 +155,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return state.record(self.bind, site, args, kwargs)  # a graph is run to see what its nodes come to
         if site.key in _HEADED and _is_machinery(args[0]):
             return site.invoke(args, kwargs)
+        caller = sys._getframe(1)
+        if done is None and (
+            is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
+        ):
+            return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
         if overridden(args, kwargs) and any(
@@ -268,7 +275,8 @@ _GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _MOVES = frozenset({"to", "cpu", "cuda"})
 """Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
-_HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
+_OVERLOADS = frozenset({"OpOverload", "OpOverloadPacket"})
+_HEADED = _OVERLOADS | {"Function.apply"}
 """Sites whose first argument says what is called."""
 
 

@@ -74,9 +74,10 @@ class ByShape(amanda.ShapeTally):
     measure: gives the place of an `At`, as far as shapes decide.
     costs: of all ops: what shapes decide, by all that decides it.
     settle: takes the places over where there are many.  of: the op of a backward op.
+    key: what else decides the costs.
     """
 
-    __slots__ = ("_context", "_costs", "_forms", "_measure", "_recomputed", "_settle", "key")
+    __slots__ = ("_context", "_costs", "_dtype", "_forms", "_measure", "_recomputed", "_settle", "key")
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class ByShape(amanda.ShapeTally):
         costs: dict[Hashable, OpCost],
         settle: Callable[[ByShape], None],
         of: ByShape | None = None,
+        key: Hashable = None,
     ) -> None:
         super().__init__(KNOWN)
         self._context = context
@@ -93,16 +95,19 @@ class ByShape(amanda.ShapeTally):
         self._costs = costs
         self._settle = settle
         self._recomputed: _Recomputed | None = None
-        own = [[_form(value) for value in side] for side in sides]
-        self._forms: list[list[Callable[[Any], Any]]] = [*(() if of is None else of._forms), *own]
         kinds = [getattr(one, "dtype", None) for one in leaves(sides)]
+        self._dtype = next((kind for kind in kinds if kind is not None), None if of is None else of._dtype)
+        # A gradient that this pass does not make another pass may.
+        absent = None if of is None else self._dtype
+        own = [[_form(value, absent) for value in side] for side in sides]
+        self._forms: list[list[Callable[[Any], Any]]] = [*(() if of is None else of._forms), *own]
         forward = of.key if of is not None else (context.get_op_type(), context["type"], context["in_place"])
         node = getattr(context.get_backward_op(), "__name__", "")
         is_view = context["is_view"]((), ())
         kind = is_view if of is None else context["backward_type"]
         self.key: tuple[Hashable, ...] = (
             forward, context["phase"], measure.__name__, node, kind, context.get_backward_order(),
-            context["parameters"], *kinds,
+            context["parameters"], context["complex_products"], key, *kinds,
         )  # fmt: skip
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
@@ -227,16 +232,19 @@ def _formed(forms: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> lis
     return [forms[min(i, len(forms) - 1)](shape) for i, shape in enumerate(shapes)] if forms else []
 
 
-def _form(value: Any) -> Callable[[Any], Any]:
-    """Return what makes, of the shape of a value, one that stands for it."""
+def _form(value: Any, absent: Any) -> Callable[[Any], Any]:
+    """Return what makes, of the shape of a value, one that stands for it.
+
+    absent: element type of a tensor that takes the place of None; None where none does.
+    """
     if isinstance(value, (list, tuple)):
         kinds = [one.dtype for one in value if _is_tensor(one)]
         if not kinds:
             return lambda shape: value
         return lambda shape: [Extents(*pair) for pair in zip(shape, kinds, strict=True)]
-    if not _is_tensor(value):
+    if not _is_tensor(value) and (value is not None or absent is None):
         return lambda shape: value
-    kind = value.dtype
+    kind = absent if value is None else value.dtype
     return lambda shape: None if shape is None else Extents(shape, kind)
 
 

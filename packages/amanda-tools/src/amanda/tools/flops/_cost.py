@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isqrt, prod
 from typing import Any, NamedTuple
 
@@ -28,9 +29,20 @@ class Cost(NamedTuple):
         """Return the cost of so many multiply-accumulates, and of `more` operations besides."""
         return cls(macs, 2 * macs + more)
 
+    def with_complex(self, products: int) -> Cost:
+        """Return the cost if each multiply-accumulate is so many of real numbers."""
+        more = (products - 1) * self.macs
+        return Cost(self.macs + more, self.flops + 2 * more)
+
     def part(self, share: float) -> Cost:
         """Return what one process computes of an op that several compute together."""
         return self if share == 1.0 else Cost(round(self.macs * share), round(self.flops * share))
+
+
+class Components(tuple[Shape, ...]):
+    """Shapes of the tensors that a nested tensor consists of."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class Shapes:
 
     type: the word of StandardMapping.  inputs, outputs: for each value a shape, a list of shapes where it
     is a list of tensors, or None where it is none.  values: the inputs that are no tensors, as they are.
+    A formula is given an op on nested tensors component by component.
     weight, weight_layout: index of the weight among the inputs, and its axes.
     """
 
@@ -77,14 +90,19 @@ class Shapes:
         """True if every extent is known; in graphs some are known at execution alone."""
         return are_known([*self.inputs, *self.outputs])
 
+    def by_component(self) -> Iterator[tuple[Shapes, int]]:
+        """Yield the op as it is on each component of its nested tensors, and on how many it is the same."""
+        for (inputs, outputs), count in components([self.inputs, self.outputs]):
+            yield replace(self, inputs=inputs, outputs=outputs), count
+
     @property
     def estimate(self) -> int:
         """Multiply-accumulates if this is the product of its two largest inputs; 0 with fewer than two.
 
         (n, k) by (k, m) gives (n, m), and n k m is the root of the product of the three sizes.
         """
-        if not self.are_known:
-            return 0  # nested tensors tell no extent
+        if not self.are_known or any(isinstance(one, Components) for one in (*self.inputs, *self.outputs)):
+            return 0
         factors = sorted(prod(shape) for shape in tensors(self.inputs) if len(shape) > 1)[-2:]
         results = [prod(shape) for shape in tensors(self.outputs)]
         return isqrt(prod(factors) * max(results)) if len(factors) == 2 and results else 0
@@ -110,9 +128,40 @@ def are_known(shapes: Iterable[Any]) -> bool:
     return all(None not in one for one in tensors(shapes))
 
 
+def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:
+    """Return the shapes on each side for one component of nested tensors, and how many components have them.
+
+    A tensor of the nested tensors' rank has a matrix for each component.
+    """
+    everything: list[Any] = [one for side in sides for one in tensors(side)]
+    nested = [one for one in everything if isinstance(one, Components)]
+    if not nested:
+        return [([list(side) for side in sides], 1)]
+    number, rank = len(nested[0]), 1 + max((len(one[0]) for one in nested if one), default=0)
+
+    def part(shape: Any, i: int) -> Any:
+        if isinstance(shape, list):
+            return [part(one, i) for one in shape]
+        if isinstance(shape, Components):
+            return shape[i]
+        is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == number
+        return shape[1:] if is_batch else shape
+
+    parts = [[[part(one, i) for one in side] for side in sides] for i in range(number)]
+    counts = Counter(map(str, parts))
+    return [(part, counts[text]) for text, part in {str(part): part for part in parts}.items()]
+
+
 def size(shape: Any) -> int:
     """Return the elements of a tensor; 0 where the shape is None, or not known."""
+    if isinstance(shape, Components):
+        return sum(map(prod, shape))
     return 0 if shape is None or None in shape else prod(shape)
+
+
+def elements(shapes: Iterable[Any]) -> int:
+    """Return the elements of tensors, those in lists too, whose shapes are known."""
+    return sum(map(size, tensors(shapes)))
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:

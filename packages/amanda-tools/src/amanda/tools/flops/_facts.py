@@ -7,8 +7,9 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops import _pytorch
-from amanda.tools.flops._by_shape import At
+from amanda.tools.flops._by_shape import At, Extents
 from amanda.tools.flops._cost import Formula, Shapes, size
+from amanda.tools.flops._factors import gradients_of_factors
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._table import COPIES, FORMULAS, MOVES, traffic
 from amanda.tools.kit import leaves
@@ -42,6 +43,12 @@ def shapes_of(context: At | amanda.OpContext, inputs: Sequence[Any], outputs: Se
     )  # fmt: skip
 
 
+def element_type(context: amanda.OpContext) -> Any:
+    """Return the framework's element type of the first tensor among the inputs; None without one."""
+    kinds = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
+    return next((kind for kind in kinds if kind is not None), None)
+
+
 def can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
     """Return True if a formula has all that it reads."""
     return names[0] in _pytorch.OF_NESTED or shapes.are_known
@@ -59,4 +66,31 @@ def bytes_moved(context: At | amanda.OpContext, names: tuple[str, str], outputs:
 def bytes_of(context: At | amanda.OpContext, values: Iterable[Any]) -> int:
     """Return the bytes of tensors, also of those in lists."""
     sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
-    return sum(elements * (itemsize(context["dtype"](value)) or 4) for value, elements in sizes if elements)
+    return sum(count * (itemsize(_type_name(context, value)) or 4) for value, count in sizes if count)
+
+
+def _type_name(context: At | amanda.OpContext, value: Any) -> str | None:
+    """Return the name of a tensor's element type; that of extents alone is PyTorch's."""
+    if isinstance(value, Extents):
+        return str(value.dtype).removeprefix("torch.")
+    name: str | None = context["dtype"](value)
+    return name
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write `parameters`, `backward_macs` and the like, as any framework tells them."""
+    if "parameters" not in context:
+        weight = context["weight_index"]
+        context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
+        context["backward_macs"] = _macs_of_each_gradient
+        context["extents"] = context["shape"]
+        context["inside"] = None
+        context["is_function"] = False
+        context["is_view"] = lambda inputs, outputs: False
+
+
+def _macs_of_each_gradient(context: amanda.OpContext) -> int:
+    """Return as many as the op takes, for the gradient of each factor that a backward op gives."""
+    kind = context["backward_type"].removesuffix("_backward")
+    count = gradients_of_factors(kind, context.get_grad_inputs() or [])
+    return count * (context["cost"].macs if context["cost"] else 0)

@@ -78,16 +78,19 @@ def grouped_product(op: Shapes) -> Cost:
 
 
 def attention(op: Shapes) -> Cost:
-    """Count softmax(q k^T) v, for q (..., l, e), k (..., s, e), v (..., s, d)."""
+    """Count softmax(q k^T) v, for q (..., l, e), k (..., s, e), v (..., s, d), of which any is broadcast."""
     q, k, v = op.inputs[:3]
-    scores = prod(q[:-1]) * k[-2]
+    scores = prod(op.out[:-1]) * k[-2]
     return Cost.of_macs(scores * (q[-1] + v[-1]), scores * (SOFTMAX + 1))
 
 
-def attention_backward(op: Shapes, first: int = 1) -> Cost:
-    """Count the scores once more, then the gradients of values, scores, queries and keys."""
-    q, k, v = op.inputs[first : first + 3]
-    scores = prod(q[:-1]) * k[-2]
+def attention_backward(op: Shapes) -> Cost:
+    """Count the scores once more, then the gradients of values, scores, queries and keys.
+
+    The inputs are the gradient of the result, then queries, keys and values.
+    """
+    gradient, q, k, v = op.inputs[:4]
+    scores = prod(gradient[:-1]) * k[-2]
     return Cost.of_macs(scores * (3 * q[-1] + 2 * v[-1]), 6 * scores)
 
 

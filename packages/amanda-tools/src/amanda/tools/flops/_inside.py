@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
+from amanda.tools.flops._scripted import may_run_again
 from amanda.tools.flops._table import ELEMENTWISE
 from amanda.tools.kit._requirements import check
 from amanda.tools.mapping._pytorch import word
@@ -23,9 +24,6 @@ _TAGS = frozenset({"Tag.pointwise", "Tag.reduction"})
 
 COMPILED = "CppFunction"
 """Name of a node that computes the gradient of a whole region of TorchScript."""
-
-_EFFECTS = ("prim::Print", "prim::SetAttr", "aten::warn", "prim::PythonOp")
-"""Nodes of TorchScript that do more than compute."""
 
 
 @dataclass
@@ -66,29 +64,18 @@ class Inside:
         return total
 
 
-def inside(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Inside | None:
+def inside(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> Inside | None:
     """Run an op and its backward pass without data and add up what they call; None where that fails.
 
-    Only ops of ATen and TorchScript run, since code of others could have effects.
+    complex_macs: multiply-accumulates of real numbers in one of complex numbers.
     """
-    if not _is_native(context):
-        return None
     try:
-        return _counted(context, formulas)
+        return _counted(context, formulas, complex_macs) if may_run_again(context) else None
     except Exception:  # data decide, or there is no kernel without data: the op is reported by its name
         return None
 
 
-def _is_native(context: amanda.OpContext) -> bool:
-    import torch
-
-    graph = getattr(getattr(context.get_op(), "_function", None), "inlined_graph", None)
-    if graph is not None:  # of TorchScript
-        return not any(effect in str(graph) for effect in _EFFECTS)
-    return hasattr(torch.ops.aten, context.get_op_type())
-
-
-def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Inside:
+def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> Inside:
     check("flops", "torch")
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -118,7 +105,7 @@ def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Insi
     found = Inside()
     with _unseen(), torch.enable_grad():
         twins = tree_map_only(torch.Tensor, twin, inputs)
-        with mode, _counter(found, formulas, context["shape"], mode):
+        with mode, _counter(found, formulas, context["shape"], mode, complex_macs):
             made = tree_leaves(context.get_computation()(twins))
             found.forward = found.take()
             outputs = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -166,7 +153,7 @@ def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], found: 
 
 
 def _counter(
-    found: Inside, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any
+    found: Inside, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any, complex_macs: int
 ) -> AbstractContextManager[Any]:
     """Return a mode that adds what is dispatched to `found`.
 
@@ -175,7 +162,7 @@ def _counter(
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
     def without_data(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor)
@@ -191,6 +178,9 @@ def _counter(
             given: Any = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
             made = op(*given[0], **given[1])
             cost = _cost_of_call(op, given[0], given[1], made, formulas, shape)
+            values = (one for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+            if cost is not None and any(one.is_complex() for one in values):
+                cost = cost.with_complex(complex_macs)
             found.add(op.overloadpacket.__name__, cost)
             return made
 

@@ -8,13 +8,19 @@ from math import prod
 from typing import Any
 
 import amanda
+from amanda.tools.flops._cost import Components
+from amanda.tools.flops._factors import FACTORS, gradients_of_factors
 from amanda.tools.flops._inside import inside
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import local, share
+from amanda.tools.mapping._pytorch import shape
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `parameters`, `backward_macs`, `inside` and `is_view` in PyTorch's terms."""
+    """Write `parameters`, `backward_macs` and the like in PyTorch's terms.
+
+    is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
+    """
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return  # what takes a parameter's place later, as its mask has it, is none
     from torch._C import DisableTorchFunction
@@ -25,13 +31,41 @@ def roles(context: amanda.OpContext) -> None:
     owned = [one for one in leaves(inputs) if is_forward and isinstance(one, Parameter)]
     context["parameters"] = sum(local(one).numel() for one in owned)
     context["backward_macs"] = _backward_macs
-    if context["type"] == "lstm":
-        extents = tuple(inputs[0].shape)
-        context["steps"] = extents[1::-1] if context.get_attrs().get("batch_first") else extents[:2]
+    context["batch_first"] = bool(context.get_attrs().get("batch_first"))
+    context["extents"] = extents
     context["inside"] = inside
+    context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
     with DisableTorchFunction():
-        context["differentiated"] = [one.requires_grad for one in tensors_of(inputs)]
+        tensors = list(tensors_of(inputs))
+        context["differentiated"] = [one.requires_grad for one in tensors]
+        context["is_complex"] = any(one.dtype.is_complex for one in tensors)
     context["is_view"] = is_view
+
+
+def extents(value: Any) -> Any:
+    """Return a tensor's shape, of a nested tensor those of its components; None of what is no tensor."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return shape(value)
+    with torch._C.DisableTorchFunction(), amanda.disabled():
+        try:
+            return Components(_of_components(value)) if value.is_nested else shape(value)
+        except (NotImplementedError, RuntimeError):  # the lengths have no values, as on the device meta
+            return shape(value)
+
+
+def _of_components(nested: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of the components of a nested tensor."""
+    import torch
+
+    if nested.layout is not torch.jagged:
+        yield from map(tuple, nested._nested_tensor_size().tolist())
+        return
+    lengths, ragged = nested.lengths(), nested._ragged_idx
+    outer, inner = nested.shape[1:ragged], nested.shape[ragged + 1 :]
+    for length in (nested.offsets().diff() if lengths is None else lengths).tolist():
+        yield (*outer, length, *inner)
 
 
 def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
@@ -61,44 +95,50 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
-_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2), "trilinear": (0, 1, 2)}
-_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+_PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
+"""Convolutions of real numbers by which torch computes one of complex numbers."""
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
     """Count the products that make each gradient that a node gives."""
-    grads = context.get_grad_inputs() or []
+    grads, entering = context.get_grad_inputs() or [], context.get_grad_outputs() or []
+    first = next((one for one in entering if one is not None), None)
+    if first is None:
+        return 0  # where no gradient enters none leaves
     product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
     if product is None:
         layer = _of_recurrent_layer(context)
-        return _as_often_as_forward(context) if layer is None else layer
-    first, second = _FACTORS.get(product[1].lower(), (0, 1))
-    entering = tuple((context.get_grad_outputs() or [])[0].shape)
-    left, right = (grads[i] if i < len(grads) else None for i in (first, second))
-    size = prod(entering)
-    macs = 0
+        return _as_often_as_forward(context, _is_complex(first)) if layer is None else layer
+    left, right = (grads[i] if i < len(grads) else None for i in FACTORS.get(product[1].lower(), (0, 1)))
+    size, macs = prod(first.shape), 0
     if left is not None:
         macs += round(size * (left.shape[-1] if left.dim() else 1) * share([left]))
     if right is not None:
         width = right.shape[-2] if right.dim() > 1 else right.shape[-1] if right.dim() else 1
         macs += round(size * width * share([right]))
-    return macs
+    return macs * (context.get("complex_products", 1) if _is_complex(first) else 1)
 
 
-def _as_often_as_forward(context: amanda.OpContext) -> int:
+def _as_often_as_forward(context: amanda.OpContext, is_complex: bool) -> int:
     """Count for the gradient of each factor as many as the op itself takes.
 
     The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
     the gradient of the output, and once more for that of the other.
     """
-    grads, forward = context.get_grad_inputs() or [], context.get("cost")
+    grads, cost = context.get_grad_inputs() or [], context.get("cost")
+    macs = cost.macs if cost else 0
+    if context["is_complex"] and not is_complex:
+        macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
         entering = sum(one is not None for one in (context.get_grad_outputs() or [])[:2])
         made = [one is not None for one in grads[:3]]
-        return (entering * made[0] + sum(made[1:])) * (forward.macs if forward else 0)
-    name = context["backward_type"].removesuffix("_backward")
-    given = sum(i < len(grads) and grads[i] is not None for i in _FACTORS.get(name, (0, 1)))
-    return given * (forward.macs if forward else 0)
+        return int(entering * made[0] + sum(made[1:])) * macs
+    return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
+
+
+def _is_complex(value: Any) -> bool:
+    return "complex" in str(value.dtype)
 
 
 def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
@@ -109,9 +149,9 @@ def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
     """
     if not context.get_backward_op().__name__.startswith("MkldnnRnnLayer"):
         return None
-    grads = context.get_grad_inputs() or []
+    grads, extents = context.get_grad_inputs() or [], context.get_inputs()[0].shape
+    steps, rows = extents[1::-1] if context["batch_first"] else extents[:2]
     hidden = next(one for one in context.get_grad_outputs() or [] if one is not None).shape[-1]
-    steps, rows = context["steps"]
     size = sum(one.numel() for one in (grads[1], grads[2]) if one is not None)  # of weights
     if grads[0] is not None:
         size += grads[0].shape[-1] * _GATES * hidden

@@ -22,7 +22,9 @@ COPIES = frozenset(
     hash_tensor histc hsplit hstack im2col imag index index_add index_copy index_fill index_put index_select
     is_nonzero isclose isneginf isposinf isreal kthvalue lift lift_fresh lift_fresh_copy _linalg_check_errors
     linalg_diagonal linspace log_normal logspace lu_unpack masked_scatter masked_select max_unpool1d
-    max_unpool2d max_unpool3d median meshgrid mode msort multinomial nanmedian narrow native_channel_shuffle
+    max_unpool2d max_unpool3d median meshgrid mode msort _nested_from_padded_tensor
+    _nested_tensor_from_tensor_list nested_to_padded_tensor to_padded_tensor multinomial nanmedian narrow
+    native_channel_shuffle
     _neg_view new_empty_strided new_full new_ones new_zeros nonzero nonzero_static normal normal_functional
     numpy one_hot ones ones_like pad permute pixel_shuffle pixel_unshuffle polar positive put rand rand_like
     randint randint_like randn randn_like random randperm real reflection_pad1d reflection_pad2d
@@ -50,7 +52,8 @@ COPIES = frozenset(
 MOVES = COPIES | frozenset(
     """
     alias detach empty empty_like identity item movedim new_empty pin_memory reshape squeeze unsqueeze
-    variable view AnonymousIteratorV3 Assert BroadcastArgs BroadcastGradientArgs Case ConcatOffset Const
+    variable view _nested_get_values _nested_view_from_buffer _nested_view_from_jagged
+    AnonymousIteratorV3 Assert BroadcastArgs BroadcastGradientArgs Case ConcatOffset Const
     Constant ControlTrigger CropAndResize EmptyTensorList EnsureShape Enter Exit Identity IdentityN If
     InvertPermutation IteratorGetNext IteratorGetNextSync Loop LoopCond MakeIterator Merge NextIteration NoOp
     Optional OptionalFromValue OptionalGetElement OptionalGetValue OptionalHasElement OptionalHasValue

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
@@ -18,29 +18,28 @@ from amanda.tools.flops._by_shape import (
     are_plain,
     is_settled,
 )
-from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size, tensors
-from amanda.tools.flops._facts import bytes_moved, bytes_of, can_tell, formula_of, is_free, shapes_of
-from amanda.tools.flops._formulas import attention_backward, no_cost
-from amanda.tools.flops._inside import COMPILED, Inside
-from amanda.tools.flops._result import FlopsResult, OpCost
-from amanda.tools.flops._table import (
-    BY_SHAPES_ALONE,
-    CONTRACTIONS,
-    COPIES,
-    ELEMENTWISE,
-    FORMULAS,
-    MOVES,
-    traffic,
+from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
+from amanda.tools.flops._costs import NO_WORK, Costs
+from amanda.tools.flops._facts import (
+    bytes_moved,
+    bytes_of,
+    can_tell,
+    element_type,
+    formula_of,
+    is_free,
+    roles,
+    shapes_of,
 )
-from amanda.tools.kit import packed_inputs
-from amanda.tools.mapping import MappingTool, StandardMapping, local, share
+from amanda.tools.flops._formulas import no_cost
+from amanda.tools.flops._result import FlopsResult, OpCost
+from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
+from amanda.tools.kit import check_one_of, packed_inputs
+from amanda.tools.mapping import MappingTool, StandardMapping, share
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
-
-logger = logging.getLogger("amanda")
-
-_NO_WORK = MOVES | {"accumulate_grad"}
+_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
+"""Types of backward ops that cost by shapes, besides those of products."""
 
 
 class FlopsTool(amanda.Tool):
@@ -48,26 +47,31 @@ class FlopsTool(amanda.Tool):
 
     formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
     before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
-    the gradients that enter and leave it.  Shapes decide: executions are counted by their shapes, a formula
-    is evaluated for each when `result` is read, and an op of which no formula tells the cost for all shapes
-    is analysed for each.  The `cost` that it writes into the context is that of the execution that is
-    analysed: a tool that reads it says `guard="shape"`.
+    the gradients that enter and leave it.  complex_macs: multiply-accumulates of real numbers in one of
+    complex numbers: 4 by definition, 3 by Gauss' method, or 1, as others count.  Shapes decide: executions
+    are counted by their shapes, a formula is evaluated for each when `result` is read, and an op of which no
+    formula tells the cost for all shapes is analysed for each.  The `cost` that it writes into the context
+    is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
     """
 
     is_copied_when_used = False
 
-    def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
+    def __init__(self, formulas: Mapping[str, Formula] | None = None, complex_macs: int = 4) -> None:
         super().__init__()
-        self._custom = dict(formulas or {})
+        is_number = type(complex_macs) is int  # True is none
+        check_one_of("complex_macs", complex_macs if is_number else str(complex_macs), (1, 3, 4), AmandaError)
+        self._formulas = Costs(formulas or {}, complex_macs)
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
         self._ops: dict[int, dict[Hashable, ByShape | OfAnyShape]] = {}  # by its id; its backward ops too
         self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
         self._unseen: dict[Hashable, OpCost] = {}
-        self._products = 0  # ops analysed so far that are products
+        self._computing = 0  # ops analysed so far that compute
+        self._composite: set[str] = set()  # types of ops whose own ops, called in Python, are counted
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
+        self.add_inst_for_op(self._look_at_gradients, backward=True)
         self.add_inst_for_op(self._forward, require_outputs=True, guard="read")
         self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
 
@@ -112,41 +116,63 @@ class FlopsTool(amanda.Tool):
         self._unseen.setdefault((_key(unseen), id(action.kwargs.get("shapes"))), unseen)
 
     def _look_at_inputs(self, context: amanda.OpContext) -> None:
-        context["products"] = self._products
-        shape = context["shape"]
-        if not are_known(shape_of(value, shape) for value in context.get_inputs()):
-            context.insert_before_op(self._note_inputs, shape=shape)
+        context["computing"] = self._computing
+        if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
+            context.insert_before_op(self._note_inputs, shape=context["extents"])
+
+    def _look_at_gradients(self, context: amanda.OpContext) -> None:
+        context["computing"] = self._computing
+        if context.get("cost") is _AT_EXECUTION:
+            key = context.get_backward_op_id()
+            context.insert_before_backward_op(self._note_gradients, shape=context["extents"], key=key)
 
     def _forward(self, context: amanda.OpContext) -> None:
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
-        if context.is_eager():
-            if self._is_told_by_shapes(context, names, shapes, outputs):
-                self._count_by_shapes(context, names, shapes, outputs)
-                return
+        context["complex_products"] = self._formulas.complex_products(context)
+        is_eager, is_known = context.is_eager(), can_tell(names, shapes)
+        if is_eager and self._is_told_by_shapes(context, names, shapes, outputs):
+            self._count_by_shapes(context, names, shapes, outputs)
+            return
+        if is_eager and is_known:
             context.get_input_shapes()
         place = self._new_place(context, names[1])
-        if not can_tell(names, shapes):
-            context["cost"] = _AT_EXECUTION
+        if not is_known:
+            context["cost"], context["element_type"] = _AT_EXECUTION, element_type(context)
             context.insert_after_op(
-                self._count_shapes, place=place, names=names, shapes=shapes, shape=context["shape"]
+                self._count_shapes, place=place, names=names, shapes=shapes, context=context
             )
             return
-        cost = self._cost(names, shapes, place.source)
+        cost = self._formulas.of_op(names, shapes, place.source, context["complex_products"])
         if cost is None:
             place.estimate = shapes.estimate
-            within = self._inside(context)
+            within = self._formulas.inside(context)
             cost = within.forward if within and not within.unknown else None
-        if self._products > context["products"]:
-            place.estimate = 0  # a function in Python, whose own ops are counted
-            cost = Cost() if any(packed_inputs(context)) else cost
-        self._products += bool(cost and cost[0])
+        if self._calls_ops(context, context.get_op_type()):
+            place.estimate = 0
+            is_apart = cost is None or context["is_function"] or any(packed_inputs(context))
+            cost = Cost() if is_apart else cost
+        self._computing += bool(cost and cost.flops)
         place.bytes = bytes_moved(context, names, outputs)
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
+        if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
+            sides = [context.get_inputs(), outputs]
+            context["as_analysed"] = ByShape(
+                context, sides, lambda *_: place, {}, self._settle, key=_key(place)
+            )
         context.insert_after_op(self._count, outputs=[], place=self._shared(place))
+
+    def _calls_ops(self, context: amanda.OpContext, name: str) -> bool:
+        """Return True for a function in Python, forward or backward, whose own ops compute and are counted.
+
+        They are analysed with the first execution of the function, and perhaps not with others.
+        """
+        if self._computing > context["computing"]:
+            self._composite.add(name)
+        return name in self._composite
 
     def _new_place(self, context: Any, kind: str) -> OpCost:
         place = OpCost(context["phase"], kind, context.get_scope(), context.get_source())
@@ -157,8 +183,8 @@ class FlopsTool(amanda.Tool):
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
         """Return whether shapes and element types say what the op and its backward ops cost."""
-        inputs, custom = context.get_inputs(), any(name in self._custom for name in names)
-        if custom or names[1] not in BY_SHAPES_ALONE or self._products > context["products"]:
+        inputs, custom = context.get_inputs(), any(name in self._formulas.custom for name in names)
+        if custom or names[1] not in BY_SHAPES_ALONE or self._computing > context["computing"]:
             return False
         if not are_plain([inputs, outputs], context["shape"]):
             return False
@@ -166,7 +192,7 @@ class FlopsTool(amanda.Tool):
         if not (COPIES.isdisjoint(names) or is_settled(names[1], context, is_view)):
             return False
         context["is_view"] = lambda inputs, outputs: is_view
-        return self._cost(names, shapes, context.get_source()) is not None
+        return self._formulas.of_op(names, shapes, context.get_source()) is not None
 
     def _count_by_shapes(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
@@ -176,7 +202,7 @@ class FlopsTool(amanda.Tool):
         context["by_shape"] = op
         place = self._place_of(context, names, shapes)
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
-        self._products += bool(place.macs)
+        self._computing += bool(place.flops)
         counted = OfAnyShape(place, _key(place)) if is_free(context, names) else op
         context.insert_after_op(self._tally(context, counted), outputs=[])
 
@@ -188,7 +214,8 @@ class FlopsTool(amanda.Tool):
     def _place_of(self, context: At | amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> OpCost:
         """Return where executions of an op that is told by shapes are counted."""
         place = self._new_place(context, names[1])
-        cost = self._cost(names, shapes, place.source) if can_tell(names, shapes) else None
+        known, products = can_tell(names, shapes), context["complex_products"]
+        cost = self._formulas.of_op(names, shapes, place.source, products) if known else None
         place.macs, place.flops = cost or (None, None)
         place.estimate = 0 if cost else shapes.estimate
         place.bytes = bytes_moved(context, names, context.get_outputs() or [])
@@ -198,39 +225,21 @@ class FlopsTool(amanda.Tool):
         """Return the place that stands for all ops that equal this one, executed with these shapes."""
         return self._places.setdefault((_key(place), shapes), place)
 
-    def _inside(self, context: At | amanda.OpContext) -> Inside | None:
-        """Return what an op calls, counted once for the op and its backward ops."""
-        if "within" not in context:
-            inside = context["inside"]
-            context["within"] = inside and inside(context, {**FORMULAS, **self._custom})
-        within: Inside | None = context["within"]
-        return within
-
-    def _cost(self, names: tuple[str, str], shapes: Shapes, source: str) -> Cost | None:
-        custom = next((self._custom[name] for name in names if name in self._custom), None)
-        formula = custom or formula_of(names)
-        if formula is None or not (formula is no_cost or can_tell(names, shapes)):
-            return None
-        try:
-            return formula(shapes)
-        except Exception as error:  # an unusual call is not worth the user's program
-            if custom is not None:
-                raise
-            logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
-            return None
-
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
         if "cost" not in context:
             context["cost"], context["estimate"] = self._cost_of_absent(context), 0
         if context["cost"] is _AT_EXECUTION:
-            context.insert_after_backward_op(
-                self._count_gradients, place=place, names=(kind, kind), shape=context["shape"]
-            )
+            place.macs = place.flops = None
+            key = context.get_backward_op_id()
+            context.insert_after_backward_op(self._count_gradients, place=place, context=context, key=key)
             return
-        if "by_shape" in context:
-            self._count_gradients_by_shapes(context, kind)
+        is_own = kind == f"{context['type']}_backward" and context["is_function"]
+        context["is_composite"] = is_own and self._calls_ops(context, f"{context.get_op_type()}_backward")
+        of = context.get("by_shape", context.get("as_analysed"))
+        if of is not None:
+            self._count_gradients_by_shapes(context, kind, of)
             return
         place = self._shared(self._gradients_at(context))
         context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
@@ -239,11 +248,13 @@ class FlopsTool(amanda.Tool):
         """Return where executions of a backward op with the shapes of a context are counted."""
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
-        if shapes:
+        if shapes and "by_shape" in context:
             forward = context["by_shape"].cost(shapes[:2])
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
-        cost = self._backward_cost(context, kind, grads)
+        cost = self._formulas.of_backward_op(context, kind, grads)
+        if context["is_composite"]:
+            cost = Cost()
         place.macs, place.flops = cost or (None, None)
         if cost is None:
             within = context.get("within")
@@ -251,51 +262,36 @@ class FlopsTool(amanda.Tool):
         place.bytes = bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
         return place
 
-    def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str) -> None:
-        """Count a backward op of an op that is told by shapes, which it is mostly, too."""
-        forward = kind.removesuffix("_backward")
+    def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str, of: ByShape) -> None:
+        """Count a backward op by the shapes of its gradients, some of which a pass may not make.
+
+        of: the op.
+        """
         given = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
-        is_told = forward in BY_SHAPES_ALONE or forward.removesuffix("_backward") in CONTRACTIONS
-        is_told = is_told or forward in _NO_WORK or context.get_backward_order() > 1
-        is_told = is_told and kind not in self._custom and are_plain(given, context["shape"])
         place = self._shared(self._gradients_at(context))
-        if is_told:
-            of = context["by_shape"]
+        if self._is_told_by_gradients(context, kind) and are_plain(given, context["shape"]):
             op = ByShape(context, given, self._gradients_at, self._costs, self._settle, of)
             context.insert_after_backward_op(self._tally(context, op), grad_inputs=[])
             return
         unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
         context.insert_after_backward_op(Once(place, self._shared(unknown)).count, grad_inputs=[])
 
+    def _is_told_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
+        """Return True if shapes say what a backward op costs, whatever the op calls inside."""
+        forward = kind.removesuffix("_backward")
+        if kind in self._formulas.custom:
+            return False
+        is_known = forward in _BY_ELEMENTS or forward.removesuffix("_backward") in CONTRACTIONS
+        return is_known or context.get_backward_order() > 1
+
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
         """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
         shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
         names = (context.get_op_type(), context["type"])
-        return self._cost(names, shapes, context.get_source()) if shapes.are_known else None
-
-    def _backward_cost(self, context: At | amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
-        forward, shape = kind.removesuffix("_backward"), context["shape"]
-        if kind in self._custom:
-            return self._custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
-        if forward == "scaled_dot_product_attention":
-            read = [shape(one) for one in context.get_inputs()[:3]]
-            return attention_backward(Shapes(forward, read, ()), 0).part(share(grads))
-        if forward.removesuffix("_backward") in CONTRACTIONS:
-            return Cost.of_macs(context["backward_macs"](context))
-        if forward in _NO_WORK:
-            return Cost()
-        if forward not in ELEMENTWISE and context.get_backward_order() == 1:
-            within = self._inside(context)
-            node = context.get_backward_op().__name__
-            cost = within.next_of(node) if within else None
-            if cost is not None:
-                return cost
-            if within and node == COMPILED and within.backward_macs:
-                return None  # how many of its products there are, torch does not tell
-            is_known = context["cost"] is not None and not (context["inside"] and forward in FORMULAS)
-            if forward == context["type"] and not is_known:
-                return None
-        return Cost(0, sum(size(shape(local(grad))) for grad in grads))
+        products = context["complex_products"] = self._formulas.complex_products(context)
+        return (
+            self._formulas.of_op(names, shapes, context.get_source(), products) if shapes.are_known else None
+        )
 
     @staticmethod
     @amanda.observer
@@ -304,41 +300,41 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_shapes(
-        self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, shape: Any,
+        self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, context: amanda.OpContext,
         run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
         told = run.pop("shapes", shapes.inputs)
         inputs = [known if one is None else one for one, known in zip(told, shapes.inputs, strict=True)]
-        made = [shape_of(value, shape) for value in outputs]
+        made = [shape_of(value, context["extents"]) for value in outputs]
         place = self._shared(replace(place), str((inputs, made)))
         place = self._counted(place, recomputed, str((inputs, made)))
+        known = replace(shapes, inputs=inputs, outputs=made)
         if not place.calls:
-            known = replace(shapes, inputs=inputs, outputs=made)
-            cost = self._cost(names, known, place.source)
+            cost = self._formulas.of_op(names, known, place.source, context["complex_products"])
             place.macs, place.flops = cost or (None, None)
             place.estimate = 0 if cost else known.estimate
-            read, written = ([4 * sum(map(size, tensors([one]))) for one in side] for side in (inputs, made))
+            read, written = ([4 * elements([one]) for one in side] for side in (inputs, made))
             place.bytes = traffic(names, read, written, in_place=False)
         place.calls += 1
-        run["macs"] = place.macs
+        run["op"] = names, known
+
+    @staticmethod
+    @amanda.observer
+    def _note_gradients(*grads: Any, shape: Any, key: int, run: dict[str, Any]) -> None:
+        run[f"entering {key}"] = [shape_of(grad, shape) for grad in grads]
 
     @amanda.observer
     def _count_gradients(
-        self, *grads: Any, place: OpCost, names: tuple[str, str], shape: Any, run: dict[str, Any]
+        self, *grads: Any, place: OpCost, context: amanda.OpContext, key: int, run: dict[str, Any]
     ) -> None:
-        made = tensors(shape_of(grad, shape) for grad in grads)
-        macs, elements = run.get("macs", 0), sum(map(size, made))
-        place = self._shared(replace(place), str((macs, made)))
-        forward = names[1].removesuffix("_backward")
-        if forward in _NO_WORK:
-            place.flops = 0
-        elif macs is None or not are_known(made):
-            place.macs = place.flops = None
-        elif forward in CONTRACTIONS:
-            place.macs, place.flops = Cost.of_macs(len(made) * macs)
-        else:
-            place.flops = elements
-        place.bytes = 4 * elements
+        made = [shape_of(grad, context["extents"]) for grad in grads]
+        names, op = run.get("op", ((), None))
+        entering = run.pop(f"entering {key}", ())
+        place = self._shared(replace(place), str((op, entering, made)))
+        if not place.calls:
+            cost = None if op is None else self._formulas.of_gradients(context, names, op, entering, made)
+            place.macs, place.flops = cost or (None, None)
+            place.bytes = 4 * elements([*entering, *made])
         place.calls += 1
 
     @amanda.observer
@@ -348,22 +344,6 @@ class FlopsTool(amanda.Tool):
     def _counted(self, place: OpCost, recomputed: bool, shapes: str = "") -> OpCost:
         """Return where an execution is counted that is one of a place, or a recomputation of such."""
         return self._shared(replace(place, phase=RECOMPUTATION, calls=0), shapes) if recomputed else place
-
-
-def roles(context: amanda.OpContext) -> None:
-    """Write `parameters`, `backward_macs`, `inside` and `is_view`, as far as every framework tells them."""
-    if "parameters" not in context:
-        weight = context["weight_index"]
-        context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
-        context["backward_macs"] = _macs_of_each_gradient
-        context["inside"] = None
-        context["is_view"] = lambda inputs, outputs: False
-
-
-def _macs_of_each_gradient(context: amanda.OpContext) -> int:
-    """Return as many as the op takes, for each gradient that a backward op gives."""
-    given = sum(grad is not None for grad in context.get_grad_inputs() or [])
-    return given * (context["cost"].macs if context["cost"] else 0)
 
 
 def _add(places: dict[Hashable, OpCost], op: ByShape | OfAnyShape) -> None:

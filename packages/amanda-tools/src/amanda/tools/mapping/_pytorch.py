@@ -98,8 +98,10 @@ def _is_fake(kind: Any) -> bool:
 
 
 def _phase(context: OpContext) -> str:
-    """Return "optimizer", "construction" or "forward", by the innermost frame that tells."""
+    """Return "backward", "optimizer", "construction" or "forward", by the innermost frame that tells."""
     frame: Any = sys._getframe(1)
+    if _in_backward_pass(frame):
+        return "backward"
     is_users = False
     while frame is not None:
         part = part_of(frame)
@@ -111,6 +113,23 @@ def _phase(context: OpContext) -> str:
         is_users = is_users or not name.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return "forward"
+
+
+def _in_backward_pass(frame: Any) -> bool:
+    """Return True for an op that a Function's backward or a hook calls, not one that is recomputed."""
+    import torch
+
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    function = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not function:
+        name = frame.f_globals.get("__name__")
+        if name == "torch.utils.checkpoint":
+            return False
+        if name == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return True
 
 
 def _is_differentiated(context: OpContext) -> bool:
@@ -241,6 +260,8 @@ def _stem(node: str) -> tuple[str, int]:
 
 def node_word(stem: str, kind: str) -> str:
     """The word for the stem of a node's name: "NativeBatchNorm" is batch_norm."""
+    if stem.startswith("GeneratedBackwardFor_"):  # of an operator that a library defines, by its formula
+        return kind
     name = snake(stem)
     own = word(name)
     if own == kind or own in KERNELS.get(kind, ()) or ("conv" in own and kind.startswith("conv")):

@@ -28,7 +28,7 @@ _SAME = {
     "expm1": "special_expm1",
     "ge": "greater_equal",
     "group_norm": "native_group_norm",
-    "grouped_mm": "_grouped_mm",
+    "grouped_mm": "_grouped_mm transformers::grouped_mm_fallback",
     "gt": "greater",
     "item": "_local_scalar_dense",
     "layer_norm": "native_layer_norm",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,7 @@ def subject(
     module.train(backward)
 
     def run() -> None:
-        with _kernels_apart() if device == "meta" else nullcontext(), torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward):
             found = [one for one in _tensors(call()) if one.requires_grad]
             with amanda.disabled():
                 given = [torch.ones_like(one) for one in found]
@@ -73,19 +71,6 @@ def subject(
 
     count = sum(one.numel() for one in module.parameters())
     return Subject(word, type(module).__name__, module, inputs, run, count)
-
-
-def _kernels_apart() -> AbstractContextManager[Any]:
-    """Return a mode that hides what kernels of the device meta call, most of which are Python."""
-    mode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
-
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with amanda.disabled():
-            return func(*args, **(kwargs or {}))
-
-    kind: Any = type("KernelsApart", (mode,), {"__torch_dispatch__": dispatch})
-    apart: AbstractContextManager[Any] = kind()
-    return apart
 
 
 def on_device(word: str, device: str, build: Callable[[], Any]) -> Any:

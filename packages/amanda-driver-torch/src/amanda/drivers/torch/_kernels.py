@@ -1,0 +1,53 @@
+"""Calls that torch makes itself while it runs an op, by the parts of torch that are written in Python."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+import torch
+from amanda.interceptor import running
+
+from ._requirements import found
+
+_KERNELS = (
+    "torch._meta_registrations", "torch._refs", "torch._decomp", "torch._prims", "torch._prims_common",
+    "torch.nested._internal",
+)  # fmt: skip
+"""Modules with kernels: for the device meta, for tensors without data, and for jagged tensors."""
+
+_graph_task = found("_C._current_graph_task_id") or (lambda: -1)
+
+
+def is_part_of_op(frame: FrameType | None) -> bool:
+    """Return True for a call that a kernel in Python makes, in the forward or the backward pass.
+
+    frame: where the call is.  A program that calls a function of these modules itself calls ops.
+    """
+    if running() is None and _graph_task() == -1:
+        return False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_KERNELS):
+            return True
+        if not name.startswith(("torch.", "contextlib", "amanda.")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def is_dispatched_again(frame: FrameType | None) -> bool:
+    """Return True for an operator that a mode, or a subclass, passes on in the backward pass.
+
+    In the forward pass the interceptor knows the op that the operator is a part of; nodes are none.
+    """
+    if _graph_task() == -1:
+        return False
+    while frame is not None and frame.f_code is not _BACKWARD:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+"""Code that calls the backward of a program's Function, whose calls are ops."""
