@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -108,10 +108,15 @@ class Given:
         if self._written is None:
             self._written = frozenset(_written(kept.values))
 
-    def floats(self, kept: Kept) -> Floats:
-        """Look at the inputs of an execution, as they were before the op ran."""
+    def floats(self, kept: Kept, unread: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
+        """Look at the inputs of an execution, as they were before the op ran.
+
+        unread: returns the positions of inputs that the execution does not read.
+        """
         unseen = {i: 0 for i in _written(kept.values) if i not in kept.flags}
-        values = [_value(one) for one in kept.values]
+        values = [_value(value) for value in kept.values]
+        for position in unread(values):
+            values[position] = None
         return Floats.of(values, self._dtype, self._inf, {**unseen, **kept.flags})
 
 

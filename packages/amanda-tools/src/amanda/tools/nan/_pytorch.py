@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from typing import Any
 
@@ -15,11 +15,12 @@ _CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `loss_scale`, `are_finite` and `saved`.
+    """Write `loss_scale`, `are_finite`, `saved` and `unread`.
 
     loss_scale: "scale" where a GradScaler scales a loss, "check" where it looks at gradients.
     are_finite: returns True only if all elements of some values are finite, and quickly.
     saved: of a backward op, returns the tensors that the node under way has saved.
+    unread: of a forward op, returns the positions of inputs that an execution writes and does not read.
     """
     context["are_finite"] = _sums()
     if context.is_backward():
@@ -28,6 +29,16 @@ def roles(context: amanda.OpContext) -> None:
         scales = context["type"] == "mul" and _is_called_by_scaler()
         is_check = context.get_op_type() == _CHECK
         context["loss_scale"] = "check" if is_check else "scale" if scales else None
+        context["unread"] = partial(_running_statistics, context.get_input_names())
+
+
+def _running_statistics(names: Sequence[str], values: Sequence[Any]) -> tuple[int, ...]:
+    """Return where the running statistics are that a normalization updates from its batch."""
+    is_updated = any(
+        name in ("training", "train", "use_input_stats") and value is True
+        for name, value in zip(names, values, strict=False)
+    )
+    return tuple(i for i, name in enumerate(names) if is_updated and name in ("running_mean", "running_var"))
 
 
 def saved() -> list[Any] | None:

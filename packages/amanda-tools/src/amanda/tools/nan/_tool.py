@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,6 +42,11 @@ class NotFiniteError(AmandaError, ArithmeticError):
         self.finding = finding
 
 
+def _read_all(values: Sequence[Any]) -> Collection[int]:
+    """Return no position: an op reads all of its inputs, unless a mapping knows better."""
+    return ()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Op:
     """An op, what it is given, and the paths of the parameters among its inputs, by position.
@@ -49,6 +54,7 @@ class _Op:
     dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
     variable holds.  are_finite: returns True only if all elements of some values are finite.
     op_id: of the forward op.  saved: returns what the backward op under way has saved, or None.
+    unread: returns the positions of inputs that an execution does not read.
     """
 
     phase: str
@@ -63,6 +69,7 @@ class _Op:
     reads: bool = False
     op_id: int = 0
     saved: Callable[[], Sequence[Any] | None] | None = None
+    unread: Callable[[Sequence[Any]], Collection[int]] = _read_all
 
     @property
     def place(self) -> tuple[str, str, str, str]:
@@ -126,6 +133,7 @@ class NanTool(amanda.Tool):
             Given(dtype, self._inf, context["in_place"], is_eager), context.get("are_finite", _unknown),
             _parameters(context),
             moves=kind in _MOVES, reads=context.get_op_type() in _READS, op_id=context.get_op_id(),
+            unread=context.get("unread", _read_all),
         )  # fmt: skip
         if is_eager:
             context.insert_before_op(self._begin, op=op)
@@ -210,7 +218,7 @@ class NanTool(amanda.Tool):
         if not any(held(one.tensor, self._inf) for one in floating(values, op.dtype, leave)):
             return
         made = Floats.of(values, op.dtype, self._inf)
-        read = Floats() if kept is None else op.given.floats(kept)
+        read = Floats() if kept is None else op.given.floats(kept, op.unread)
         if made.flags & NAN and not read.tensors and op.reads:
             read = made
         before, after = read.flags, made.flags
