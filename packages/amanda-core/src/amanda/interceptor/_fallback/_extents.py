@@ -1,5 +1,6 @@
 """Extents that a with statement enters and leaves."""
 
+from contextlib import suppress
 from typing import Any
 
 _MOST_TRIES = 16

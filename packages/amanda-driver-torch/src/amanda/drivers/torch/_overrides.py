@@ -93,7 +93,7 @@ def left() -> Iterator[Modes]:
 
 def reading() -> AbstractContextManager[Any]:
     """Context in which the driver, and analysis routines, read tensors: outside of overrides and modes."""
-    return left() if _count_dispatch_modes() else Unseen()  # type: ignore[no-any-return]
+    return left() if _count_dispatch_modes() else Unseen()
 
 
 def pop_all() -> list[Any]:

@@ -48,7 +48,8 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
     try:
         with Suspension(), torch._C.DisableTorchFunctionSubclass():
             if hasattr(type(value), "__tensor_flatten__"):
-                inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+                wrapper: Any = value
+                inner = (getattr(value, name) for name in wrapper.__tensor_flatten__()[0])
                 return [part for one in inner for part in strided_parts(one)]
             if type(value).__torch_dispatch__ is not _NO_DISPATCH:
                 return ()

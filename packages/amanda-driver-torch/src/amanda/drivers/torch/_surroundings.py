@@ -234,7 +234,7 @@ def _tell_of_workers(attributes: Attributes) -> None:
             activation.state.report("worker processes of a DataLoader", IN_WORKERS)
         return reset(iterator, *args, **kwargs)
 
-    owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter  # type: ignore[attr-defined]
+    owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
     attributes.set(owner, "_reset", reset_and_tell)
 
 

@@ -235,7 +235,8 @@ def _may_hold_tensors(value: Any) -> bool:
     override = getattr(type(value), "__torch_function__", None)
     if override is None or override is torch._C._disabled_torch_function_impl:
         return False
-    return getattr(override, "__func__", None) is not torch.Tensor.__torch_function__.__func__
+    default: Any = torch.Tensor.__torch_function__
+    return getattr(override, "__func__", None) is not default.__func__
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:

@@ -187,7 +187,7 @@ class TensorTie(Tie):
         if storage is None:
             return None
         with torch.no_grad():
-            data = self._empty.detach().set_(storage, *self._place)  # type: ignore[call-overload]
+            data = self._empty.detach().set_(storage, *self._place)
             data = data.conj() if self._is_conj else data
             return data._neg_view() if self._is_neg else data
 

@@ -188,8 +188,8 @@ class Comparing:
                 continue
             is_in_b = any(pair[0].op == op for op, _ in self.matches)
             reason = f"an op of {'b' if is_in_b else 'a'} alone, whose result no op reads"
-            ends = (None, pair[1]) if is_in_b else (pair[0], None)
-            cause = Culprit(*ends, one.relative, reason)
+            in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
+            cause = Culprit(in_a, in_b, one.relative, reason)
             at = next((i for i, (_, known) in enumerate(rows) if known[0].order > pair[0].order), len(rows))
             rows.insert(at, self._cause(cause, one, pair))
             return

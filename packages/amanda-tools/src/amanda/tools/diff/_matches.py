@@ -81,7 +81,7 @@ class OpMatches:
         for key in lines[0].keys() & lines[1].keys():
             waiting = dict(lines[1][key])
             for source, indices in lines[0][key].items():
-                for other_source in sorted(waiting, key=lambda one, source=source: one != source):
+                for other_source in sorted(waiting, key=source.__ne__):
                     if found := self._matching.of_groups(indices, waiting[other_source]):
                         self._take(found)
                         del waiting[other_source]

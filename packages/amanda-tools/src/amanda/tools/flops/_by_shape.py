@@ -96,7 +96,9 @@ class ByShape(amanda.ShapeTally):
         self._settle = settle
         self._recomputed: _Recomputed | None = None
         kinds = [getattr(one, "dtype", None) for one in leaves(sides)]
-        self._dtype = next((kind for kind in kinds if kind is not None), None if of is None else of._dtype)
+        self._dtype: Any = next(
+            (kind for kind in kinds if kind is not None), None if of is None else of._dtype
+        )
         # A gradient that this pass does not make another pass may.
         absent = None if of is None else self._dtype
         own = [[_form(value, absent) for value in side] for side in sides]

@@ -196,7 +196,8 @@ class TorchTensors(Tensors):
         copy = plain.clone(memory_format=torch.contiguous_format)
         chosen = torch.from_numpy(positions).to(x.device)
         _rows(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
-        return distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
+        written: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
+        return written
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of a dense tensor's storage, and a function that saves all of it."""
@@ -216,7 +217,8 @@ class TorchTensors(Tensors):
 
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             found = torch.as_tensor(value, dtype=like.dtype, device=like.device)  # autograd may use it later
-            return distributed(found, like)
+            cast: Tensor = distributed(found, like)
+            return cast
 
     def beside(self, array: Any, other: Tensor) -> Tensor:
         """Return an array where another one is, in its own element type."""
@@ -352,7 +354,7 @@ def _resolved(x: Tensor) -> Tensor:
     """Return a dense tensor without autograd, with conjugation and negation carried out."""
     import torch
 
-    plain = whole(x.detach()).resolve_conj().resolve_neg()
+    plain: Tensor = whole(x.detach()).resolve_conj().resolve_neg()
     return plain if plain.layout is torch.strided else plain.to_dense()
 
 

@@ -85,16 +85,18 @@ def _is_opaque(kind: Any) -> bool | None:
 
     if not issubclass(kind, torch.Tensor):
         return None
-    if issubclass(kind, torch.nn.parameter.UninitializedTensorMixin):
+    uninitialized: Any = torch.nn.parameter
+    if issubclass(kind, uninitialized.UninitializedTensorMixin):
         return True
     is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
     overrides: Any = kind.__torch_dispatch__
-    return overrides is not torch._C._disabled_torch_dispatch_impl and not (is_known or _is_fake(kind))
+    is_own = overrides is not torch._C._disabled_torch_dispatch_impl
+    return is_own and not (is_known or _is_fake(kind))
 
 
 def _is_fake(kind: Any) -> bool:
     """Return True for tensors that have a shape alone, which stand for values in graphs, too."""
-    return kind.__module__ == "torch._subclasses.fake_tensor"
+    return str(kind.__module__) == "torch._subclasses.fake_tensor"
 
 
 def _phase(context: OpContext) -> str:

@@ -96,8 +96,10 @@ def name_as_in_stages(graph: Any) -> None:
 def _is_in_place(node: Any) -> bool:
     """Return True for an op that gives back its first argument, to which it writes."""
     schema = getattr(node.target, "_schema", None)
-    first = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
-    return first is not None and first.is_write and len(schema.returns) == 1
+    if schema is None or not schema.arguments:
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and bool(alias.is_write) and len(schema.returns) == 1
 
 
 def check_blocks(module: Any) -> None:

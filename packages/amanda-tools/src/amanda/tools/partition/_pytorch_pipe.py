@@ -31,7 +31,8 @@ def _tensors_by_path(program: Any) -> Any:
     root, traced = nn.Module(), program.module()
     for node in traced.graph.find_nodes(op="get_attr"):
         *names, last = node.target.split(".")
-        source, target = traced, root
+        source: Any = traced
+        target: Any = root
         for name in names:
             source = getattr(source, name)
             if name not in target._modules:

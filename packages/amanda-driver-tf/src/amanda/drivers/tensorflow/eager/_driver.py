@@ -102,7 +102,9 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
             return [], lambda values: None
         return [outputs], lambda values: values[0]
 
-    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    def results(
+        self, call: Call, outputs: Any, inputs: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """The same by the op's schema: an output that is a list of tensors is one."""
         assert isinstance(call, EagerCall)
         return call.outputs(outputs)

@@ -123,7 +123,9 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if not context.namespace.matches("pytorch/*/eager"):
             holder = context.get_variable(position)
             if holder is not None:
-                yield holders_of(holder).held(holder, value)
+                held = holders_of(holder).held(holder, value)
+                if held is not None:
+                    yield held
             return
         for tensor in leaves([value]):
             if not is_stored(tensor):
@@ -131,6 +133,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             holder, storage = holder_of(tensor), tensor.untyped_storage()._cdata
             if holder is not None:
                 held = holders_of(holder).held(holder, tensor)
+                assert held is not None  # the storage of a parameter that holds the tensor
                 self._storages[storage] = held[0]
                 yield held
             elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
