@@ -35,8 +35,8 @@ PAGES = ["../README.md"] + [
 RECIPES = [page for page in PAGES if page.startswith("recipes/")]
 OPTIONAL = ("diffusers", "lightning", "sentence_transformers", "torch_geometric")
 """Libraries that `nox -s recipes` installs: elsewhere a recipe that imports one is skipped."""
-APART = {"migrating.md"}
-"""Pages that import what patches torch, and leaves it so: each in a process of its own."""
+APART = {"errors/DriverError.md", "migrating.md"}
+"""Pages in a process of their own: they patch torch for good, or set what TensorFlow reads at its import."""
 
 
 @pytest.mark.parametrize("page", RECIPES)

@@ -193,9 +193,14 @@ OPTIONS = [(4, None, True), (4, 4, False), (8, None, False), (3, 2, False)]
 ALL = [*OPTIONS, (4, 4, True), (3, 2, True)]
 
 
-def check(tool: Any, expected: dict[str, Tensor]) -> None:
-    """Check weights that ops read, and those that `finalize` writes."""
+def check(tool: Any, expected: dict[str, Tensor], rows: dict[str, Tensor] | None = None) -> None:
+    """Check weights that ops read, and those that `finalize` writes.
+
+    rows: what each weight multiplies, of a search: where processors decide between two candidates that are
+    as good, the weights found have to be as good as those expected.
+    """
     model = Network()
+    original = {name: matrix.clone() for name, matrix in matrices(model).items()}
     calibrated(tool, model, BATCHES)
     assert tool.result.left == {}
     with amanda.apply(tool):
@@ -205,7 +210,15 @@ def check(tool: Any, expected: dict[str, Tensor]) -> None:
         form = in_form(name, wanted, model)
         # Sums of another order may turn a tie: so few weights may be a step apart that one would be seen.
         apart = ~torch.isclose(model.get_parameter(name), form, atol=1e-6, rtol=1e-5)
-        assert apart.float().mean() < 0.002, name
+        if rows is not None and apart.any():
+            x = rows[name].double()
+            errors = [
+                (x @ (matrix - original[name]).double().T).square().mean()
+                for matrix in (matrices(model)[name], wanted)
+            ]
+            assert errors[0] < 1.05 * errors[1], (name, errors)
+        else:
+            assert apart.float().mean() < 0.002, name
     assert torch.equal(model(BATCHES[0]), simulated)
 
 
@@ -276,11 +289,9 @@ def test_act_order_stores_integers_in_the_order_of_inputs() -> None:
 def test_awq_gives_the_weights_of_the_search_by_hand(bits: int, size: int | None, symmetric: bool) -> None:
     model, grid = Network(), Grid.of(bits, symmetric)
     inputs = [patches(model, x) for x in BATCHES]
-    expected = {
-        name: awq_by_hand(matrix, torch.cat([one[name] for one in inputs]), grid, size)
-        for name, matrix in matrices(model).items()
-    }
-    check(AWQTool(bits, size, symmetric), expected)
+    rows = {name: torch.cat([batch[name] for batch in inputs]) for name in inputs[0]}
+    expected = {name: awq_by_hand(matrix, rows[name], grid, size) for name, matrix in matrices(model).items()}
+    check(AWQTool(bits, size, symmetric), expected, rows)
 
 
 @pytest.mark.parametrize(("bits", "size", "symmetric"), OPTIONS)
@@ -300,16 +311,16 @@ def test_awq_clips_as_the_search_by_hand(bits: int, size: int | None, symmetric:
 
 def test_awq_clips_the_scaled_weight() -> None:
     model, grid = Network(), Grid.of(3, symmetric=False)
-    expected = {}
+    expected, inputs = {}, {}
     for name, matrix in matrices(model).items():
-        rows = torch.cat([patches(model, x)[name] for x in BATCHES])
+        rows = inputs[name] = torch.cat([patches(model, x)[name] for x in BATCHES])
 
         def rounded(matrix: Tensor) -> Tensor:
             return nearest_by_hand(matrix, grid, 4)
 
         s = awq_scales(matrix, rows.abs().mean(0), rows.T @ rows / len(rows), rounded)
         expected[name] = awq_clipped_by_hand(matrix * s, rows / s, grid, 4) / s
-    check(AWQTool(3, 4, symmetric=False, clip=True), expected)
+    check(AWQTool(3, 4, symmetric=False, clip=True), expected, inputs)
 
 
 @pytest.mark.parametrize(("bits", "size", "symmetric"), ALL)
@@ -475,8 +486,10 @@ def test_smoothquant_divides_inputs_and_multiplies_weights_as_in_the_paper() -> 
     with amanda.apply(tool), torch.no_grad():
         for x, one in zip(BATCHES, wanted, strict=True):
             assert torch.allclose(model(x), one, atol=1e-4)
-    with pytest.raises(QuantizeError, match="divides inputs of ops"):
-        tool.finalize(model)
+    folded = tool.finalize(model)  # without `plan_fold` no factor can move into a layer
+    with torch.no_grad():
+        assert all(torch.equal(model(x), output) for x, output in zip(BATCHES, wanted, strict=True))
+    assert set(folded.left) == set(found)
 
 
 def test_quantisation_after_smoothquant_is_that_of_the_smoothed_factors() -> None:

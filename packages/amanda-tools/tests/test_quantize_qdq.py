@@ -68,6 +68,8 @@ def outputs(path: Path, feed: dict[str, Any], level: Any) -> Any:
     options.graph_optimization_level = level
     options.log_severity_level = 3
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    # Kernels of x86 processors without VNNI saturate sums of uint8 times int8.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     return onnxruntime.InferenceSession(path, options).run(None, feed)[0]
 
 
@@ -205,7 +207,7 @@ def test_weights_are_stored_once_and_small(tmp_path: Path) -> None:
     feed = {"x": random(3, 64)}
     tool, wanted = simulated(path, feed)
     result = convert(path, tool, tmp_path / "integers.onnx")
-    np.testing.assert_allclose(outputs(result.model, feed, FUSED), wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(outputs(result.model, feed, PLAIN), wanted, rtol=0, atol=1e-4)
     assert result.before == path.stat().st_size
     assert result.after == result.model.stat().st_size < 0.4 * result.before
     assert [row[-2:] for row in result.rows() if "weight" in row[1]] == [(16384, 4096 + 320), (None, None)]
