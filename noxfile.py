@@ -409,7 +409,12 @@ def suites(session: nox.Session) -> None:
     chosen = set(table).intersection(session.posargs) or set(table)
     needed = sorted({package for name in chosen for package in table[name]["install"]})
     install(session, "--no-deps", *needed, *editable(*DISTRIBUTIONS))
-    session.run("python", "tests/suites/run.py", *session.posargs, env={"PYTHONPATH": "tests/suites"})
+    session.run(
+        "python",
+        "tests/suites/run.py",
+        *session.posargs,
+        env={"PYTHONPATH": f"tests/suites{os.pathsep}tests/support"},
+    )
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tarfile
 from collections import Counter
@@ -22,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import children
 from rich.console import Console
 from rich.table import Table
 from scoped_tests import MODES
@@ -34,6 +34,7 @@ else:
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / "build" / "suites"
 TIMEOUT_SECONDS = 300
+LIMIT_SECONDS = 7200.0
 console = Console(width=max(100, Console().width))
 Outcomes = dict[str, tuple[str, str]]
 """By test: passed, failed or skipped, and the message of the error."""
@@ -84,29 +85,16 @@ class Suite:
             settings.write_text("[pytest]\npython_files = test_*.py *_test.py\n")
             plugins = ("-p", "scoped_tests", "-p", "no:cacheprovider", "--config-file", str(settings))
             options = ("--under", mode, "--outcomes", str(outcomes), "--timeout", str(TIMEOUT_SECONDS))
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--rootdir=.",
-                *plugins,
-                *options,
-                "-n",
-                str(jobs),
-            ]
-            # Their warnings and logs are theirs; of the outcome only the file is read.
-            output = subprocess.run(
-                [*command, *tests], cwd=self.folder(), env=env, capture_output=True, text=True, check=False
+            # A process that dies fails the test that it runs, and xdist starts another in its place.
+            command = [sys.executable, "-m", "pytest", "-q", "--rootdir=.", f"--numprocesses={jobs}"]
+            output = children.run(
+                [*command, *plugins, *options, *tests], limit=LIMIT_SECONDS, cwd=self.folder(), env=env
             )
             if not outcomes.exists():
                 raise RuntimeError(
-                    f"pytest ended without outcomes in {self.name}:\n{output.stdout}\n{output.stderr}"
+                    f"pytest wrote no outcomes of {self.name}:\n{output.stdout}{output.stderr}"
                 )
-            return {
-                test: (outcome, message)
-                for test, (outcome, message) in json.loads(outcomes.read_text()).items()
-            }
+            return {test: tuple(outcome) for test, outcome in json.loads(outcomes.read_text()).items()}
 
     def is_known(self, test: str, mode: str) -> bool:
         """Return True if suites.toml says why a test fails in a mode."""
@@ -121,7 +109,7 @@ def matches(known: Mapping[str, str], test: str, mode: str) -> bool:
 def pip(*arguments: str) -> None:
     """Run pip at the versions of constraints.txt."""
     quiet = ("--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
-    subprocess.run([sys.executable, "-m", "pip", arguments[0], *quiet, *arguments[1:]], check=True)
+    children.run([sys.executable, "-m", "pip", arguments[0], *quiet, *arguments[1:]], check=True)
 
 
 def suites() -> dict[str, Suite]:

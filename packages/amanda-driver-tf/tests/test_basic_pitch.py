@@ -187,6 +187,10 @@ class Dumping(amanda.Tool):
                 self.activations[f"{name}:{number}"] = value.numpy()
 
 
+RESERVED = tuple(f"FusedBatchNormV3:{output}" for output in (3, 4, 5))
+"""Outputs that only a gradient reads; where a graph has none, TensorFlow leaves in them what memory held."""
+
+
 def test_activations_are_those_of_an_independent_run(model: Any, audio: Any) -> None:
     tool = Dumping()
     with amanda.apply(tool):
@@ -195,7 +199,7 @@ def test_activations_are_those_of_an_independent_run(model: Any, audio: Any) -> 
     compared: Counter[str] = Counter()
     for name, (type, value) in independent.items():
         mine = [given for key, given in tool.activations.items() if name.endswith(key)]
-        if mine:
+        if mine and not name.endswith(RESERVED):
             np.testing.assert_array_equal(mine[0], value, err_msg=name)
             compared[type] += 1
     assert compared["Conv2D"] == 32

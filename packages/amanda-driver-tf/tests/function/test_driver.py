@@ -86,6 +86,7 @@ class TestFunctionDriver(DriverTests):
         "test_ops_of_a_routine_are_not_instrumented": SYMBOLS,
         "test_one_call_site_over_several_weights_is_several_ops": NODES,
         "test_two_paths_to_one_line_are_two_ops": NODES,
+        "test_a_checkpoint_computes_the_same_executions_again": NODES,
     }
 
     @pytest.fixture
