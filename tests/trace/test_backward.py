@@ -107,8 +107,10 @@ def slices() -> Callable[[], Tensor]:
     def program() -> Tensor:
         y = layer(x)
         rows = torch.zeros(4, 4)
-        for i in range(4):
-            rows[i] = y[i] * i
+        rows[0] = y[0] * 0
+        rows[1] = y[1] * 1
+        rows[2] = y[2] * 2
+        rows[3] = y[3] * 3
         z = y.clone()
         z[:, 1:3].mul_(2)
         z.relu_()
@@ -123,6 +125,26 @@ def test_edges_of_other_programs_are_those_of_autograds_graph(
     make: Callable[[], Callable[[], Tensor]],
 ) -> None:
     assert_program(make())
+
+
+def test_calls_of_backward_ops_of_a_loop_are_those_that_autograd_makes() -> None:
+    layer, x = nn.Linear(4, 4), torch.rand(4, 4)
+
+    def program() -> Tensor:
+        y, rows = layer(x), torch.zeros(4, 4)
+        for i in range(4):
+            rows[i] = y[i] * i
+        return rows.sum()
+
+    tracer = TraceTool()
+    with amanda.apply(tracer):
+        program().backward()
+    calls = Counter[str]()
+    for op in tracer.graph.ops:
+        if op.phase == "backward":
+            calls[op.name] += op.calls or 0
+    assert calls == Counter(node.name().rpartition("::")[2] for node in _executed(program()))
+    assert calls["MulBackward0"] == 4
 
 
 def test_edges_of_bert_in_training_are_those_of_autograds_graph(bert: Callable[..., nn.Module]) -> None:

@@ -43,6 +43,11 @@ class Double(torch.autograd.Function):
         return grads[0] * 2, grads[1] * 3
 
 
+def split() -> Tensor:
+    upper, lower = P.split(2)
+    return torch.stack([upper.sum(), lower.sum()])
+
+
 def in_place() -> Tensor:
     y = P * 2
     y[0] = P[1] * 3
@@ -72,7 +77,7 @@ GRAPHS: dict[str, Callable[[], Tensor]] = {
     "gru": lambda: GRU(BATCH)[1],
     "attention": lambda: ATTENTION(BATCH, BATCH, BATCH)[0],
     "sdpa": lambda: F.scaled_dot_product_attention(HEADS, HEADS, HEADS),
-    "split": lambda: torch.stack([part.sum() for part in P.split(2)]),
+    "split": split,
     "unbind": lambda: torch.stack([*P.unbind()]),
     "max": lambda: P.max(1).values,
     "shared input": lambda: P * P,

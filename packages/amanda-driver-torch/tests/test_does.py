@@ -153,19 +153,31 @@ def test_an_output_that_is_no_tensor_can_be_changed(
     assert applied(acting("insert_after_op", op, lambda _: value), program) == value
 
 
-def test_an_op_without_output_gives_its_routines_nothing(acting: Act, applied: Applied) -> None:
-    given: list[tuple[Any, ...]] = []
+def test_an_op_that_writes_and_returns_nothing_gives_its_routines_what_it_writes(
+    acting: Act, applied: Applied
+) -> None:
+    seen: list[tuple[Any, ...]] = []
 
     def program() -> Tensor:
         x = torch.zeros(2)
         x[0] = 1
         return x
 
-    result = applied(
-        acting("insert_after_op", "__setitem__", lambda *outputs: given.append(outputs)), program
-    )
-    assert given == [()] * 3
+    def note(*outputs: Tensor) -> None:
+        seen.append(tuple(x.tolist() for x in outputs))
+
+    result = applied(acting("insert_after_op", "__setitem__", note), program)
+    assert seen == [([1.0, 0.0],)] * 3
     same(result, torch.tensor([1.0, 0.0]))
+
+
+def test_an_op_that_neither_writes_nor_returns_gives_its_routines_nothing(
+    acting: Act, applied: Applied
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    tool = acting("insert_after_op", "_assert_async", lambda *outputs: seen.append(outputs))
+    assert applied(tool, lambda: torch._assert_async(torch.ones(1))) is None
+    assert seen == [()] * 3
 
 
 def test_a_factory_has_its_result_changed(acting: Act, applied: Applied) -> None:

@@ -107,7 +107,8 @@ NAMES = [
 @pytest.mark.parametrize("form", ["safetensors", "npz"])
 def test_every_element_type_survives(folder: Path, form: Any) -> None:
     values = {name: (torch.randn(3, 4).abs() * 3).to(getattr(torch, name)) for name in NAMES}
-    dump = dumped(folder, lambda: [one.clone() for one in values.values()], outputs="full", format=form)
+    options: dict[str, Any] = {"outputs": "full", "executions": None, "format": form}
+    dump = dumped(folder, lambda: [one.clone() for one in values.values()], **options)
     found = entries(dump, type="clone", role="output")
     for (name, wanted), one in zip(values.items(), found, strict=True):
         array = dump.array(one)
@@ -118,7 +119,7 @@ def test_every_element_type_survives(folder: Path, form: Any) -> None:
 
 def test_other_readers_of_safetensors_see_the_same_types(folder: Path) -> None:
     wanted = torch.randn(5)
-    dumped(folder, lambda: [wanted.to(kind) for kind in (torch.bfloat16, torch.float8_e5m2)], outputs="full")
+    dumped(folder, lambda: (wanted.to(torch.bfloat16), wanted.to(torch.float8_e5m2)), outputs="full")
     found = load_file(folder / "tensors-00000.safetensors")
     assert [one.dtype for one in found.values()] == [torch.bfloat16, torch.float8_e5m2]
     assert torch.equal(next(iter(found.values())), wanted.bfloat16())

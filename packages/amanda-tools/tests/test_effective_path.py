@@ -249,6 +249,31 @@ SAME: dict[str, list[Callable[[Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("samples", [4, 2])
+def test_a_loop_over_layers_without_modules_has_the_path_of_the_layers_unrolled(samples: int) -> None:
+    torch.manual_seed(1)
+    images, (first, second, head) = torch.randn(samples, 6), torch.randn(3, 6, 6).unbind()
+
+    def looped(x: Tensor) -> Tensor:
+        for weight in (first, second):
+            x = torch.relu(F.linear(x, weight))
+        return F.linear(x, head)
+
+    def unrolled(x: Tensor) -> Tensor:
+        return F.linear(torch.relu(F.linear(torch.relu(F.linear(x, first)), second)), head)
+
+    tool = EffectivePathTool(theta=0.6)
+    with amanda.apply(tool):
+        for batch in (torch.randn(samples, 6), torch.randn(3, 6), images):
+            looped(batch)
+    found, wanted = tool.paths(), extracted(unrolled, images, theta=0.6)
+    assert len(found) == samples
+    for path, other in zip(found, wanted, strict=True):
+        masks = [[layer.mask() for layer in one.layers.values()] for one in (path, other)]
+        assert len(masks[0]) == len(masks[1]) > 2
+        assert all(map(np.array_equal, *masks))
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_ways_to_compute_the_same_have_the_same_path(name: str) -> None:
     torch.manual_seed(1)

@@ -116,7 +116,7 @@ def test_gradients_and_weights_are_changed_and_variables_are_not(mode: Any) -> N
     (hit,) = tool.result.injections
     changed = np.ones((4, 2), np.float32)
     changed[hit.element] = 5
-    np.testing.assert_allclose(y, X @ changed, rtol=1e-6)  # whether sums are fused differs by processor
+    assert y.tolist() == tf.matmul(X, changed).numpy().tolist()
     assert (weight.numpy() == 1).all()
 
 

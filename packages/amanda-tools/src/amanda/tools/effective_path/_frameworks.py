@@ -37,7 +37,7 @@ def array(tensor: Any) -> NDArray[Any] | None:
 
 @dataclass(eq=False)
 class OpValues:
-    """One op of the program, with the inputs and outputs of its last execution.
+    """One execution of an op of the program, with its inputs and outputs.
 
     type: the key of its rule.  weight, layout, weight_layout, dtype: as StandardMapping writes them.
     moves: function of the framework that returns moves by word.  shapes_alone: whether the rule reads no

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from operator import index
 from typing import Any
@@ -19,6 +21,10 @@ from amanda.tools.effective_path._terms import Mode, Rule, Step
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, Tensor, TraceTool
+from amanda.tools.trace._recorder import ProgramOp
+
+_EXECUTIONS = 64
+"""Most ops that one line in a loop is in a path."""
 
 
 class EffectivePathTool(amanda.Tool):
@@ -30,7 +36,8 @@ class EffectivePathTool(amanda.Tool):
     (samples, classes).  rules: functions that return the terms of an op's outputs, by the word of
     StandardMapping or the framework's own name of an op; they replace built-in rules.
 
-    The paths are those of the last pass; a pass begins when an op runs again.
+    The paths are those of the last pass; a pass begins when an op runs again on what it was given before, or
+    on new inputs: a loop over what other ops have made goes on with the pass.
     Source: Qiu et al. 2019, Adversarial Defense Through Network Profiling Based Path Extraction.
     """
 
@@ -53,8 +60,8 @@ class EffectivePathTool(amanda.Tool):
         self.theta, self._mode, self._output = theta, mode, Paths("output", output)
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
-        self._trace = TraceTool(executions=1, backward=False)
-        self._places: dict[int, OpValues] = {}
+        self._trace = TraceTool(executions=_EXECUTIONS, backward=False)
+        self._values: dict[tuple[int, int], OpValues] = {}
         self._missing: dict[str, str] = {}
         self.depends_on(StandardMapping(), self._trace, MappingTool(FRAMEWORKS))
         self.add_inst_for_op(self._analyse)
@@ -69,9 +76,7 @@ class EffectivePathTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget the values of the last pass; analysed ops stay analysed."""
-        for place in self._places.values():
-            place.inputs = place.outputs = ()
-        self._places.clear()
+        self._values.clear()
         self._missing = {}
 
     def _analyse(self, context: amanda.OpContext) -> None:
@@ -85,19 +90,22 @@ class EffectivePathTool(amanda.Tool):
                 context["weight_layout"], moves, context["dtype"],
                 kind in PASSING - SCALES.keys() - self._custom,
             )  # fmt: skip
-            context.insert_before_op(self._enter, place=place, op=context.get_op_id())
-            context.insert_after_op(self._leave, place=place)
+            traced = self._trace.place_of(context)
+            context.insert_before_op(self._enter, place=place, traced=traced)
+            context.insert_after_op(self._leave, traced=traced)
 
     @amanda.observer
-    def _enter(self, *inputs: Any, place: OpValues, op: int) -> None:
-        if op in self._places:
+    def _enter(self, *inputs: Any, place: OpValues, traced: ProgramOp) -> None:
+        key = traced.op.id, traced.position
+        if key in self._values:
             self.clear()
-        self._places[op] = place
-        place.inputs = [place.kept(value) for value in inputs]
+        self._values[key] = replace(place, inputs=[place.kept(value) for value in inputs])
 
     @amanda.observer
-    def _leave(self, *outputs: Any, place: OpValues) -> None:
-        place.outputs = [place.kept(value) for value in outputs]
+    def _leave(self, *outputs: Any, traced: ProgramOp) -> None:
+        values = self._values.get((traced.op.id, traced.position))
+        if values is not None:
+            values.outputs = [values.kept(value) for value in outputs]
 
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:
         """Return a path for each sample of the last pass.
@@ -127,9 +135,10 @@ class EffectivePathTool(amanda.Tool):
         return found
 
     def _steps(self, graph: Graph) -> dict[int, Step]:
-        varying, steps = _varying(graph), {}
+        varying, steps, executed = _varying(graph), {}, Counter[int]()
         for op in graph.ops:
-            place = self._places.get(op.id)
+            place = self._values.get((op.id, executed[op.id]))
+            executed[op.id] += 1
             if place is not None and place.outputs:
                 steps[op.index] = Step(
                     op, place.type, place.inputs, place.outputs, place.weight, place.layout,

@@ -69,6 +69,15 @@ class ProgramOp:
                 return self.frames.pop(i)[1]
         return None
 
+    @property
+    def position(self) -> int:
+        """Return which of the recorded ops the execution under way in this thread is."""
+        thread = get_ident()
+        frame = next((frame for key, frame in reversed(self.frames) if key == thread), None)
+        if frame is None:
+            return 0
+        return len(self.ops) if frame.target is None else self.ops.index(frame.target)
+
     def maker(self, number: int | None) -> int | None:
         """Return the op that has made the node of this number; without one, the first op."""
         if number is not None:
