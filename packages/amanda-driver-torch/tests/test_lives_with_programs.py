@@ -128,6 +128,28 @@ def test_parameters_of_a_subclass_tell_ops_apart(seen: Any) -> None:
     assert torch.equal(*outputs)
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own, as libraries have them for weights of other formats."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda: torch.nn.Parameter(torch.ones(4, 4).as_subclass(Tagged)),
+        lambda: torch.ones(4, 4).as_subclass(Tagged).requires_grad_(),
+        lambda: torch.ones(4, 4).requires_grad_(),
+    ],
+)
+def test_leaves_of_a_subclass_tell_rounds_of_a_loop_apart(weight: Any, seen: Any) -> None:
+    weights = [weight(), weight()]
+    with amanda.apply(seen):
+        for _ in range(2):
+            for each in weights:
+                F.linear(X, each)
+    assert seen.ids[:2] == seen.ids[2:]
+    assert len({*seen.ids}) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*quint8.*", "ignore:.*qint8.*")
 def test_quantized_tensors_pass_an_empty_tool_and_one_that_looks(harmless: amanda.Tool) -> None:
     def run() -> torch.Tensor:
