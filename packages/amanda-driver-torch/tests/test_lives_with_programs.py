@@ -1,8 +1,10 @@
 """Programs of many shapes in a scope: nested checkpoints, deep models, generators, Parameter subclasses."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import children
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,3 +161,22 @@ def test_quantized_tensors_pass_an_empty_tool_and_one_that_looks(harmless: amand
     with amanda.apply(harmless):
         assert torch.equal(run(), bare)
         assert torch.equal(run(), bare)
+
+
+LEFT_OPEN = """
+import amanda
+import torch
+
+tool = amanda.Tool()
+tool.add_inst_for_op(lambda context: context.insert_after_op(lambda *outputs: None))
+scope = amanda.apply(tool)
+scope.__enter__()
+torch.relu(torch.ones(2, requires_grad=True)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["", "del tool, scope", "raise SystemExit"])
+def test_a_process_that_ends_with_a_scope_open_says_nothing(then: str) -> None:
+    ended = children.run([sys.executable, "-c", f"{LEFT_OPEN}{then}"], check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
