@@ -1,8 +1,10 @@
 """Programs of many shapes in a scope: nested checkpoints, deep models, generators, Parameter subclasses."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import children
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +130,28 @@ def test_parameters_of_a_subclass_tell_ops_apart(seen: Any) -> None:
     assert torch.equal(*outputs)
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own, as libraries have them for weights of other formats."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda: torch.nn.Parameter(torch.ones(4, 4).as_subclass(Tagged)),
+        lambda: torch.ones(4, 4).as_subclass(Tagged).requires_grad_(),
+        lambda: torch.ones(4, 4).requires_grad_(),
+    ],
+)
+def test_leaves_of_a_subclass_tell_rounds_of_a_loop_apart(weight: Any, seen: Any) -> None:
+    weights = [weight(), weight()]
+    with amanda.apply(seen):
+        for _ in range(2):
+            for each in weights:
+                F.linear(X, each)
+    assert seen.ids[:2] == seen.ids[2:]
+    assert len({*seen.ids}) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*quint8.*", "ignore:.*qint8.*")
 def test_quantized_tensors_pass_an_empty_tool_and_one_that_looks(harmless: amanda.Tool) -> None:
     def run() -> torch.Tensor:
@@ -137,3 +161,22 @@ def test_quantized_tensors_pass_an_empty_tool_and_one_that_looks(harmless: amand
     with amanda.apply(harmless):
         assert torch.equal(run(), bare)
         assert torch.equal(run(), bare)
+
+
+LEFT_OPEN = """
+import amanda
+import torch
+
+tool = amanda.Tool()
+tool.add_inst_for_op(lambda context: context.insert_after_op(lambda *outputs: None))
+scope = amanda.apply(tool)
+scope.__enter__()
+torch.relu(torch.ones(2, requires_grad=True)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["", "del tool, scope", "raise SystemExit"])
+def test_a_process_that_ends_with_a_scope_open_says_nothing(then: str) -> None:
+    ended = children.run([sys.executable, "-c", f"{LEFT_OPEN}{then}"], check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")

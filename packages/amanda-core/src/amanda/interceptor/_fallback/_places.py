@@ -234,7 +234,8 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
 
 def mix_leaf(way: int, value: Any) -> int:
     """A hash of a way that also tells apart which leaf that needs a gradient an op is given."""
-    if type(value) is not house.leaf_type:
+    kind, leaf_type = type(value), house.leaf_type
+    if leaf_type is None or not issubclass(kind, leaf_type) or issubclass(kind, house.identity_types):
         return way
     with thread.suspension:
         is_leaf = house.is_leaf(value)
@@ -244,7 +245,7 @@ def mix_leaf(way: int, value: Any) -> int:
 def mix_identities(hash: int, value: Any) -> int:
     """A hash that also tells apart what an op is given, by the ordinals of such types."""
     for item in value if type(value) in (tuple, list) else (value,):
-        if isinstance(item, house.identity_types):
+        if issubclass(type(item), house.identity_types):
             hash = mix(hash, ordinal(item))
     return hash
 

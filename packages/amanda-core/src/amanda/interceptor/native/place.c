@@ -404,9 +404,11 @@ static int mix_identity(uint64_t *hash, PyObject *value) {
 
 /* A leaf that needs a gradient is what another execution of the place may train: it takes part in the way there. */
 int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value) {
-    if (Py_TYPE(value) != known.leaf_type) return 0;
+    PyTypeObject *type = Py_TYPE(value);
+    int is_exact = type == known.leaf_type;
+    if (!is_exact && (!known.leaf_type || !PyType_IsSubtype(type, known.leaf_type) || is_identity_type(type))) return 0;
     Thread *thread = thread_state();
-    int trained = reader ? reader_is_trained(reader, value) : -1;
+    int trained = is_exact && reader ? reader_is_trained(reader, value) : -1;
     if (trained < 0) {
         PyObject *is_leaf = Py_NewRef(house.is_leaf);
         thread->off++;

@@ -212,7 +212,10 @@ static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_
 
 /* Mixes the leaves among values into the way to a place at the root; 0: not all are known. */
 static inline int mix_known_leaf(const Reader *reader, PyObject *value, uint64_t *way) {
-    if (Py_TYPE(value) != known.leaf_type) return 1;
+    PyTypeObject *type = Py_TYPE(value);
+    if (type != known.leaf_type)
+        return !(type->tp_flags & Py_TPFLAGS_HEAPTYPE) || known_type(type)->identity ||
+               !PyType_IsSubtype(type, known.leaf_type); /* whether one of a subclass is a leaf, Python tells */
     int trained = reader ? reader_is_trained(reader, value) : -1;
     if (likely(!trained)) return 1;
     const Named *named = trained > 0 ? named_at(value) : NULL;

@@ -280,10 +280,13 @@ _HEADED = _OVERLOADS | {"Function.apply"}
 """Sites whose first argument says what is called."""
 
 
+_REQUIRES_GRAD, _IS_LEAF = torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__
+
+
 def _is_trained(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
     with Unseen():
-        return tensor.requires_grad and tensor.is_leaf
+        return _REQUIRES_GRAD(tensor) and _IS_LEAF(tensor)
 
 
 def _is_machinery(called: Any) -> bool:
