@@ -170,6 +170,27 @@ def test_a_batch_of_gradients_is_instrumented(acting: Act, applied: Applied) -> 
     same(applied(tool, program), program() * 2)
 
 
+def test_a_batch_of_gradients_in_hooks_is_brought_to_routines_that_take_run(applied: Applied) -> None:
+    names: list[str] = []
+
+    def note(*values: Any, name: str, run: dict[Any, Any]) -> None:
+        run[name] = values
+        names.append(name)
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_after_op(note, name=context.get_op().__name__))
+
+    def program() -> Tensor:
+        x = leaf(1, 2)
+        y = x.exp()
+        y.register_hook(lambda grad: grad.sin().expand(2))
+        return torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)[0]
+
+    same(applied(tool, program), program())
+    assert {"exp", "sin", "expand"} <= {*names}
+    assert not {name for name in names if "batch_dim" in name}
+
+
 def test_backward_from_an_edge_and_to_an_edge_is_instrumented(acting: Act, applied: Applied) -> None:
     x = leaf(1, 2)
     tool = acting("insert_before_backward_op", "ExpBackward0", lambda grad: grad * 2)

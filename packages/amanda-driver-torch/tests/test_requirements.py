@@ -83,7 +83,7 @@ def test_every_private_name_that_graphs_are_instrumented_with_is_listed() -> Non
 
 HOOKS = "_C._autograd._top_saved_tensors_default_hooks"
 LACKING = {
-    "2.4": {HOOKS, "fx.experimental.proxy_tensor.get_proxy_mode"},
+    "2.4": {HOOKS, "_C._is_torch_function_all_disabled", "fx.experimental.proxy_tensor.get_proxy_mode"},
     "2.5": {HOOKS},
     "2.6": {HOOKS},
     "2.7": {HOOKS},

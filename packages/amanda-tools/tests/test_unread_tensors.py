@@ -94,6 +94,22 @@ def test_weights_without_elements_are_left_and_named() -> None:
     assert "it has a shape and no elements, as a FakeTensor" in str(tool.result)
 
 
+class Refusing(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.matmul:
+            raise RuntimeError("no")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+
+def test_what_a_class_refuses_to_have_read_is_not_quantised_and_named() -> None:
+    x, weight, tool = torch.rand(4, 4).as_subclass(Refusing), torch.rand(4, 4), QuantizeTool("dynamic")
+    with amanda.apply(tool):
+        torch.matmul(x, weight)
+    assert "Refusing refuses to be read: no" in "".join(tool.result.notes())
+
+
 @pytest.mark.parametrize("make", READING)
 def test_gradients_under_vmap_are_left_and_the_same(
     make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

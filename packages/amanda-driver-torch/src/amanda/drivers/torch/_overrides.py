@@ -24,7 +24,7 @@ Unseen: Any = _native.DisableTorchFunction
 """Context in which no `__torch_function__` is called; native, so that no interrupt comes between."""
 _Seen: Any = _native._EnableTorchFunction
 _is_seen = _native._is_torch_function_enabled
-_is_unseen = _native._is_torch_function_all_disabled
+_is_unseen = getattr(_native, "_is_torch_function_all_disabled", lambda: False)
 _count_dispatch_modes = _native._len_torch_dispatch_stack
 _count_function_modes = _native._len_torch_function_stack
 

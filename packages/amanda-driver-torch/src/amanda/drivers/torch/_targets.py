@@ -110,6 +110,7 @@ EXCLUDED = {
         requires_grad_ retain_grad _view_func _view_func_unsafe _rev_view_func_unsafe
     """),
     "the allocator's bookkeeping": _names("record_stream"),
+    "the bookkeeping of vmap": _names("_add_batch_dim _remove_batch_dim"),
     "state of the library": _names("""
         _cufft_clear_plan_cache _cufft_get_plan_cache_max_size _cufft_get_plan_cache_size
         _cufft_set_plan_cache_max_size _nnpack_available _use_cudnn_rnn_flatten_weight

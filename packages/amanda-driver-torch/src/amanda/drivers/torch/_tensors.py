@@ -142,12 +142,18 @@ class TorchTensors:
         return Reached([value for value in values if isinstance(value, torch.Tensor)])
 
     def kept(self, value: Any) -> Any:
-        """A tensor without its graph, also one that it gets later; a leaf, such as a parameter, as it is."""
+        """A tensor without its graph, also one that it gets later; a leaf, such as a parameter, as it is.
+
+        So is a tensor that refuses to be detached: under `is_grads_batched`, or of a class that says so.
+        """
         if isinstance(value, torch.Tensor):
             if value.requires_grad and not _has_node(value):
                 return value
-            with left() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                return of_class(value, value.detach())
+            try:
+                with left() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                    return of_class(value, value.detach())
+            except Exception:
+                return value
         if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
             return [self.kept(one) for one in value]
         return value

@@ -254,8 +254,11 @@ class QuantizedOp:
                 self.left = ELSEWHERE
                 continue
             found = quantizer if found is None else found
-            if found.xp.is_dense(value):
-                read.append((index, item, value, found))
+            try:
+                if found.xp.is_dense(value):
+                    read.append((index, item, value, found))
+            except Exception as error:  # whatever the class of a tensor refuses
+                self.left = f"{type(value).__name__} refuses to be read: {error}"
         return read
 
     def _calibrates(self, read: Sequence[_Read]) -> bool:
