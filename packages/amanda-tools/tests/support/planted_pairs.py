@@ -134,12 +134,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A small language model; changed: keyword arguments of the second of three blocks."""
+    """A small language model; changed: keyword arguments of the second of two blocks."""
 
     def __init__(self, positions: int = 0, tied: bool = False, **changed: str) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(**changed), Block()])
+        self.blocks = nn.ModuleList([Block(), Block(**changed)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.first = positions
         if tied:
