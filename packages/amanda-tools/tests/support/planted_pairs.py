@@ -460,13 +460,7 @@ def compiled_with_another_eps() -> Pair:
     model, other = twins(Model())
     other.blocks[1].norm.eps = 1e-3
     compiled = torch.compile(other, backend="aot_eager")
-    return trained(
-        model,
-        compiled,
-        ("layer_norm",),
-        "blocks.1.norm",
-        options={"control": "float64", "compiled": "instrument"},
-    )
+    return inferred(model, compiled, ("layer_norm",), "blocks.1.norm", options=COMPILED)
 
 
 class Moments(nn.Module):
