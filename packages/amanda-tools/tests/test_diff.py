@@ -172,6 +172,33 @@ def test_an_op_that_one_run_lacks_is_named_before_the_op_that_reads_its_result()
     assert f"an op of a alone, whose result softmax in 1, {reader.source} reads" in result.sentence
 
 
+class Rounded(Tensor):
+    """A weight whose products its class computes, and rounds."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs)
+        x, weight, bias = args
+        with torch._C.DisableTorchFunctionSubclass():
+            return ((x @ weight.t()) * 64).round().div(64).add(bias).to(x.dtype)
+
+
+@pytest.mark.parametrize("by", ["op", "module"])
+def test_an_op_ends_after_those_that_it_calls(by: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    rounded = copy.deepcopy(model)
+    for i in (0, 2):
+        rounded[i].weight = nn.Parameter(model[i].weight.detach().as_subclass(Rounded))
+    result = inferred(model, rounded, torch.rand(4, 8), by=by)
+    assert [(one.module, one.other_type) for one in result.comparisons] == [
+        ("0", "linear"), ("1", "relu"), ("2", "linear")
+    ]  # fmt: skip
+    assert result.first is not None
+    assert result.first.module == "0"
+
+
 def test_another_way_to_compute_the_same_diverges_nowhere() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Attention())
     other = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5)))

@@ -13,15 +13,15 @@ from amanda.tools.diff._align import is_compute, within
 from amanda.tools.diff._compare import TOLERANCES, Distance, Pair, distance, scale, tolerance
 from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._culprit import Culprit, Partners, behind, culprit
-from amanda.tools.diff._executions import READ, Match, Matching
+from amanda.tools.diff._executions import INPUT_ROLES, Match, Matching
 from amanda.tools.diff._flow import Execution, Flow
 from amanda.tools.diff._heads import heads
 from amanda.tools.diff._matches import OpMatches
 from amanda.tools.diff._run import Run, visits
-from amanda.tools.diff._told import reading
+from amanda.tools.diff._sentences import reading
 from amanda.tools.dump import Entry, Op
 
-Found = tuple[Pair, Comparison]
+Compared = tuple[Pair, Comparison]
 Expected = Mapping[tuple[int, int], float]
 """Relative error that is expected of an execution of an op of run a, by the op's index and the execution."""
 MARGIN = 10.0
@@ -53,36 +53,38 @@ class Comparing:
         self.uneven: list[str] = []
         """Modules that one run called more often than the other: their last outputs were compared."""
 
-    def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
+    def in_order(self, compared: Iterable[Compared]) -> list[Comparison]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
         ordered = self._runs[0].ordered
 
-        def place(one: Found) -> tuple[int, int]:
+        def place(one: Compared) -> tuple[int, int]:
             entry = one[0][0]
             return (entry.order if ordered else entry.execution), entry.op
 
-        found: list[Comparison] = []
+        comparisons: list[Comparison] = []
         limit = 0.0
         for pair, comparison in sorted(compared, key=place):
             self.pairs.append(pair)
-            found.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
+            comparisons.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
             if comparison.relative and not self._expected:  # precision that was lost is lost for what follows
                 limit = max(limit, comparison.by_type)
-        if not found:
+        if not comparisons:
             raise AmandaError("the two runs have no op in common; give a mapping of module names")
-        return found
+        return comparisons
 
-    def ops(self, renamed: Mapping[str, str]) -> tuple[list[Found], tuple[list[Op], list[Op]]]:
+    def ops(self, renamed: Mapping[str, str]) -> tuple[list[Compared], tuple[list[Op], list[Op]]]:
         """Compare ops one by one; return also the ops of each run that the other does not have."""
-        found = OpMatches(self._runs, self.flows, self.matching, renamed)
-        matches, self._ends = found.matches, found.ends
+        pairing = OpMatches(self._runs, self.flows, self.matching, renamed)
+        matches, self._ends = pairing.matches, pairing.ends
         self.matches = {match.executions[0][0]: match for match in matches}
         self._is_one_precision = _has_one_precision(self._runs, matches)
         matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
-        sides = [[run.ops[i] for i in indices] for run, indices in zip(self._runs, found.alone, strict=True)]
+        sides = [
+            [run.ops[i] for i in indices] for run, indices in zip(self._runs, pairing.alone, strict=True)
+        ]
         return [(match.pairs[0], self._compared(match)) for match in matches], (sides[0], sides[1])
 
-    def modules(self, names: Mapping[str, str]) -> Iterator[Found]:
+    def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
             inside = [within(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
@@ -121,16 +123,16 @@ class Comparing:
         worst, limit, furthest = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
         if not worst.relative:
             return self._comparison(furthest, worst, limit)
-        given = self.matching.reads(match)
+        inputs = self.matching.reads(match)
         types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
-        if types[0] != types[1] and any(one.shape != other.shape for one, other in given):
-            own = self._runs[0].read(*match.executions[0][0], *READ)
-            told = reading(((one, 0.0, True) for one in own), self._runs[0].ops[furthest[0].op])
-            return replace(self._comparison(furthest, worst, limit), read=told)
-        read = [self._agreement(pair) for pair in given]
-        pairs_read = ((pair[0], *one[1:]) for pair, one in zip(given, read, strict=True))
-        told = reading(pairs_read, self._runs[0].ops[furthest[0].op])
-        return replace(self._comparison(furthest, worst, limit, read), read=told)
+        if types[0] != types[1] and any(one.shape != other.shape for one, other in inputs):
+            entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
+            words = reading(((one, 0.0, True) for one in entries), self._runs[0].ops[furthest[0].op])
+            return replace(self._comparison(furthest, worst, limit), read=words)
+        read = [self._agreement(pair) for pair in inputs]
+        pairs_read = ((pair[0], *one[1:]) for pair, one in zip(inputs, read, strict=True))
+        words = reading(pairs_read, self._runs[0].ops[furthest[0].op])
+        return replace(self._comparison(furthest, worst, limit, read), read=words)
 
     def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
         """Leave out ops of another way to the same results, and put a cause before its effect.
@@ -147,12 +149,12 @@ class Comparing:
         first = next((row for row, one in enumerate(rows) if one[0].diverges), None)
         if first is not None and not rows[first][0].only:
             match, partners = self._match_of(rows[first][1]), Partners([*self.matches.values()])
-            found = culprit(self._runs, self.flows, partners, self._apart(match))
+            cause = culprit(self._runs, self.flows, partners, self._apart(match))
             if rows[first][0].phase == "backward" and match.is_whole:
                 executions = [side[0] for side in match.executions]
-                found = found or behind(self._runs, partners, executions, rows[first][0].relative)
-            if found is not None:
-                rows.insert(first, self._cause(found, *rows[first]))
+                cause = cause or behind(self._runs, partners, executions, rows[first][0].relative)
+            if cause is not None:
+                rows.insert(first, self._cause(cause, *rows[first]))
         self.pairs = [pair for _, pair in rows]
         return [one for one, _ in rows]
 
@@ -161,7 +163,7 @@ class Comparing:
 
     def _results(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
         """Return for each result, and for each gradient of a weight, True if both runs agree."""
-        found, has_gradients = [], False
+        agreements, has_gradients = [], False
         for one, pair in rows:
             match = self._match_of(pair)
             if one.phase == "backward":
@@ -169,16 +171,16 @@ class Comparing:
                 has_gradients = has_gradients or bool(gradients)
                 floor = max((scale(side) for side in zip(*match.pairs, strict=True)), default=0.0)
                 judged = (self._judged(pair, floor) for pair in gradients)
-                found += [distance.relative <= limit for distance, limit in judged]
+                agreements += [distance.relative <= limit for distance, limit in judged]
             elif any(
                 not flow.is_read(entry)
                 for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
             ):  # fmt: skip
-                found.append(not one.diverges)
+                agreements.append(not one.diverges)
         backward = [one for one, _ in rows if one.phase == "backward"]
         if backward and not has_gradients:
-            found.append(not backward[-1].diverges)
-        return found + [not self._compared(match).diverges for match in self._ends]
+            agreements.append(not backward[-1].diverges)
+        return agreements + [not self._compared(match).diverges for match in self._ends]
 
     def _end_apart(self, rows: list[tuple[Comparison, Pair]]) -> None:
         """Insert the last result of a run that the other lacks, if it is not what the other comes to."""
@@ -190,7 +192,7 @@ class Comparing:
             reason = f"an op of {'b' if is_in_b else 'a'} alone, whose result no op reads"
             in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
             cause = Culprit(in_a, in_b, one.relative, reason)
-            at = next((i for i, (_, known) in enumerate(rows) if known[0].order > pair[0].order), len(rows))
+            at = next((i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows))
             rows.insert(at, self._cause(cause, one, pair))
             return
 
@@ -210,27 +212,27 @@ class Comparing:
         read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
-    def _cause(self, found: Culprit, effect: Comparison, shown: Pair) -> tuple[Comparison, Pair]:
+    def _cause(self, suspect: Culprit, effect: Comparison, tensors: Pair) -> tuple[Comparison, Pair]:
         """Return a comparison of the op that is the cause, and its tensors.
 
         An op that a run lacks is compared by what the next op reads of it; shown: the tensors of that op.
         """
-        if found.one is not None and found.other is not None:
-            pair = found.one, found.other
+        if suspect.one is not None and suspect.other is not None:
+            pair = suspect.one, suspect.other
             sides = [(entry.op, entry.execution) for entry in pair]
             return self._compared(Match([pair], ([sides[0]], [sides[1]]))), pair
-        side = 0 if found.one is not None else 1
-        entry = found.one or found.other
+        side = 0 if suspect.one is not None else 1
+        entry = suspect.one or suspect.other
         assert entry is not None
         op = self._runs[side].ops[entry.op]
         cause = Comparison(
-            op.phase, op.type, op.module, op.source, "", "", "", entry.execution, found.error, None,
+            op.phase, op.type, op.module, op.source, "", "", "", entry.execution, suspect.error, None,
             entry.summary.statistics.largest, effect.exact, effect.tolerance, effect.by_type,
-            (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=found.reason,
+            (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=suspect.reason,
         )  # fmt: skip
-        return cause, shown
+        return cause, tensors
 
-    def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Found]:
+    def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Compared]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
         calls = list(zip(self._runs, both, strict=True))
         ends = [heads(run, visit) for run, visit in calls]
@@ -255,11 +257,11 @@ class Comparing:
                 self._agreement((a, b))
                 for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
             ]  # fmt: skip
-            pair, found, limit = min(judged, key=lambda one: one[1].relative)
-            if found.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
+            pair, closest, limit = min(judged, key=lambda one: one[1].relative)
+            if closest.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
                 self.shaped.append(name)
                 continue
-            yield pair, self._comparison(pair, found, limit, read)
+            yield pair, self._comparison(pair, closest, limit, read)
 
     def _is_alike(self, pair: Pair) -> bool:
         """Return True for tensors of ops of one type that have as many elements."""
@@ -278,30 +280,32 @@ class Comparing:
 
     def _bound(self, pair: Pair) -> float:
         """Return the relative error up to which two tensors agree."""
-        known = self._error(pair[0]) if self._rtol is None else None
-        if known is None:
+        expected = self._error(pair[0]) if self._rtol is None else None
+        if expected is None:
             return tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
-        return MARGIN * known
+        return MARGIN * expected
 
     def _error(self, entry: Entry) -> float | None:
         return self._expected.get((entry.op, entry.execution))
 
     def _agreement(self, pair: Pair) -> Read:
         """Return the role, the relative error, and True if two tensors agree."""
-        found, bound = self._judged(pair)
+        difference, bound = self._judged(pair)
         bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
-        return pair[0].role, found.relative, found.relative <= bound
+        return pair[0].role, difference.relative, difference.relative <= bound
 
-    def _comparison(self, pair: Pair, found: Distance, limit: float, read: Sequence[Read] = ()) -> Comparison:
+    def _comparison(
+        self, pair: Pair, difference: Distance, limit: float, read: Sequence[Read] = ()
+    ) -> Comparison:
         op, other = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         inputs = [agree for role, _, agree in read if role == "input"]
         weights = [relative for role, relative, _ in read if role == "weight"]
         return Comparison(
             op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
-            pair[0].execution, found.relative, found.cosine, found.largest, found.exact, limit, limit,
-            (pair[0].dtype, pair[1].dtype),
+            pair[0].execution, difference.relative, difference.cosine, difference.largest, difference.exact,
+            limit, limit, (pair[0].dtype, pair[1].dtype),
             all(inputs) if inputs else None, max(weights) if weights else None, self._error(pair[0]),
-            is_retyped=bool(found.relative) and self._is_retyped(pair),
+            is_retyped=bool(difference.relative) and self._is_retyped(pair),
         )  # fmt: skip
 
     def _is_retyped(self, pair: Pair) -> bool:
@@ -331,9 +335,9 @@ def _is_as_large(pair: Pair) -> bool:
 
 def _weight_gradients(run: Run, inside: Callable[[str], bool]) -> list[list[Entry]]:
     """Return the gradients of weights of the ops in a module: for each tensor those of all executions."""
-    found: dict[tuple[int, int], list[Entry]] = {}
+    gradients: dict[tuple[int, int], list[Entry]] = {}
     for index in run.indices("backward"):
         for entry in run.by_op[index] if inside(run.ops[index].module) else ():
             if entry.role == "weight gradient":
-                found.setdefault((index, entry.position), []).append(entry)
-    return list(found.values())
+                gradients.setdefault((index, entry.position), []).append(entry)
+    return list(gradients.values())

@@ -30,15 +30,15 @@ class Partners:
     """Executions of ops of both runs that were compared with each other."""
 
     def __init__(self, matches: Sequence[Match]) -> None:
-        self._found: tuple[dict[Execution, list[Execution]], dict[Execution, list[Execution]]] = ({}, {})
+        self._partners: tuple[dict[Execution, list[Execution]], dict[Execution, list[Execution]]] = ({}, {})
         for match in matches:
             for side in (0, 1):
                 for execution in match.executions[side]:
-                    self._found[side].setdefault(execution, []).extend(match.executions[1 - side])
+                    self._partners[side].setdefault(execution, []).extend(match.executions[1 - side])
 
     def of(self, entry: Entry, side: int) -> list[Execution]:
         """Return what the op of a tensor of run a (side 0) or run b was compared with."""
-        return self._found[side].get((entry.op, entry.execution), [])
+        return self._partners[side].get((entry.op, entry.execution), [])
 
 
 def culprit(
@@ -55,11 +55,11 @@ def culprit(
             continue
         makers = [flow.maker(entry) for flow, entry in zip(flows, pair, strict=True)]
         reader = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
-        found = _alone(makers, partners, reader, error) or _overwritten(
+        cause = _alone(makers, partners, reader, error) or _overwritten(
             runs, flows, partners, pair, makers, reader, error
         )
-        if found is not None:
-            return found
+        if cause is not None:
+            return cause
     return None
 
 
@@ -87,7 +87,7 @@ def behind(
     """
     before = []
     for run, execution in zip(runs, executions, strict=True):
-        order = run.made(execution[0])[execution[1]][0].order
+        order = run.results(execution[0])[execution[1]][0].order
         earlier = [
             entry for index in run.indices("backward") for entry in run.by_op[index] if entry.order < order
         ]
@@ -106,8 +106,8 @@ def _overwritten(
         if maker is None:
             continue
         twins = set(partners.of(maker, 1 - side))
-        own = makers[side]
-        if not twins or (own is not None and (own.op, own.execution) in twins):
+        writer = makers[side]
+        if not twins or (writer is not None and (writer.op, writer.execution) in twins):
             continue
         orders = [
             entry.order
@@ -115,10 +115,10 @@ def _overwritten(
             for entry in runs[side].by_op[op]
             if entry.execution == execution
         ]
-        found = flows[side].overwriting(pair[side], max(orders))
-        if found is not None:
+        overwriting = flows[side].overwriting(pair[side], max(orders))
+        if overwriting is not None:
             ends: list[Entry | None] = [None, None]
-            ends[side] = found
+            ends[side] = overwriting
             reason = f"in place in {'ab'[side]}, it overwrites what {place(reader[side])} reads later"
             return Culprit(ends[0], ends[1], error, reason)
     return None

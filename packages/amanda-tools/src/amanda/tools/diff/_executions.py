@@ -14,7 +14,7 @@ from amanda.tools.diff._pieces import joined, shares
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
 
-READ = ("input", "weight")
+INPUT_ROLES = ("input", "weight")
 
 
 class Match(NamedTuple):
@@ -57,8 +57,8 @@ class Matching:
             return [one for one in whole if one.pairs]
         if counts[0] == counts[1] and all(self._reads_alike(one, default=False) for one in whole):
             return [one for one in whole if one.pairs]
-        if (found := self._in_pieces(*sides, self.is_same_line(index, other_index))) is not None:
-            return found
+        if (matches := self._in_pieces(*sides, self.is_same_line(index, other_index))) is not None:
+            return matches
         if fits and min(counts) > 1:
             self.left += abs(counts[0] - counts[1])
             return [one for one in whole if one.pairs]
@@ -94,7 +94,7 @@ class Matching:
     def reads(self, match: Match) -> list[Pair]:
         """Pair what the ops of a match read."""
         sides = [
-            [run.read(*execution, *READ) for execution in side]
+            [run.read(*execution, *INPUT_ROLES) for execution in side]
             for run, side in zip(self._runs, match.executions, strict=True)
         ]
         if match.is_whole:
@@ -105,17 +105,17 @@ class Matching:
         """Pair what one run has at one execution with what the other has at several, as far as it fits."""
         run, other = self._runs
         if _is_piece(ones, others):
-            found = _joined(other, others[0], run, ones)
-            return [(two, one) for one, two in found]
+            joints = _joined(other, others[0], run, ones)
+            return [(two, one) for one, two in joints]
         return _joined(run, ones[0], other, others)
 
     def _executions(self, indices: Sequence[int], side: int) -> list[tuple[Execution, list[Entry]]]:
         """Return the executions of some ops, in order, and what they gave."""
-        found = [
-            ((index, execution), given)
-            for index in indices for execution, given in self._runs[side].made(index).items()
+        executions = [
+            ((index, execution), outputs)
+            for index in indices for execution, outputs in self._runs[side].results(index).items()
         ]  # fmt: skip
-        return sorted(found, key=lambda one: (one[1][0].order, one[0]))
+        return sorted(executions, key=lambda one: (one[1][0].order, one[0]))
 
     def _whole(self, one: tuple[Execution, list[Entry]], other: tuple[Execution, list[Entry]]) -> Match:
         return Match(list(matched(one[1], other[1])), ([one[0]], [other[0]]))
@@ -149,25 +149,25 @@ class Matching:
         is_sure: bool,
     ) -> list[Match] | None:
         """Join pieces; None where they do not fit.  is_sure: the values may differ."""
-        swapped = _is_piece([given for _, given in ones], [given for _, given in others])
+        swapped = _is_piece([outputs for _, outputs in ones], [outputs for _, outputs in others])
         wholes, parts = (others, ones) if swapped else (ones, others)
-        chosen = shares([given[0] for _, given in wholes], [given[0] for _, given in parts])
+        chosen = shares([outputs[0] for _, outputs in wholes], [outputs[0] for _, outputs in parts])
         if chosen is None:
             return None
-        found = []
+        matches = []
         for whole, span in zip(wholes, chosen, strict=True):
-            own = [parts[i] for i in span]
-            sides = [whole], own
+            pieces = [parts[i] for i in span]
+            sides = [whole], pieces
             one, other = sides[::-1] if swapped else sides
-            pairs = self.joined([given for _, given in one], [given for _, given in other])
-            is_cut = len(own) == 1 and any(all(self._derived(pair)) for pair in pairs)
+            pairs = self.joined([outputs for _, outputs in one], [outputs for _, outputs in other])
+            is_cut = len(pieces) == 1 and any(all(self._derived(pair)) for pair in pairs)
             if not pairs or not ((is_sure and not is_cut) or self._is_near(pairs)):
                 return None
-            found.append(Match(pairs, ([place for place, _ in one], [place for place, _ in other])))
-        is_joined = any(any(self._derived(pair)) for one in found for pair in one.pairs)
+            matches.append(Match(pairs, ([place for place, _ in one], [place for place, _ in other])))
+        is_joined = any(any(self._derived(pair)) for one in matches for pair in one.pairs)
         self.pieces += is_joined
         self.left += 0 if is_joined else abs(len(ones) - len(others))
-        return found
+        return matches
 
     def _derived(self, pair: Pair) -> list[bool]:
         return [run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True)]
@@ -191,7 +191,8 @@ def _is_piece(ones: Sequence[Sequence[Entry]], others: Sequence[Sequence[Entry]]
     if len(ones) != len(others):
         return len(ones) > len(others)
     sizes = [
-        sum(entry.summary.statistics.elements for given in side for entry in given) for side in (ones, others)
+        sum(entry.summary.statistics.elements for outputs in side for entry in outputs)
+        for side in (ones, others)
     ]
     return sizes[0] < sizes[1]
 
@@ -200,9 +201,9 @@ def _joined(
     run: Run, entries: Sequence[Entry], other: Run, executions: Sequence[Sequence[Entry]]
 ) -> list[Pair]:
     matches = [{id(entry): part for entry, part in matched(entries, one)} for one in executions]
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for entry in entries:
         parts = [one[id(entry)] for one in matches if id(entry) in one]
         pair = joined(run, entry, other, parts) if len(parts) == len(executions) else None
-        found += [pair] if pair is not None else []
-    return found
+        pairs += [pair] if pair is not None else []
+    return pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 
-from amanda.tools.diff._run import GIVEN, Run
+from amanda.tools.diff._run import OUTPUT_ROLES, Run
 from amanda.tools.dump import Entry, Op
 
 _READ = ("input", "weight")
@@ -24,24 +24,24 @@ class Flow:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._given: dict[Hashable, list[Entry]] = {}
-        self._read: dict[Hashable, int] = {}
+        self._outputs: dict[Hashable, list[Entry]] = {}
+        self._reads: dict[Hashable, int] = {}
         for entry in sorted(run.entries, key=lambda one: one.order):
-            if entry.role in GIVEN:
-                self._given.setdefault(key_of(entry), []).append(entry)
+            if entry.role in OUTPUT_ROLES:
+                self._outputs.setdefault(key_of(entry), []).append(entry)
             elif entry.role in _READ and not reads_shape(run.ops[entry.op]):
-                self._read[key_of(entry)] = entry.order
+                self._reads[key_of(entry)] = entry.order
         self.has_inputs = any(entry.role == "input" for entry in run.entries)
 
     def maker(self, read: Entry) -> Entry | None:
         """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""
-        given = self._given.get(key_of(read), [])
-        before = bisect_left(given, read.order, key=lambda one: one.order)
-        return given[before - 1] if before else None
+        outputs = self._outputs.get(key_of(read), [])
+        before = bisect_left(outputs, read.order, key=lambda one: one.order)
+        return outputs[before - 1] if before else None
 
-    def is_read(self, given: Entry) -> bool:
+    def is_read(self, output: Entry) -> bool:
         """Return True if a later op read what an op gave."""
-        return self._read.get(key_of(given), -1) > given.order
+        return self._reads.get(key_of(output), -1) > output.order
 
     def overwriting(self, read: Entry, after: int) -> Entry | None:
         """Return what the last op gave that overwrote a tensor before it was read, maybe through a view.
@@ -51,12 +51,12 @@ class Flow:
         exact = self.maker(read)
         if exact is not None:
             return exact if self._run.ops[exact.op].in_place and exact.order > after else None
-        found = [
-            entry for entries in self._given.values() for entry in entries
+        writes = [
+            entry for entries in self._outputs.values() for entry in entries
             if after < entry.order < read.order
             and self._run.ops[entry.op].in_place and _is_rearranged(entry, read)
         ]  # fmt: skip
-        return max(found, key=lambda one: one.order, default=None)
+        return max(writes, key=lambda one: one.order, default=None)
 
 
 def reads_shape(op: Op) -> bool:
@@ -66,9 +66,10 @@ def reads_shape(op: Op) -> bool:
 
 def key_of(entry: Entry) -> Hashable:
     """Return what is equal for tensors with the same numbers in the same shape."""
-    found = entry.summary.statistics
-    sample = tuple(None if one != one else one for one in entry.summary.sample)
-    return entry.shape, entry.dtype, found.count, found.nan, found.zeros, found.least, found.most, sample
+    summary = entry.summary
+    exact = summary.statistics
+    sample = tuple(None if one != one else one for one in summary.sample)
+    return entry.shape, entry.dtype, exact.count, exact.nan, exact.zeros, exact.least, exact.most, sample
 
 
 def _is_rearranged(one: Entry, other: Entry) -> bool:

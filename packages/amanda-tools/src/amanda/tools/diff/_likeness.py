@@ -89,7 +89,7 @@ class Likeness:
 
 
 def _first(run: Run, index: int) -> list[Entry]:
-    made = run.made(index)
+    made = run.results(index)
     return made[min(made)]
 
 
@@ -105,7 +105,7 @@ def _near(one: Entry, other: Entry) -> bool:
 
 
 def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
-    return tuple(sorted((e.position, e.shape) for one in run.made(index).values() for e in one))
+    return tuple(sorted((e.position, e.shape) for one in run.results(index).values() for e in one))
 
 
 def _statistics(made: Sequence[Sequence[Entry]]) -> NDArray[np.float64]:

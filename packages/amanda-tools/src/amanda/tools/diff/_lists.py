@@ -10,7 +10,7 @@ from amanda.tools.dump import Entry, Op
 
 _FOREACH, _FUSED = "_foreach_", "_fused_"
 """PyTorch's private prefixes: of an op on each tensor of a list, and of a whole optimizer in one op."""
-_GIVEN = "output"
+_OUTPUT = "output"
 
 
 def spread(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op], list[Entry]]:
@@ -22,29 +22,29 @@ def spread(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op], list[
     over_lists = {i for i, op in enumerate(ops) if op.type.startswith((_FOREACH, _FUSED))}
     if not over_lists:
         return list(ops), list(entries)
-    found, kept, waiting = list(ops), [], defaultdict(list)
+    all_ops, all_entries, waiting = list(ops), [], defaultdict(list)
     for entry in entries:
         if entry.op in over_lists:
             waiting[entry.op].append(entry)
         else:
-            kept.append(entry)
-    for index, own in waiting.items():
+            all_entries.append(entry)
+    for index, list_entries in waiting.items():
         lists: dict[tuple[int, str, int], list[Entry]] = defaultdict(list)
-        for entry in own:
+        for entry in list_entries:
             lists[entry.execution, entry.role, entry.position].append(entry)
         singles: dict[tuple[int, int], int] = {}
         for (execution, role, position), tensors in lists.items():
-            if role != _GIVEN:
+            if role != _OUTPUT:
                 continue
             for number, tensor in enumerate(tensors):
-                single = singles.setdefault((position, number), len(found))
-                if single == len(found):
-                    found.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
-                kept.append(replace(tensor, op=single, position=0))
-                kept += [
+                single = singles.setdefault((position, number), len(all_ops))
+                if single == len(all_ops):
+                    all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
+                all_entries.append(replace(tensor, op=single, position=0))
+                all_entries += [
                     replace(read[number if len(read) == len(tensors) else 0], op=single)
                     for (other, kind, _), read in lists.items()
                     if other == execution and kind in ("input", "weight") and len(read) in (1, len(tensors))
                 ]
-    kept.sort(key=lambda entry: entry.order)
-    return found, kept
+    all_entries.sort(key=lambda entry: entry.order)
+    return all_ops, all_entries

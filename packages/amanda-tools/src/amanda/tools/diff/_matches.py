@@ -42,17 +42,20 @@ class OpMatches:
                 self._take(self._matching.of_ops(*pair))
         postponed = []
         for pair in same_ops(*self._runs, self._unpaired(phase), self._renamed):
-            found = self._matching.of_ops(*pair)
-            if self._matching.is_near(found) or all(one.is_whole and len(found) > 1 for one in found):
-                self._take(found)
+            matches = self._matching.of_ops(*pair)
+            if self._matching.is_near(matches) or all(one.is_whole and len(matches) > 1 for one in matches):
+                self._take(matches)
             else:  # maybe one of several that make up the other
-                postponed.append(found)
+                postponed.append(matches)
         self._match_lines(phase)
-        for found in postponed:
+        for matches in postponed:
             if not any(
-                op in self._paired[side] for one in found for side in (0, 1) for op, _ in one.executions[side]
+                op in self._paired[side]
+                for one in matches
+                for side in (0, 1)
+                for op, _ in one.executions[side]
             ):
-                self._take(found)
+                self._take(matches)
         if phase == "forward":
             self._match_ends()
 
@@ -61,13 +64,13 @@ class OpMatches:
         last = [_last_result(run, flow) for run, flow in zip(self._runs, self._flows, strict=True)]
         if last[0] is None or last[1] is None:
             return
-        known = [index in paired for index, paired in zip(last, self._paired, strict=True)]
-        if not all(known):
-            found = self._matching.of_results(last[0], last[1])
-            if any(known):
-                self.ends = found
+        are_paired = [index in paired for index, paired in zip(last, self._paired, strict=True)]
+        if not all(are_paired):
+            matches = self._matching.of_results(last[0], last[1])
+            if any(are_paired):
+                self.ends = matches
             else:
-                self._take(found)
+                self._take(matches)
 
     def _match_lines(self, phase: str) -> None:
         """Match ops of one line with those of another whose tensors are pieces of theirs."""
@@ -82,8 +85,8 @@ class OpMatches:
             waiting = dict(lines[1][key])
             for source, indices in lines[0][key].items():
                 for other_source in sorted(waiting, key=source.__ne__):
-                    if found := self._matching.of_groups(indices, waiting[other_source]):
-                        self._take(found)
+                    if matches := self._matching.of_groups(indices, waiting[other_source]):
+                        self._take(matches)
                         del waiting[other_source]
                         break
 
@@ -107,22 +110,22 @@ def by_inputs(runs: tuple[Run, Run], sides: Sides) -> list[tuple[int, int]]:
     for index in sides[1]:
         for key in _first_read(runs[1], index):
             waiting.setdefault(key, []).append(index)
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     taken: set[int] = set()
     for index in sides[0]:
         for key in _first_read(runs[0], index):
             free = [one for one in waiting.get(key, ()) if one not in taken]
             if free:
                 taken.add(free[0])
-                found.append((index, free[0]))
+                pairs.append((index, free[0]))
                 break
-    return found
+    return pairs
 
 
 def _first_read(run: Run, index: int) -> Iterator[tuple[str, int, Hashable]]:
     """Yield a key for each tensor that an op read first, except for scalars and constants."""
     op = run.ops[index]
-    for entry in run.read(index, min(run.made(index)), "input", "weight"):
+    for entry in run.read(index, min(run.results(index)), "input", "weight"):
         if is_telling(entry):
             yield op.type, entry.position, key_of(entry)
 
@@ -130,7 +133,7 @@ def _first_read(run: Run, index: int) -> Iterator[tuple[str, int, Hashable]]:
 def _last_result(run: Run, flow: Flow) -> int | None:
     """Return the last op of the forward pass that gives what no other op reads; None without one."""
     for index in reversed(run.indices("forward")):
-        given = [entry for one in run.made(index).values() for entry in one]
-        if not reads_shape(run.ops[index]) and not any(map(flow.is_read, given)):
+        outputs = [entry for one in run.results(index).values() for entry in one]
+        if not reads_shape(run.ops[index]) and not any(map(flow.is_read, outputs)):
             return index
     return None

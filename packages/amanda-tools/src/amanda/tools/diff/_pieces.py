@@ -38,22 +38,22 @@ def joined(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Pair |
         return None
     axis = axes.pop()
     length, extent = whole.shape[axis], sum(part.shape[axis] for part in parts)
-    kept = all(one.file is not None for one in (whole, *parts))
-    if extent > length or (extent < length and not kept):
+    has_numbers = all(one.file is not None for one in (whole, *parts))
+    if extent > length or (extent < length and not has_numbers):
         return None
     statistics = reduce(Statistics.merged, (part.summary.statistics for part in parts))
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
-    rows = partial(_rows, other, parts, axis) if kept else None
-    made = other.derived(replace(parts[0], shape=shape, summary=summary), rows)
+    rows = partial(_rows, other, parts, axis) if has_numbers else None
+    assembled = other.derived(replace(parts[0], shape=shape, summary=summary), rows)
     if extent == length:
-        return whole, made
+        return whole, assembled
     ends = [
         run.derived(replace(whole, shape=shape), partial(_cut, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
     numbers = _rows(other, parts, axis)
-    return min(ends, key=lambda one: array_distance(_array(run, one), numbers).relative), made
+    return min(ends, key=lambda one: array_distance(_array(run, one), numbers).relative), assembled
 
 
 def shares(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
@@ -67,7 +67,7 @@ def shares(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | Non
     if wholes[0].shape == parts[0].shape:
         count, rest = divmod(len(parts), len(wholes))
         return None if rest or count < 2 else [range(i, i + count) for i in range(0, len(parts), count)]
-    found, start = [], 0
+    spans, start = [], 0
     for whole in wholes:
         end, missing = start, math.prod(whole.shape)
         while end < len(parts) and missing > 0:
@@ -75,22 +75,22 @@ def shares(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | Non
             end += 1
         if missing or end == start:
             return None
-        found.append(range(start, end))
+        spans.append(range(start, end))
         start = end
-    return found if start == len(parts) else None
+    return spans if start == len(parts) else None
 
 
 def _alike(run: Run, whole: Entry, other: Run, parts: Sequence[Entry]) -> Entry:
     """Return the first or last part, or the sum or mean of all, whichever is closest to the whole."""
-    found = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
-    kept = all(one.file is not None for one in (whole, *parts))
-    if not kept or np.array_equal(_array(run, whole), _array(other, found[0]), equal_nan=True):
-        return found[0]
+    candidates = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
+    has_numbers = all(one.file is not None for one in (whole, *parts))
+    if not has_numbers or np.array_equal(_array(run, whole), _array(other, candidates[0]), equal_nan=True):
+        return candidates[0]
     if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
-        found += [
+        candidates += [
             other.derived(replace(parts[0]), partial(_reduced, other, parts, by)) for by in (1, len(parts))
         ]
-    return min(found, key=lambda one: array_distance(_array(run, whole), _array(other, one)).relative)
+    return min(candidates, key=lambda one: array_distance(_array(run, whole), _array(other, one)).relative)
 
 
 def _reduced(run: Run, parts: Sequence[Entry], divisor: int) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.diff._run import GIVEN
+from amanda.tools.diff._run import OUTPUT_ROLES
 from amanda.tools.dump import Dump, Entry, Op
 from amanda.tools.kit import op_tensors, tensors_of
 from amanda.tools.mapping import StandardMapping
@@ -22,11 +22,11 @@ Place = tuple[str, str, str, str, int]
 
 def place(ops: Sequence[Op], index: int) -> Place:
     """Return the place of an op of a dump; a run of the same program has the same places."""
-    told = _told(ops[index])
-    return (*told, sum(_told(one) == told for one in ops[:index]))
+    told = _place_of_line(ops[index])
+    return (*told, sum(_place_of_line(one) == told for one in ops[:index]))
 
 
-def _told(op: Op) -> tuple[str, str, str, str]:
+def _place_of_line(op: Op) -> tuple[str, str, str, str]:
     return op.phase, op.type, op.module, op.source
 
 
@@ -46,7 +46,7 @@ class ReplacedTool(amanda.Tool):
         self._dump = Dump(source)
         self._values: dict[int, list[Entry]] = {}
         for entry in self._dump:
-            if entry.op == op and entry.role in GIVEN:
+            if entry.op == op and entry.role in OUTPUT_ROLES:
                 self._values.setdefault(entry.execution, []).append(entry)
         self._place = place(Dump(target).ops, other)
         self._met: dict[tuple[int, int | None], Place] = {}

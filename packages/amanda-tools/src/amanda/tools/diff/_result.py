@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_args
 from amanda.errors import AmandaError
 from amanda.tools.diff._comparison import Comparison
 from amanda.tools.diff._plot import error_plot
-from amanda.tools.diff._told import growth, growth_lines, sentence
+from amanda.tools.diff._sentences import growth, growth_lines, sentence
 from amanda.tools.dump import Op
 from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase

@@ -21,7 +21,7 @@ Compiled = Literal["eager", "instrument"]
 Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
 
 
-GIVEN = ("output", "gradient", "weight gradient")
+OUTPUT_ROLES = ("output", "gradient", "weight gradient")
 """Roles of what ops give."""
 _HERE = str(Path(__file__).parent)
 _SAME_IN_GRAPHS = frozenset({"pytorch"})
@@ -68,22 +68,21 @@ class Run:
         return None if self.dump is None else self.dump.array(entry)
 
     def indices(self, phase: str) -> list[int]:
-        """Return the ops of a phase that gave something, in order."""
-        found = [
-            index for index, op in enumerate(self.ops)
-            if op.phase == phase and any(one.role in GIVEN for one in self.by_op.get(index, ()))
-        ]  # fmt: skip
-        if self.ordered:
-            found.sort(key=lambda index: self.by_op[index][0].order)
-        return found
+        """Return the ops of a phase that gave something, in the order in which they ended."""
+        ends: dict[int, int] = {}  # an op ends after those that it calls
+        for index, op in enumerate(self.ops):
+            given = (one.order for one in self.by_op.get(index, ()) if one.role in OUTPUT_ROLES)
+            if op.phase == phase and (end := next(given, None)) is not None:
+                ends[index] = end
+        return sorted(ends, key=ends.__getitem__) if self.ordered else list(ends)
 
-    def made(self, index: int) -> dict[int, list[Entry]]:
+    def results(self, index: int) -> dict[int, list[Entry]]:
         """Return what an op gave, by execution."""
-        found: dict[int, list[Entry]] = {}
+        executions: dict[int, list[Entry]] = {}
         for entry in self.by_op.get(index, ()):
-            if entry.role in GIVEN:
-                found.setdefault(entry.execution, []).append(entry)
-        return found
+            if entry.role in OUTPUT_ROLES:
+                executions.setdefault(entry.execution, []).append(entry)
+        return executions
 
     def read(self, index: int, execution: int, *roles: str) -> list[Entry]:
         """Return what an op was given at an execution."""

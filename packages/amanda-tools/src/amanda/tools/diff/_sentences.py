@@ -15,7 +15,7 @@ _STEP = 2.0
 """How many times the error before it an error is that the growth shows."""
 _SHOWN = 8
 _READ = 2
-"""Tensors that an op read that are told."""
+"""Tensors that an op read that are named."""
 
 
 def sentence(result: DiffResult) -> str:
@@ -34,8 +34,8 @@ def sentence(result: DiffResult) -> str:
     if first.is_retyped:
         parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
     if first.read:
-        told = {None: "were", True: "agree", False: "differ already"}[first.inputs]
-        parts.append(f"its inputs {told} ({first.read})")
+        agreement = {None: "were", True: "agree", False: "differ already"}[first.inputs]
+        parts.append(f"its inputs {agreement} ({first.read})")
     if first.weight:
         parts.append(f"its weight differs by {first.weight:.2g}")
     if result.remaining is not None:
@@ -67,18 +67,18 @@ def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
     at = next((i for i, one in enumerate(comparisons) if one.diverges), None)
     if at is None or comparisons[at].failure:
         return []
-    found = [comparisons[at]]
+    steps = [comparisons[at]]
     for one in comparisons[at + 1 :]:
-        if one.relative >= _STEP * found[-1].relative and len(found) < _SHOWN:
-            found.append(one)
+        if one.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
+            steps.append(one)
     last = comparisons[-1]
-    return found if last is found[-1] else [*found, last]
+    return steps if last is steps[-1] else [*steps, last]
 
 
 def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a line for each op of `growth`."""
-    shown = growth(comparisons)
-    lines = [f"  {one.relative:9.2g}  {one.place}, execution {one.execution}" for one in shown]
+    steps = growth(comparisons)
+    lines = [f"  {one.relative:9.2g}  {one.place}, execution {one.execution}" for one in steps]
     return ["How the error grows, up to the last op:", *lines] if lines else []
 
 
@@ -88,19 +88,19 @@ def reading(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
     read: tensors of run a, their relative errors, and whether they agree.
     """
     parameters = dict(op.parameters)
-    given = list(read)
-    chosen = [one for one in given if not one[2]] or given
-    told = []
+    tensors = list(read)
+    chosen = [one for one in tensors if not one[2]] or tensors
+    words = []
     for entry, relative, agrees in chosen[:_READ]:
-        found = entry.summary.statistics
-        span = f" from {found.least:.3g} to {found.most:.3g}" if found.count else ""
-        odd = found.nan + found.inf + found.negative_inf
+        statistics = entry.summary.statistics
+        span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
+        odd = statistics.nan + statistics.inf + statistics.negative_inf
         apart = "" if agrees else f" by {relative:.2g}"
-        told.append(
+        words.append(
             f"{_name(entry, parameters)}{apart}: {entry.dtype} {list(entry.shape)}{span}"
             f"{f' with {odd:,} NaN or Inf' if odd else ''}"
         )
-    return ", ".join(told)
+    return ", ".join(words)
 
 
 def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
