@@ -121,7 +121,7 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
 
 def test_a_choice_of_no_name_is_an_error() -> None:
     for options in ({"type": 5}, {"module": 5}, {"type": [5]}):
-        with pytest.raises(SelectionError, match=f"{next(iter(options))} (is|has) 5; give names"):
+        with pytest.raises(SelectionError, match=f"{next(iter(options))} (is|has) 5; give (a name|names)"):
             Choice(["keep", "relu"], **options)
 
 
