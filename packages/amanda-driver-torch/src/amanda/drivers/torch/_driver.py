@@ -280,13 +280,14 @@ _HEADED = _OVERLOADS | {"Function.apply"}
 """Sites whose first argument says what is called."""
 
 
-_REQUIRES_GRAD, _IS_LEAF = torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__
+_native: Any = torch.Tensor  # its stubs show the values of properties, not the properties
+_REQUIRES_GRAD, _IS_LEAF = _native.requires_grad.__get__, _native.is_leaf.__get__
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
     with Unseen():
-        return _REQUIRES_GRAD(tensor) and _IS_LEAF(tensor)
+        return bool(_REQUIRES_GRAD(tensor) and _IS_LEAF(tensor))
 
 
 def _is_machinery(called: Any) -> bool:
