@@ -280,8 +280,8 @@ _HEADED = _OVERLOADS | {"Function.apply"}
 """Sites whose first argument says what is called."""
 
 
-_native: Any = torch.Tensor  # its stubs show the values of properties, not the properties
-_REQUIRES_GRAD, _IS_LEAF = _native.requires_grad.__get__, _native.is_leaf.__get__
+_tensor_class: Any = torch.Tensor  # its stubs show the values of properties, not the properties
+_REQUIRES_GRAD, _IS_LEAF = _tensor_class.requires_grad.__get__, _tensor_class.is_leaf.__get__
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
