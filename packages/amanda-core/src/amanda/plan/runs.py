@@ -112,13 +112,13 @@ class _Execution:
         self.run = run
 
     def drop_tensors(self) -> None:
-        """Let go of tensors, which are what is run again to save memory."""
+        """Drop the tensors in `run`: a checkpoint exists to save their memory."""
         is_tensor = self.ops.is_tensor
         self.run = {key: one for key, one in self.run.items() if not any(map(is_tensor, spread([one])))}
 
 
 class RunRecord:
-    """What the executions of a part of the program left in `run`, by op and in order, for recomputations."""
+    """The `run` dicts of the executions inside a checkpoint, by op and in order, for its recomputation."""
 
     __slots__ = ("_executions",)
 

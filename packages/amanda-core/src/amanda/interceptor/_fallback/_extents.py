@@ -7,7 +7,7 @@ _MOST_TRIES = 16
 
 
 class Extent:
-    """What a with statement enters by `_begin` and leaves by `_end`, methods of a subclass.
+    """Context manager that calls `_begin` and `_end`, methods of a subclass, on entry and exit.
 
     An exception out of these is raised once `_unsettled` is false: until then `_end` is called again. Only
     the native interceptor has no instant between the statement and these methods at which a signal may come.

@@ -176,7 +176,7 @@ def add_identity_type(kind: type) -> None:
 
 
 def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
-    """Tell rounds of a loop apart by the arguments of this type of which `is_leaf` is true."""
+    """Set the type of tensors, and the test for leaves, that distinguish ops in a loop outside of modules."""
     house.leaf_type, house.is_leaf = kind, is_leaf
 
 

@@ -77,7 +77,7 @@ def keep_failure(error: BaseException | None) -> None:
 
 
 def forget_failures() -> None:
-    """Let go of the exceptions of tools that are kept for any thread."""
+    """Drop the exceptions of tools that are held for threads."""
     for failure in list(Failure.of_threads):
         failure.error = None
 

@@ -14,7 +14,7 @@ from amanda.tools.dump import Entry, Op
 
 @dataclass(frozen=True)
 class Culprit:
-    """What explains that an op reads other values.
+    """An op that causes a later op to read different values.
 
     one, other: tensors that ops of a and of b gave; None for a run that lacks the op.  error: relative error
     of what is read.  reason: in words.

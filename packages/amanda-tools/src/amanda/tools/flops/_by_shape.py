@@ -132,7 +132,7 @@ class ByShape(amanda.ShapeTally):
             self._recomputed.clear()
 
     def settle(self) -> None:
-        """Let the costs of the executions be found, and forget them."""
+        """Add the costs of the executions to the result, and forget the executions."""
         self._settle(self)
 
     def places(self) -> Iterator[OpCost]:

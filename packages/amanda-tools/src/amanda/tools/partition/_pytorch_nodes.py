@@ -14,7 +14,7 @@ _BLOCKS = {
     "wrap_with_autocast": "torch.autocast",
     "wrap_inference_mode": "torch.inference_mode()",
 }
-"""What a program writes, by the exporter's op for it."""
+"""Context managers as users write them, by the op that the exporter keeps them as."""
 _SUBSCRIPTS = {"index", "select", "slice"}
 _KEEP_STATISTICS = {"batch_norm", "instance_norm"}
 
