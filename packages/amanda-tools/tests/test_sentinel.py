@@ -178,13 +178,25 @@ def test_nan_is_told_with_the_op_at_which_it_begins(target: Any, phase: str) -> 
 def test_nan_that_a_parameter_holds_is_told_as_such() -> None:
     def spoil(step: int, net: Net) -> None:
         if step == 3:
-            net.outer.bias.data[1] = float("nan")
+            net.outer.bias.detach().numpy()[1] = float("nan")
 
     sentinel = watching()
     train(4, sentinel, each=spoil)
     (alarm,) = sentinel.result.alarms
     assert (alarm.step, alarm.type, alarm.module) == (3, "linear", "outer")
     assert alarm.detail == "parameter outer.bias is the first to hold NaN, which the op was given"
+
+
+def test_nan_that_a_write_puts_into_a_parameter_is_told_where_it_is_written() -> None:
+    def spoil(step: int, net: Net) -> None:
+        if step == 3:
+            net.outer.bias.data[1] = float("nan")
+
+    sentinel = watching()
+    train(4, sentinel, each=spoil)
+    (alarm,) = sentinel.result.alarms
+    assert (alarm.step, alarm.type, alarm.module) == (3, "setitem", "")
+    assert alarm.detail == "output 0 is the first to hold NaN"
 
 
 def test_nan_after_the_last_watched_step_is_told_as_the_scope_closes() -> None:

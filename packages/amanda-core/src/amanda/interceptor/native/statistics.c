@@ -6,7 +6,7 @@ struct Counts counts;
 static const char *const reasons[REASONS] = {
     [NEW_OP] = "new op",
     [NEW_FORM] = "new form of call",
-    [NO_READER] = "no reader of tensors",
+    [NO_READER] = "op without a native reader of tensors",
     [MODE] = "mode or transform",
     [ARGUMENTS] = "kind of argument",
     [SWITCHES] = "cache off or autodiff on",

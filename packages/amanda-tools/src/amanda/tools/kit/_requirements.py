@@ -9,6 +9,10 @@ from amanda.backend import lacking
 from amanda.errors import ToolError
 
 _MEMORY = ("torch:UntypedStorage._cdata",)
+_WRAPPED = (
+    "torch:_C._functorch.is_functorch_wrapped_tensor",
+    "torch:_C._functorch.is_legacy_batchedtensor",
+)
 _RECORD = ("tensorflow.python.eager.record:record_operation",)
 
 REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
@@ -26,6 +30,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:Tensor._nested_tensor_size",
         "torch:_C.DisableTorchFunction",
         "torch:_C.DisableTorchFunctionSubclass",
+        "torch:_C._dispatch_has_kernel",
         "torch:ops.aten.add.Tensor._schema",
         "torch._subclasses.fake_tensor:FakeTensor",
         "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -35,7 +40,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.utils._pytree:tree_map_only",
     ),
     ("kit", "jax"): ("jax._src.core:eval_trace", "jax._src.core:set_current_trace"),
-    ("kit", "torch"): (*_MEMORY, "torch:Tensor._base"),
+    ("kit", "torch"): (*_MEMORY, *_WRAPPED, "torch:Tensor._base"),
     ("kit", "tensorflow"): (
         *_RECORD,
         "tensorflow.python.eager.record:stop_recording",
@@ -45,7 +50,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "tensorflow.python.framework.ops:EagerTensor._numpy_internal",
         "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     ),
-    ("nan", "torch"): ("torch:Tensor._version",),
+    ("nan", "torch"): (*_WRAPPED, "torch:Tensor._version"),
     ("partition", "torch"): (
         "torch:Tensor._version",
         "torch:_C._current_graph_task_id",
@@ -108,6 +113,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "jax._src.lax.control_flow.conditionals:_cond_jvp",
         "jax._src.lax.control_flow.conditionals:_cond_linearize",
     ),
+    ("search", "torch"): ("torch:nn.Conv1d._conv_forward", "torch:nn.Conv2d._conv_forward", "torch:nn.Conv3d._conv_forward"),
     ("sentinel", "torch"): (
         "torch:Tensor._base",
         "torch:Tensor._is_view",

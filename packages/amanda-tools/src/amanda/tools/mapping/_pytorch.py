@@ -90,7 +90,7 @@ def _is_opaque(kind: Any) -> bool | None:
         return True
     is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
     overrides: Any = kind.__torch_dispatch__
-    is_own = overrides is not torch._C._disabled_torch_dispatch_impl
+    is_own = overrides is not torch.Tensor.__torch_dispatch__
     return is_own and not (is_known or _is_fake(kind))
 
 

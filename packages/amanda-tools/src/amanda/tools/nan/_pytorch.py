@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 import amanda
+from amanda.tools.kit._requirements import check
 
 _SCALER = "torch.amp.grad_scaler"
 _CHECK = "_amp_foreach_non_finite_check_and_unscale_"
@@ -68,6 +69,7 @@ def _is_called_by_scaler() -> bool:
 @cache
 def _sums() -> Callable[[Sequence[Any]], bool]:
     """Return a function that returns True if values are plain tensors of float32, each with a finite sum."""
+    check("nan", "torch")
     import torch
 
     kinds, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided

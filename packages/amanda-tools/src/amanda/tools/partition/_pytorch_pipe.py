@@ -40,8 +40,8 @@ def _tensors_by_path(program: Any) -> Any:
             target = target._modules[name]
         if last in source._parameters:
             target.register_parameter(last, source._parameters[last])
-        elif last in source._buffers:
-            target.register_buffer(last, source._buffers[last])
+        elif last in (buffers := dict(source.named_buffers(recurse=False, remove_duplicate=False))):
+            target.register_buffer(last, buffers[last])
         else:
             setattr(target, last, getattr(source, last))
     return root

@@ -8,6 +8,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
+from amanda.tools.kit._requirements import check
 
 
 def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
@@ -37,6 +38,7 @@ class Edges:
     @classmethod
     def of(cls, context: amanda.OpContext) -> Edges | None:
         """Return the padding at an op; None where no module of torch.nn pads."""
+        check("search", "torch")
         from torch import nn
 
         modules = [one for one in interceptor.subjects() if isinstance(one, nn.Module)]
