@@ -149,14 +149,14 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """Run every test but the slow ones; arguments after -- go to pytest."""
-    python(session, "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]))
+    python(session, "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]), OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def tests_slow(session: nox.Session) -> None:
     """Run the slow tests: programs, suites within tests, whole models; arguments after -- go to pytest."""
     chosen = session.posargs or ["--numprocesses=auto"]
-    python(session, "-m", "pytest", "-m", f"slow and not {ELSEWHERE}", *chosen)
+    python(session, "-m", "pytest", "-m", f"slow and not {ELSEWHERE}", *chosen, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["dev"])
