@@ -113,7 +113,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "jax._src.lax.control_flow.conditionals:_cond_jvp",
         "jax._src.lax.control_flow.conditionals:_cond_linearize",
     ),
-    ("search", "torch"): ("torch:nn.Conv1d._conv_forward", "torch:nn.Conv2d._conv_forward", "torch:nn.Conv3d._conv_forward"),
+    ("search", "torch"): tuple(f"torch:nn.Conv{axes}d._conv_forward" for axes in (1, 2, 3)),
     ("sentinel", "torch"): (
         "torch:Tensor._base",
         "torch:Tensor._is_view",

@@ -11,9 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
+from amanda.tools.kit._elements_torch import (
+    is_wrapped,
+    resolved,
+    rows_of_bytes,
+    stored,
+    stored_elements,
+    why_unread,
+)
 from amanda.tools.kit._tensors import BLOCK, CACHED_BLOCK, Save, Tensors, numpy_type
 from amanda.tools.mapping import distributed, is_partial, local, whole
-from amanda.tools.mapping._pytorch import dtype as _pytorch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +28,6 @@ if TYPE_CHECKING:
 
 _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
 """Real element types that NumPy has too."""
-
-
-_REFUSES = "says itself what operations do, and tools call none of it"
 
 
 class _Borrowed:
@@ -50,7 +54,7 @@ class TorchTensors(Tensors):
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
         """Return an array of NumPy: a copy, since no storage that NumPy has seen can change its size."""
-        x = _resolved(x)
+        x = resolved(x)
         x = x.float() if x.is_floating_point() and x.element_size() < 4 else x
         return np.asarray(x.cpu().clone().numpy())
 
@@ -58,7 +62,7 @@ class TorchTensors(Tensors):
         """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type."""
         import torch
 
-        x = _resolved(x).cpu().contiguous()
+        x = resolved(x).cpu().contiguous()
         kind = numpy_type(str(x.dtype).removeprefix("torch."))
         if kind.isbuiltin != 1:
             x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
@@ -88,8 +92,8 @@ class TorchTensors(Tensors):
         if kind is torch.Tensor or kind is torch.nn.Parameter:  # a hot path
             if x.is_meta:
                 return "it has a shape and no elements, on the device meta"
-            return "it belongs to a transform, such as vmap" if _is_wrapped(x) else None
-        return _unread_subclass(x)
+            return "it belongs to a transform, such as vmap" if is_wrapped(x) else None
+        return why_unread(x)
 
     def dense(self, x: Tensor) -> Tensor | None:
         """Return a tensor that stores each of its elements; None of nested ones and on the meta device."""
@@ -97,7 +101,7 @@ class TorchTensors(Tensors):
 
         if self.unread(x) is not None or x.is_nested:
             return None
-        x = _stored(x).detach()
+        x = stored(x).detach()
         return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
 
     def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
@@ -113,9 +117,9 @@ class TorchTensors(Tensors):
 
         if self.unread(x) is not None:
             return None
-        x = _stored(x)
+        x = stored(x)
         if x.layout is not torch.strided or x.is_nested:
-            x = _values(x)
+            x = stored_elements(x)
         if x.is_complex():
             x = (x.to(torch.complex128) if widen else x).abs()
         if widen and x.element_size() == 1:
@@ -186,16 +190,16 @@ class TorchTensors(Tensors):
         """Return the bytes of elements: a row for each position in the flattened tensor."""
         import torch
 
-        return _rows(_resolved(x))[torch.from_numpy(positions).to(x.device)].cpu().numpy()
+        return rows_of_bytes(resolved(x))[torch.from_numpy(positions).to(x.device)].cpu().numpy()
 
     def with_bytes(self, x: Tensor, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Tensor:
         """Return a copy, in the order of memory of `x`, with other bytes in the elements at positions."""
         import torch
 
-        plain = _resolved(x)
+        plain = resolved(x)
         copy = plain.clone(memory_format=torch.contiguous_format)
         chosen = torch.from_numpy(positions).to(x.device)
-        _rows(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
+        rows_of_bytes(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
         written: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
         return written
 
@@ -348,72 +352,6 @@ class TorchTensors(Tensors):
 
         with torch.no_grad():
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))
-
-
-def _resolved(x: Tensor) -> Tensor:
-    """Return a dense tensor without autograd, with conjugation and negation carried out."""
-    import torch
-
-    plain: Tensor = whole(x.detach()).resolve_conj().resolve_neg()
-    return plain if plain.layout is torch.strided else plain.to_dense()
-
-
-def _is_wrapped(x: Tensor) -> bool:
-    """Return True for a value of a transform, whose elements may be those of many calls."""
-    import torch
-
-    functions = torch._C._functorch
-    return functions.is_functorch_wrapped_tensor(x) or functions.is_legacy_batchedtensor(x)
-
-
-def _unread_subclass(x: Tensor) -> str | None:
-    """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    kind = type(x)
-    if isinstance(x, FakeTensor):
-        return "it has a shape and no elements, as a FakeTensor"
-    name = _pytorch_dtype(x)
-    if name is None or name.endswith("]"):
-        return (
-            f"it is packed, {name}" if hasattr(kind, "__tensor_flatten__") else f"{kind.__name__} {_REFUSES}"
-        )
-    if local(x) is not x:
-        return None
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            if x.is_meta:
-                return "it has a shape and no elements, on the device meta"
-            if x.layout is torch.strided and not x.is_nested and x.numel() and not x.data_ptr():
-                return f"{kind.__name__} has no elements of its own"
-        except Exception as error:  # whatever a class refuses
-            return f"{kind.__name__} refuses to be read: {error}"
-    return None
-
-
-def _stored(x: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, with numbers in the place of quantised ones."""
-    x = local(x)
-    return x.dequantize() if x.is_quantized else x
-
-
-def _values(x: Tensor) -> Tensor:
-    """Return the elements that a sparse or a nested tensor stores."""
-    import torch
-
-    if x.is_nested and x.layout is torch.strided:
-        return torch.cat([part.reshape(-1) for part in x.unbind()])
-    if x.layout is torch.sparse_coo:
-        x = x.coalesce()
-    return x.values() if hasattr(x, "values") else x.to_dense()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return the bytes of each element, a view if the tensor is contiguous."""
-    import torch
-
-    return x.contiguous().view(-1, 1).view(torch.uint8)
 
 
 def _saved(x: Tensor) -> Callable[[], None]:

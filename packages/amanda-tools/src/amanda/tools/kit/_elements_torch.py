@@ -1,0 +1,79 @@
+"""Elements of PyTorch tensors of every layout and class, as far as they can be read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amanda.tools.mapping import local, whole
+from amanda.tools.mapping._pytorch import dtype as dtype_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_REFUSES = "says itself what operations do, and tools call none of it"
+
+
+def resolved(x: Tensor) -> Tensor:
+    """Return a dense tensor without autograd, with conjugation and negation carried out."""
+    import torch
+
+    plain: Tensor = whole(x.detach()).resolve_conj().resolve_neg()
+    return plain if plain.layout is torch.strided else plain.to_dense()
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return True for a value of a transform, whose elements may be those of many calls."""
+    import torch
+
+    functions = torch._C._functorch
+    return functions.is_functorch_wrapped_tensor(x) or functions.is_legacy_batchedtensor(x)
+
+
+def why_unread(x: Tensor) -> str | None:
+    """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    kind = type(x)
+    if isinstance(x, FakeTensor):
+        return "it has a shape and no elements, as a FakeTensor"
+    name = dtype_name(x)
+    if name is None or name.endswith("]"):
+        return (
+            f"it is packed, {name}" if hasattr(kind, "__tensor_flatten__") else f"{kind.__name__} {_REFUSES}"
+        )
+    if local(x) is not x:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            if x.is_meta:
+                return "it has a shape and no elements, on the device meta"
+            if x.layout is torch.strided and not x.is_nested and x.numel() and not x.data_ptr():
+                return f"{kind.__name__} has no elements of its own"
+        except Exception as error:  # whatever a class refuses
+            return f"{kind.__name__} refuses to be read: {error}"
+    return None
+
+
+def stored(x: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, with numbers in the place of quantised ones."""
+    x = local(x)
+    return x.dequantize() if x.is_quantized else x
+
+
+def stored_elements(x: Tensor) -> Tensor:
+    """Return the elements that a sparse or a nested tensor stores."""
+    import torch
+
+    if x.is_nested and x.layout is torch.strided:
+        return torch.cat([part.reshape(-1) for part in x.unbind()])
+    if x.layout is torch.sparse_coo:
+        x = x.coalesce()
+    return x.values() if hasattr(x, "values") else x.to_dense()
+
+
+def rows_of_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of each element, a view if the tensor is contiguous."""
+    import torch
+
+    return x.contiguous().view(-1, 1).view(torch.uint8)
