@@ -197,6 +197,31 @@ def write_imaginary_part() -> Tensor:
     return torch.cat([torch.view_as_real(c).flatten(), r, i])
 
 
+def _gradient_of_written(*writes: Callable[[Tensor], Any]) -> Tensor:
+    """Return complex numbers that were written, what the writes returned, and the gradient of all."""
+    p = torch.arange(8.0).mul(1 - 2j).reshape(2, 4).requires_grad_()
+    z = p * 2
+    kept = [write(z) for write in writes]
+    sum((one.abs() ** 2).sum() for one in (z, *kept)).backward()
+    return torch.cat([torch.view_as_real(one.detach().resolve_conj()).flatten() for one in (z, p.grad)])
+
+
+def write_conjugates() -> Tensor:
+    return _gradient_of_written(lambda z: z.conj().neg_(), lambda z: z.conj()[0].mul_(1j))
+
+
+def write_parts_of_conjugates() -> Tensor:
+    return _gradient_of_written(lambda z: z.conj().imag.mul_(3), lambda z: z[1:].conj().real.t()[0].add_(1))
+
+
+def write_pairs_of_slices() -> Tensor:
+    return _gradient_of_written(lambda z: torch.view_as_real(z[..., ::2]).mul_(3), lambda z: z[1:].neg_())
+
+
+def write_numbers_whose_parts_were_written() -> Tensor:
+    return _gradient_of_written(lambda z: z.real[..., ::2].mul_(3), lambda z: z[0].unsqueeze(0).fill_(5))
+
+
 def _written_values(layout: torch.layout) -> Tensor:
     s = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse(layout=layout)
     v = s.values()
@@ -307,6 +332,8 @@ PROGRAMS: list[Program] = [
     numpy_array, weight_under_no_grad, in_inference_mode, while_disabled, gradient_of_what_is_copied,
     gradient_through_written_views, gradient_through_a_written_base, gradient_of_what_no_grad_hands_through,
     write_behind_expand, write_into_an_expanded_tensor, write_real_part, write_imaginary_part,
+    write_conjugates, write_parts_of_conjugates, write_pairs_of_slices,
+    write_numbers_whose_parts_were_written,
     write_values_of_csr, write_values_of_csc, write_values_of_coo, write_indices,
     write_what_a_sparse_tensor_is_made_of, write_values_of_jagged, write_nested,
     write_parameters_in_one_memory, write_detached, write_within_a_function, hand_back_parameters,

@@ -111,15 +111,22 @@ class Part:
         return self
 
     def at(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return which elements of a tensor in the storage were written; None if all were.
+        """Return which elements of a tensor in the storage were written, some at least; None if all were.
 
-        Elements of two sizes, as after `view(dtype)`, are not told apart: all count as written.
+        An element of another size, as after `view(dtype)`, was written if any of its bytes was.
         """
-        if self._whole or tensor.element_size() != self.tensor.element_size():
+        if self._whole:
             return None
-        if self._flags is None and _same_elements(self.tensor, tensor):
+        size, written_size = tensor.element_size(), self.tensor.element_size()
+        if self._flags is None and size == written_size and _same_elements(self.tensor, tensor):
             return None
-        return _strided_as(self._filled(True), tensor)
+        flags = self._filled(True)
+        if size < written_size:
+            flags = flags.repeat_interleave(written_size // size)
+        elif size > written_size:
+            count = size // written_size
+            flags = flags[: len(flags) // count * count].view(-1, count).any(1)
+        return _strided_as(flags, tensor)
 
     def _filled(self, own: bool) -> torch.Tensor:
         if self._flags is None:
@@ -196,21 +203,28 @@ class TensorTie(Tie):
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        own, at_value = self._data, start == self.ends[0]
+        own, own_view = self._data, self._view
+        at_value, sign = start == self.ends[0], False
         if own is None:
             return None
-        marks = written.at(own if at_value else self._view)
+        if own.is_complex() and own_view.is_complex() and not written.tensor.is_complex():
+            # The real or the imaginary parts alone may be written; a gradient goes on to the others.
+            sign = own.is_conj() != own_view.is_conj()
+            own, own_view = _pairs(own), _pairs(own_view)
+        marks = written.at(own if at_value else own_view)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _reached(own, value, at_value, written), self._view
+                data, view = _reached(own, value, at_value, written), own_view
                 if torch.is_grad_enabled():
                     view = _reached(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
-                if at_value and marks is not None and overlaps(view):
-                    return _write_overlapping(base, self._view, data, marks)
+                if sign:
+                    source = torch.stack([source[..., 0], -source[..., 1]], -1)
+                if at_value and marks is not None and overlaps(own_view):
+                    return _write_overlapping(base, own_view, source, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return Part(target, marks)
         finally:
@@ -297,6 +311,11 @@ def _nothing() -> None:
     return None
 
 
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """Return the real and imaginary parts of complex numbers as they lie in memory, in a last axis."""
+    return torch.view_as_real(x.conj() if x.is_conj() else x)
+
+
 def _is_equal(value: torch.Tensor, view: torch.Tensor) -> bool:
     """Return True if two tensors hold the same numbers, those of a tensor without data in any case."""
     return value.is_meta or bool(((value == view) | ((value != value) & (view != view))).all())
@@ -336,12 +355,12 @@ def _reached(data: torch.Tensor, own: torch.Tensor | None, was_written: bool, wr
 
 def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Make a view of `base` once more, in autograd."""
-    if _same_elements(view, base):
+    if _same_elements(view, base) and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg():
         return base
     if base.is_complex() and not view.is_complex():
-        base = torch.view_as_real(base.conj() if base.is_conj() else base)
+        base = _pairs(base)
     if view.is_complex() and not base.is_complex():  # the base may be the real part alone
-        pairs = torch.view_as_real(view.conj() if view.is_conj() else view)
+        pairs = _pairs(view)
         base = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
         again = torch.view_as_complex(base)
     else:
