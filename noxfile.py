@@ -2,7 +2,7 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
+tests_slow, tests_long, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
 dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
@@ -49,7 +49,7 @@ WHEELS = ROOT / "build" / "wheels"
 BIN = "Scripts" if os.name == "nt" else "bin"
 DEV = ROOT / ".nox" / "dev" / BIN / "python"
 
-ELSEWHERE = "(zoo or zoo_tf or opdb or soak or installs)"
+ELSEWHERE = "(long or zoo or zoo_tf or opdb or soak or installs)"
 WITH_SLOW = ("-m", f"not {ELSEWHERE}")
 PARALLEL = ("--numprocesses=2", "--durations=10")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -157,6 +157,13 @@ def tests_slow(session: nox.Session) -> None:
     """Run the slow tests: programs, suites within tests, whole models; arguments after -- go to pytest."""
     chosen = session.posargs or ["--numprocesses=auto"]
     python(session, "-m", "pytest", "-m", f"slow and not {ELSEWHERE}", *chosen, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def tests_long(session: nox.Session) -> None:
+    """Run the tests that take longest; arguments after -- go to pytest."""
+    chosen = session.posargs or ["--numprocesses=auto"]
+    python(session, "-m", "pytest", "-m", "long", *chosen, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["dev"])

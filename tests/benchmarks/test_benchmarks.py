@@ -62,7 +62,7 @@ def test_a_quick_run_of_sessions_of_onnxruntime(tmp_path: Path) -> None:
     assert "without fusion" in text.split("## Sessions of ONNX Runtime")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_of_compiled_models(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "compiled", "--quick", "--out", str(tmp_path)]
     done = children.run(command)
@@ -71,7 +71,7 @@ def test_a_quick_run_of_compiled_models(tmp_path: Path) -> None:
     assert "| prune, masks in the graph |" in text.split("## Compiled models")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "remat", "--quick", "--out", str(tmp_path)]
     done = children.run(command)
@@ -85,7 +85,7 @@ def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
     assert "| budget | time over bare | peak |" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_of_whole_tools_tells_their_routines_from_the_framework(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "tools", "--quick", "--out", str(tmp_path)]
     done = children.run(command)
@@ -99,7 +99,7 @@ def test_a_quick_run_of_whole_tools_tells_their_routines_from_the_framework(tmp_
     assert "| quantize, qat |" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "profiling", "--quick", "--out", str(tmp_path)]
     done = children.run(command)
@@ -112,7 +112,7 @@ def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: P
     assert "| ProfileTool, times alone |" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_of_whole_programs_has_tools_beside_their_peers(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "peers", "--quick", "--out", str(tmp_path)]
     done = children.run(command)
@@ -124,7 +124,7 @@ def test_a_quick_run_of_whole_programs_has_tools_beside_their_peers(tmp_path: Pa
     assert "| torch.nn.utils.parametrize |" in (tmp_path / "benchmarks.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_of_graphs_measures_sessions_and_functions(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "graphs", "--quick", "--out", str(tmp_path)]
     done = children.run(command)
@@ -210,7 +210,7 @@ def test_a_patch_leaves_torch_as_it_was(benchmark_modules: None) -> None:
     assert torch.tensor([torch.tensor(1)]).tolist() == [1]  # it fails where tensors have become sequences
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_over_ranks(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "distributed", "--quick", "--out", str(tmp_path)]
     done = children.run(command)

@@ -29,7 +29,7 @@ def evaluation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return _evaluation  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_measures_a_figure_and_makes_its_part_of_the_page(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "12", "--quick", "--out", str(tmp_path)]
     done = children.run(command)

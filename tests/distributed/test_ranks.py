@@ -18,6 +18,8 @@ from amanda.tools.flops import FlopsTool
 from amanda.tools.results import Result, load, merge
 from amanda.tools.stats import StatsTool
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("worker_torch.py")
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
@@ -70,7 +72,6 @@ def of_layers(result: Result) -> list[tuple[Any, ...]]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_parameters_are_bit_equal(told: list[dict[str, Any]], kind: str) -> None:
     assert [one[kind]["same"] for one in told] == [True, True]

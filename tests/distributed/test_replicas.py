@@ -11,6 +11,8 @@ from typing import Any
 import children
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("worker_tensorflow.py")
 MODES = ("fit", "function", "eager")
 MACS = 6 * 5 + 5 * 2
@@ -28,7 +30,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_and_weights_are_bit_equal(told: dict[str, Any], mode: str) -> None:
     assert told[mode]["seen"] == told[mode]["bare"]

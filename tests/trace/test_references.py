@@ -18,6 +18,8 @@ from torch.fx.passes.shape_prop import ShapeProp
 import amanda
 from amanda.tools.trace import Graph, Op, TraceTool
 
+pytestmark = pytest.mark.slow
+
 COMPUTED = {"conv2d": 53, "batch_norm": 53, "relu": 49, "add": 16, "max_pool2d": 1, "linear": 1}
 
 
@@ -103,7 +105,6 @@ def assert_equal(ours: list[Node], theirs: list[Node]) -> None:
     assert [set(node.producers) for node in ours] == [set(node.producers) for node in theirs]
 
 
-@pytest.mark.slow
 def test_ops_shapes_and_edges_are_those_of_torchlens(
     nodes: list[Node], torchlens: dict[str, list[Node]]
 ) -> None:

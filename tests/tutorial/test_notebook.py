@@ -46,7 +46,7 @@ def test_the_notebook_gives_what_it_shows() -> None:
     assert executed(NOTEBOOK) == printed(nbformat.read(NOTEBOOK, as_version=4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the event loop that nbclient starts
 def test_the_notebook_of_tensorflow_gives_what_it_shows() -> None:
     assert executed(TENSORFLOW) == printed(nbformat.read(TENSORFLOW, as_version=4))

@@ -8,6 +8,8 @@ import pytest
 import ranks
 from ranks import TRAININGS, Told
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
@@ -15,7 +17,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     return ranks.told_by_ranks(Path(tmp_path_factory.mktemp("ranks")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_losses_gradients_and_parameters_are_bit_equal(told: list[Told], name: str) -> None:
     for one in told:

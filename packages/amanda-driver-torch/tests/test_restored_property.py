@@ -147,7 +147,7 @@ OPTIONS: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_
 
 
 @pytest.mark.slow
-@settings(max_examples=300, derandomize=True, **OPTIONS)
+@settings(max_examples=100, derandomize=True, **OPTIONS)
 @given(
     program=st.sampled_from(PROGRAMS),
     make=st.sampled_from(ERRORS),

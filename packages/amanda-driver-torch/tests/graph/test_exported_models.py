@@ -88,7 +88,7 @@ def _unheard() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pruned_programs_run_without_amanda(tmp_path: Path) -> None:
     for op in ("nms", "qnms"):  # of torchvision, which a CPU build lacks
         if not hasattr(torch.ops.torchvision, op):

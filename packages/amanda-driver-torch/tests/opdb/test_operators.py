@@ -11,7 +11,7 @@ from ._comparison import Count, differences, not_seen
 from ._variants import database
 from .exceptions import REFUSED, UNDETERMINED
 
-SLOTS, EVERY = 4, 8
+SLOTS, EVERY = 4, 24
 """One op of so many is in the sample, which is tested in parts."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its prototypes and deprecations
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its prot
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each op, where they are not deselected anyhow: the database imports half of torch."""
     if "name" in metafunc.fixturenames:
-        deselected = metafunc.config.getoption("markexpr") == "not (zoo or opdb)"
-        metafunc.parametrize("name", ["every op"] if deselected else list(database()))
+        chosen = metafunc.config.getoption("markexpr") in ("", "opdb")
+        metafunc.parametrize("name", list(database()) if chosen else ["every op"])
 
 
 @pytest.mark.slow
@@ -29,8 +29,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_calls_of_the_sample_are_bit_identical(slot: int) -> None:
     count = Count()
     assert _amiss(slot, lambda name: differing(name, 8, count)) == {}
-    assert count.calls > 500
-    assert count.gradients > 150
+    assert count.calls > 150
+    assert count.gradients > 50
 
 
 @pytest.mark.slow
@@ -61,5 +61,5 @@ def differing(name: str, most: int, count: Count) -> list[str]:
 
 def _amiss(slot: int, check: Callable[[str], list[str]]) -> dict[str, list[str]]:
     names = list(database())[::EVERY][slot::SLOTS]
-    assert len(names) > 15
+    assert len(names) > 5
     return {name: found for name in names if (found := check(name))}
