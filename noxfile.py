@@ -2,8 +2,8 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, tests_long, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions, types, lint,
-dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
+tests_slow, tests_long, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions,
+types, lint, dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ DEV = ROOT / ".nox" / "dev" / BIN / "python"
 ELSEWHERE = "(long or zoo or zoo_tf or opdb or soak or installs)"
 WITH_SLOW = ("-m", f"not {ELSEWHERE}")
 PARALLEL = ("--numprocesses=2", "--durations=10")
+BY_MODULE = ("--numprocesses=auto", "--dist=loadscope")
+"""In parallel, where tests of one module share what its fixtures set up."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # The newest version of each is the shared environment's, which all tests run on.
 TORCH_VERSIONS = ("2.4.1", "2.9.1")
@@ -149,20 +151,20 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """Run every test but the slow ones; arguments after -- go to pytest."""
-    python(session, "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]), OMP_NUM_THREADS="1")
+    python(session, "-m", "pytest", *(session.posargs or BY_MODULE), OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def tests_slow(session: nox.Session) -> None:
     """Run the slow tests: programs, suites within tests, whole models; arguments after -- go to pytest."""
-    chosen = session.posargs or ["--numprocesses=auto"]
+    chosen = session.posargs or BY_MODULE
     python(session, "-m", "pytest", "-m", f"slow and not {ELSEWHERE}", *chosen, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def tests_long(session: nox.Session) -> None:
     """Run the tests that take longest; arguments after -- go to pytest."""
-    chosen = session.posargs or ["--numprocesses=auto"]
+    chosen = session.posargs or BY_MODULE
     python(session, "-m", "pytest", "-m", "long", *chosen, OMP_NUM_THREADS="1")
 
 

@@ -29,7 +29,9 @@ def accuracy() -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["digits, CNN, PyTorch", pytest.param("digits, CNN, Keras", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "model", ["digits, CNN, PyTorch", pytest.param("digits, CNN, Keras", marks=pytest.mark.long)]
+)
 def test_tools_score_what_is_scored_by_hand(accuracy: ModuleType, model: str) -> None:
     found = accuracy.measured(model, [0], quick=True)
     assert len(found) == 6

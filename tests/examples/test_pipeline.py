@@ -13,7 +13,9 @@ SCRIPT = Path(__file__).parents[2] / "examples/pipeline.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), pytest.param(4, "gpipe", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), [(2, "1f1b"), pytest.param(4, "gpipe", marks=pytest.mark.long)]
+)
 def test_stages_train_as_one_process(ranks: int, schedule: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = run(

@@ -10,7 +10,10 @@ import tensorflow as tf
 import amanda
 from amanda.testing import Unchanged
 
-MODELS = ["MobileNetV2", "EfficientNetB0", "DenseNet121"]
+MODELS = [
+    "MobileNetV2",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("EfficientNetB0", "DenseNet121")),
+]
 
 
 @pytest.mark.slow
