@@ -70,7 +70,7 @@ def basic_pitch() -> Path:
     return Path(folder, "saved_models", "icassp_2022", "nmp")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pruned_copy_of_basic_pitch_gives_what_the_tool_gives_when_it_runs(tmp_path: Path) -> None:
     time = np.arange(43844) / 22050
     audio = (np.sin(2764 * time) + np.sin(4140 * time)).astype(np.float32)[None, :, None]
