@@ -146,6 +146,23 @@ def test_processes_of_a_script_do_what_they_do(script: Path) -> None:
     assert "forkserver [2, 4]" in out
 
 
+FORKED = """
+import os, signal
+
+child = os.fork()
+if child == 0:
+    print([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)], flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this platform")
+def test_a_child_without_a_framework_has_no_handlers_of_signals(script: Path) -> None:
+    script.write_text(FORKED)
+    assert both(["script.py"], script.parent)[1].count("SIG_DFL") == 2
+
+
 EARLY = """
 import ctypes, os, signal
 

@@ -118,20 +118,23 @@ class Process:
 
     def listen(self) -> None:
         """Act at signals that end the process, which forks hold back, and at its end."""
-        if self._listens:
-            return
-        self._listens = True
-        atexit.register(self._end_of_interpreter)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(
-                before=self._hold_signals,
-                after_in_parent=self._let_signals_through,
-                after_in_child=self._let_signals_through,
-            )
+        if not self._listens:
+            self._listens = True
+            atexit.register(self._end_of_interpreter)
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(
+                    before=self._hold_signals,
+                    after_in_parent=self._let_signals_through,
+                    after_in_child=self._begin_in_child,
+                )
+        self._replace_handlers(signal.SIG_DFL, self.end_by_signal)
+
+    def _replace_handlers(self, before: Any, handler: Any) -> None:
+        """Set the handler of the signals that end the process and have another one, on the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self.end_by_signal)
+                if signal.getsignal(number) == before:
+                    signal.signal(number, handler)
 
     def _hold_signals(self) -> None:
         """Block SIGTERM and SIGHUP during a fork: Python loses a signal that a child receives as it begins.
@@ -139,6 +142,12 @@ class Process:
         Without tools the signal would end the child, such as a worker of a pool that is terminated early.
         """
         self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
+
+    def _begin_in_child(self) -> None:
+        if self.session is None:
+            # There is nothing to save, and a handler in Python may come too late to end a lock's wait.
+            self._replace_handlers(self.end_by_signal, signal.SIG_DFL)
+        self._let_signals_through()
 
     def _let_signals_through(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
