@@ -48,7 +48,7 @@ def test_insisting_on_the_interceptor_makes_its_absence_an_error(tmp_path: Path,
     assert not list(tmp_path.glob("*.whl"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_build_takes_the_first_ones_interceptor(tmp_path: Path) -> None:
     """The build of the wheel itself is the second one: the metadata came first."""
     done = build(tmp_path, AMANDA_REQUIRE_NATIVE="0")

@@ -92,7 +92,7 @@ def test_in_eager_mode(tool: CountOPTool, model: Any) -> None:
     assert tool.counts == (106, 106)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_a_function(tool: CountOPTool, model: Any) -> None:
     step = tf.function(gradients)
     with amanda.apply(tool):
@@ -101,7 +101,7 @@ def test_in_a_function(tool: CountOPTool, model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eagerly", [True, False])
+@pytest.mark.parametrize("eagerly", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_in_keras_fit(tool: CountOPTool, model: Any, eagerly: bool) -> None:
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=eagerly, jit_compile=False)
     with amanda.apply(tool):

@@ -24,7 +24,7 @@ from amanda.interceptor import NATIVE
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_of_this_holds_for_the_pure_python_interceptor() -> None:
     if not NATIVE:
         return

@@ -187,7 +187,7 @@ def test_a_tool_is_named_by_its_import_path() -> None:
         ToolSpec.parse("amanda.tools.diff.Float").make(Steps())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_other_interpreter_has_another_version_of_a_library_or_no_amanda(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

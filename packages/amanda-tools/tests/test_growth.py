@@ -91,7 +91,7 @@ def grown_by_models(name: str) -> list[int]:
     return grown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_was_dropped_leaves_what_the_result_tells_of_it() -> None:
     # In a process of its own: where there is much else, weak tables double, which is more than all this.
     code = """

@@ -153,7 +153,7 @@ print(rows)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_process_has_the_same_faults() -> None:
     told = [children.run([sys.executable, "-c", SCRIPT], check=True).stdout for _ in range(2)]
     assert told[0] == told[1]

@@ -275,7 +275,11 @@ for compiled in (False, True):
 @pytest.mark.parametrize(
     ("name", "random", "second"),
     # TensorFlow numbers the draws of the ops that tf_keras draws by on each device.
-    [("keras", "random", 1), ("tf_keras", "plain", 1), ("tf_keras", "random", 0)],
+    [
+        ("keras", "random", 1),
+        pytest.param("tf_keras", "plain", 1, marks=pytest.mark.long),
+        ("tf_keras", "random", 0),
+    ],
 )
 def test_training_on_two_devices_has_the_loss_curve_of_the_model(name: str, random: str, second: int) -> None:
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -66,7 +66,7 @@ def test_stages_train_to_the_bits_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["bert", "resnet18"])
 def test_models_train_to_the_bits_of_one_process(
     name: str, stages: int, tmp_path: Path, transformers: Any
@@ -76,7 +76,13 @@ def test_models_train_to_the_bits_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stages"), [("tied", 2), ("tied", 3), ("recurrent", 2), ("gpt2", 2), ("gpt2", 4)]
+    ("name", "stages"),
+    [
+        ("tied", 2),
+        ("recurrent", 2),
+        ("gpt2", 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("tied", 3), ("gpt2", 4))),
+    ],
 )
 def test_gradients_of_tied_parameters_add_up_over_stages(
     name: str, stages: int, tmp_path: Path, transformers: Any

@@ -150,7 +150,7 @@ def test_stages_compute_the_bits_of_the_model_with_its_own_tensors(name: str, tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["albert", "gpt2", "t5"])
 def test_stages_of_models_with_shared_weights_compute_their_bits(
     name: str, stages: int, training: bool, transformers: Any

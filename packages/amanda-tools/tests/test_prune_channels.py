@@ -624,8 +624,13 @@ BY_THEIR_INPUT: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_THEIR_INPUT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("beit", "levit") else pytest.mark.long)
+        for name in BY_THEIR_INPUT
+    ],
+)
 def test_models_whose_attention_counts_by_its_input_lose_other_channels(name: str) -> None:
     let_torchvision_load()
     timm = pytest.importorskip("timm")

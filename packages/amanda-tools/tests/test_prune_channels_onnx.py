@@ -367,7 +367,7 @@ def test_groups_are_those_of_the_module_that_was_exported() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the exporter about itself
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_050"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("mobilenetv2_050", marks=pytest.mark.long)])
 def test_groups_are_those_of_models_of_timm(name: str) -> None:
     let_torchvision_load()
     timm = pytest.importorskip("timm")

@@ -112,7 +112,7 @@ def test_copies_die_with_their_graph_and_their_tool() -> None:
     assert not tool._amanda.layers[next(iter(tool._amanda.layers))].plans
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ids_are_the_same_in_equal_programs() -> None:
     import sys
 

@@ -367,7 +367,7 @@ def test_a_changed_output_of_an_in_place_op_is_in_the_tensor(routine: Callable[[
         assert x.grad.tolist() == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_inductor_gives_what_it_gave() -> None:
     net = network()
