@@ -391,7 +391,10 @@ def third_party(session: nox.Session) -> None:
 
 @nox.session(requires=["dev"])
 def docs(session: nox.Session) -> None:
-    """Build the site into build/site, strictly; arguments go to the build. Its snippets are among the tests."""
+    """Build the site into build/site, strictly; arguments go to the build.
+
+    Snippets are among the tests.
+    """
     install(session, *group("site"))
     share(session)
     install(session, "--no-deps", *editable(*DISTRIBUTIONS))

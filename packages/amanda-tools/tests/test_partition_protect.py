@@ -482,6 +482,34 @@ def test_number_that_would_leave_the_process_is_an_error(read: Callable[[Tensor]
         tool.release()
 
 
+class Writes(nn.Module):
+    """A linear layer, into whose output it writes through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        y[0].add_(1)
+        y.view(-1)[3:].mul_(2)
+        y.t()[1] = 5.0
+        return y
+
+
+def test_writes_into_views_of_outputs_reach_them(protect: Callable[[str], Protecting]) -> None:
+    model, x = nn.Sequential(Writes(), nn.Linear(4, 2)), torch.rand(2, 4).requires_grad_()
+    expected = model(x)
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    tool = protect("module=0|0.*")
+    with amanda.apply(tool):
+        found = model(x)
+        assert torch.equal(torch.autograd.grad(found.sum(), x)[0], gradient)
+    assert torch.equal(found, expected)
+    assert {row[1] for row in tool.result.rows()} == {"parameter", "linear", "add", "mul"}
+
+
 def test_output_without_a_gradient_has_none_outside() -> None:
     def double(y: Tensor) -> Tensor:
         return y.detach().clone()

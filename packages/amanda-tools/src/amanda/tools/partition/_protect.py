@@ -137,6 +137,8 @@ class ProtectTool(amanda.Tool):
                 f"protect runs ops of PyTorch's eager mode in another process; {where} is of "
                 f"{context.namespace}"
             )
+        if _pytorch_ops.shares_memory(context) and not protection.stand_ins.are_read_by(context):
+            return  # what is written into a view reaches the tensor of the program that it is a view of
         op = _pytorch_ops.callable_of(context)
         protection.adopt(context)
         key, module = context.get_op_id(), context.get_scope()

@@ -35,9 +35,22 @@ def is_random(context: amanda.OpContext) -> bool:
     """Return True for an op that may draw random numbers."""
     import torch
 
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in _overloads(context))
+
+
+def shares_memory(context: amanda.OpContext) -> bool:
+    """Return True for an op whose result may be a view of an input, and for a write by index."""
+    if context.get_op_type() in ("getitem", "setitem"):
+        return True
+    results = [one for overload in _overloads(context) for one in overload._schema.returns]
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in results)
+
+
+def _overloads(context: amanda.OpContext) -> list[Any]:
+    import torch
+
     packet = getattr(torch.ops.aten, context.get_op_type(), None)
-    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
-    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
 def tensors(values: Sequence[Any]) -> Iterator[Any]:

@@ -75,6 +75,12 @@ class StandIns:
         """Return the stand-in in whose memory a value lies."""
         return self._found.get(value.untyped_storage().data_ptr())
 
+    def are_read_by(self, context: amanda.OpContext) -> bool:
+        """Return True if an op reads a stand-in, or a parameter or buffer, which may become one."""
+        return any(
+            self.of(value) is not None or path(value) is not None for value in tensors(context.get_inputs())
+        )
+
     def adopt(self, context: amanda.OpContext, hold: Hold) -> None:
         """Move the parameters and buffers that a selected op reads to the process.
 
