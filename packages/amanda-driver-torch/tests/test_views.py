@@ -9,7 +9,7 @@ import pytest
 import torch
 from copies import copied
 from torch import Tensor
-from view_programs import PROGRAMS, Program, gradient_of_nested
+from view_programs import PROGRAMS, Program, gradient_of_nested, write_copies_of_parts
 
 import amanda
 from amanda.testing import Fresh
@@ -54,6 +54,27 @@ def test_equal_values_leave_a_program_as_it_is(program: Program, made: Callable[
             assert torch.equal(module(), expected)
     assert torch.equal(program(), expected)
     assert not scope.report
+
+
+class Packed(amanda.Tool):
+    """Gives each op contiguous copies of the tensors that it reads."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(lambda context: context.insert_before_op(self.packed))
+
+    def packed(self, *values: Any) -> Any:
+        """Return contiguous copies, but leaves as they are."""
+        return [
+            one.clone(memory_format=torch.contiguous_format) if is_floating(one) and one.grad_fn else one
+            for one in values
+        ]
+
+
+def test_an_op_copies_a_value_of_another_layout_where_it_copies_the_tensor() -> None:
+    expected, module = write_copies_of_parts(), InModule(write_copies_of_parts)
+    with amanda.apply(Packed()):
+        for _ in range(5):
+            assert torch.equal(module(), expected)
 
 
 def test_a_changed_view_is_what_its_readers_see_and_its_base_keeps_its_values() -> None:

@@ -179,6 +179,14 @@ def write_into_an_expanded_tensor() -> Tensor:
     raise AssertionError
 
 
+def write_copies_of_parts() -> Tensor:
+    b = torch.arange(24.0).reshape(3, 8).requires_grad_() * 2
+    b[:, :2].unsqueeze(0).reshape(-1).neg_()
+    b[:, :2].view_as(b[:, 2:4]).flatten().neg_()
+    b.t().transpose(0, 1).contiguous().mul_(3)
+    return b.detach() * 1
+
+
 def write_real_part() -> Tensor:
     def part() -> Tensor:
         return torch.fft.ifft(torch.fft.fft(torch.arange(20.0).reshape(2, 2, 5).requires_grad_())).real.mT
@@ -332,7 +340,7 @@ PROGRAMS: list[Program] = [
     numpy_array, weight_under_no_grad, in_inference_mode, while_disabled, gradient_of_what_is_copied,
     gradient_through_written_views, gradient_through_a_written_base, gradient_of_what_no_grad_hands_through,
     write_behind_expand, write_into_an_expanded_tensor, write_real_part, write_imaginary_part,
-    write_conjugates, write_parts_of_conjugates, write_pairs_of_slices,
+    write_copies_of_parts, write_conjugates, write_parts_of_conjugates, write_pairs_of_slices,
     write_numbers_whose_parts_were_written,
     write_values_of_csr, write_values_of_csc, write_values_of_coo, write_indices,
     write_what_a_sparse_tensor_is_made_of, write_values_of_jagged, write_nested,

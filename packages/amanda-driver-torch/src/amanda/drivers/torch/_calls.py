@@ -1,6 +1,7 @@
 """Calls of torch's ops: the inputs in schema order, and how to make the call with others."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from amanda.backend import Call
 from amanda.interceptor import Site
 
 from ._schema import Binding
-from ._storages import in_memory_like
+from ._storages import in_memory_like, is_strided, laid_out_like
 from ._views import Written
 
 
@@ -52,11 +53,18 @@ class TorchCall(Call):
         return self._make(self._site, (*self._head, *args), kwargs)
 
     def fitted(self, inputs: list[Any]) -> list[Any]:
-        """Put a tensor for `as_strided` into memory like the original's, of which the op may read all."""
+        """Lay a tensor out like the original where the op may make a view of it, or read all its memory.
+
+        Of another layout `reshape` would make a view where it copies, or the other way round.
+        """
         own, given = self.inputs[0], inputs[0]
-        if self._site.key != "as_strided" or given is own:
+        if given is own or not _depends_on_layout(self._site.key):
             return inputs
-        return [in_memory_like(own, given), *inputs[1:]]
+        if self._site.key == "as_strided":
+            return [in_memory_like(own, given), *inputs[1:]]
+        if not (is_strided(own) and is_strided(given)) or own.stride() == given.stride():
+            return inputs
+        return [laid_out_like(own, given), *inputs[1:]] if own.shape == given.shape else inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Runs the op on inputs like this call's."""
@@ -91,8 +99,8 @@ class TorchCall(Call):
         return bool(self._head) and self._site.key in _OPAQUE
 
     def takes_equals(self) -> bool:
-        """Return True unless the op may write, or reads what lies around a tensor in memory."""
-        return not self.may_write() and self._site.key != "as_strided"
+        """Return True unless the op may write, or its result depends on how a tensor lies in memory."""
+        return not self.may_write() and not _depends_on_layout(self._site.key)
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
@@ -126,6 +134,15 @@ class TorchCall(Call):
 
 _OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
 """Keys of sites that run code of the program within one op."""
+
+
+@cache
+def _depends_on_layout(key: str) -> bool:
+    """Return True for an op that may return a view of its first input."""
+    results = (
+        one for schema in torch._C._jit_get_schemas_for_operator(f"aten::{key}") for one in schema.returns
+    )
+    return key == "getitem" or any(one.alias_info and not one.alias_info.is_write for one in results)
 
 
 class CollectiveCall(TorchCall):
