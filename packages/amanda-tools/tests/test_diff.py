@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted_pairs import Double, Single
 from torch import Tensor, nn
 
 import amanda
@@ -266,25 +267,6 @@ def test_what_a_raised_tolerance_hides_is_told() -> None:
     assert "First difference beyond the tolerance of its own element types (0.0001)" in str(result)
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        context.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        (x,) = context.saved_tensors
-        return 2 * x * gradient
-
-
-class WrongSquare(Square):
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        (x,) = context.saved_tensors
-        return x * gradient
-
-
 class Squared(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -295,17 +277,17 @@ class Squared(nn.Module):
 
 
 def test_a_wrong_backward_is_found_where_forward_agrees() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), Squared(Square), nn.Linear(6, 6), nn.Tanh())
-    other = twin(model, nn.Sequential(nn.Linear(6, 6), Squared(WrongSquare), nn.Linear(6, 6), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(6, 6), Squared(Double), nn.Linear(6, 6), nn.Tanh())
+    other = twin(model, nn.Sequential(nn.Linear(6, 6), Squared(Single), nn.Linear(6, 6), nn.Tanh()))
     result = compared(model, other, torch.randn(3, 6))
     first = result.first  # the backward function's own op, at its line
     assert first is not None
     assert first.type == "mul"
-    assert first.source == line_of(Square.backward, "return 2 * x")
-    assert first.other_source == line_of(WrongSquare.backward, "return x")
-    backward = next(one for one in result.comparisons if one.diverges and one.type == "Square_backward")
+    assert first.source == line_of(Double.backward, "return 2 * x")
+    assert first.other_source == line_of(Single.backward, "return x")
+    backward = next(one for one in result.comparisons if one.diverges and one.type == "Double_backward")
     assert (backward.phase, backward.module) == ("backward", "1")
-    assert backward.other_type == "WrongSquare_backward"
+    assert backward.other_type == "Single_backward"
     assert backward.source == line_of(Squared.forward, "apply")
 
 
