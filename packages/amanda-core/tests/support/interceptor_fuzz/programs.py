@@ -305,6 +305,7 @@ class Program:
         self.tokens: list[Any] = []
         self.steps: list[Callable[[], None]] = []
         self.bare: list[Any] = []
+        self.disturber = choices.one_of([None, *self._disturbers()])
         while choices.left and len(self.steps) < 24:
             self.steps.append(self._step(choices))
 
@@ -313,11 +314,15 @@ class Program:
         kinds.handlers.append(self._handle)
         for target in self.targets[:3]:
             target.place()
+        # A build for tests calls it wherever Python may run; calls are the same whatever it does there.
+        disturb_with = getattr(interceptor, "disturb_with", lambda _: None)
+        disturb_with(self.disturber)
         self._open(True)
         try:
             for step in self.steps:
                 step()
         finally:
+            disturb_with(None)
             while self.tokens:
                 self._close()
             for target in self.targets:
@@ -326,6 +331,26 @@ class Program:
             kinds.handlers.pop()
             interceptor.reset_root()
         kinds.assert_restored()
+
+    def _disturbers(self) -> list[Callable[[], object]]:
+        """Functions that take away what native code may hold."""
+        other = self.other
+
+        def replace() -> None:
+            other.remove() if other.placed else other.place()
+
+        def drop_errors() -> None:
+            with contextlib.suppress(Own):
+                raise Own
+
+        return [
+            self.table.clear,
+            interceptor.forget_code,
+            replace,
+            drop_errors,
+            functools.partial(gc.collect, 0),
+            lambda: [Identity() for _ in range(20)],
+        ]
 
     def _handle(self, state: Any, plan: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
         self.handled, self.site = self.handled + 1, site
