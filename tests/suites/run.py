@@ -86,7 +86,10 @@ class Suite:
             plugins = ("-p", "scoped_tests", "-p", "no:cacheprovider", "--config-file", str(settings))
             options = ("--under", mode, "--outcomes", str(outcomes), "--timeout", str(TIMEOUT_SECONDS))
             # A process that dies fails the test that it runs, and xdist starts another in its place.
-            command = [sys.executable, "-m", "pytest", "-q", "--rootdir=.", f"--numprocesses={jobs}"]
+            command = [
+                sys.executable, "-m", "pytest", "-q", "--rootdir=.", "--continue-on-collection-errors",
+                f"--numprocesses={jobs}",
+            ]  # fmt: skip
             output = children.run(
                 [*command, *plugins, *options, *tests], limit=LIMIT_SECONDS, cwd=self.folder(), env=env
             )
@@ -184,6 +187,8 @@ def main() -> int:
     for suite in [available[name] for name in arguments.names or available]:
         console.print(f"{suite.name} ...", style="dim")
         alone = suite.run("nothing", suite.tests, arguments.jobs)
+        if not any(outcome == "passed" for outcome, _ in alone.values()):
+            raise RuntimeError(f"no test of {suite.name} passes without tools: {alone}")
         failures = {mode: new_failures(suite, alone, mode, arguments.jobs) for mode in MODES[1:]}
         unexpected |= report(suite, alone, failures, table)
     console.print(table)

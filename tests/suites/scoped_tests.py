@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record outcomes in the process that the user started, which hears of the tests of its workers."""
+    declare_operators()
     if (file := config.getoption("--outcomes")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(OutcomeRecorder(file))
 
@@ -61,6 +63,11 @@ class OutcomeRecorder:
         """Record the outcome of a phase of a test, unless an earlier phase has failed or been skipped."""
         if report.when == "call" or report.outcome != "passed":
             self.outcomes.setdefault(report.nodeid, (report.outcome, error_message(report)))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Record a file that cannot be imported as a test that fails."""
+        if report.failed:
+            self.outcomes[report.nodeid] = ("failed", str(report.longrepr))
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
@@ -86,6 +93,17 @@ def make_tools(mode: str) -> list[amanda.Tool]:
             return [FlopsTool(), NanTool(), StatsTool()]
         case _:
             return []
+
+
+def declare_operators() -> None:
+    """Declare operators of torchvision, which cannot be imported without them and which a CPU build lacks."""
+    with suppress(ImportError):
+        import torch
+
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                torch.library.define(f"torchvision::{name}", signature)
 
 
 def seed_generators() -> None:
