@@ -15,7 +15,6 @@ import json
 import random
 import sys
 from collections.abc import Generator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 
 import amanda
+from amanda.interceptor.imports import when_imported
 from amanda.testing import Fresh, Silent
 from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record outcomes in the process that the user started, which hears of the tests of its workers."""
-    declare_operators()
+    when_imported("torch", declare_operators)
     if (file := config.getoption("--outcomes")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(OutcomeRecorder(file))
 
@@ -97,13 +97,12 @@ def make_tools(mode: str) -> list[amanda.Tool]:
 
 def declare_operators() -> None:
     """Declare operators of torchvision, which cannot be imported without them and which a CPU build lacks."""
-    with suppress(ImportError):
-        import torch
+    import torch
 
-        for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                torch.library.define(f"torchvision::{name}", signature)
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", signature)
 
 
 def seed_generators() -> None:

@@ -139,10 +139,9 @@ _OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
 @cache
 def _depends_on_layout(key: str) -> bool:
     """Return True for an op that may return a view of its first input."""
-    results = (
-        one for schema in torch._C._jit_get_schemas_for_operator(f"aten::{key}") for one in schema.returns
-    )
-    return key == "getitem" or any(one.alias_info and not one.alias_info.is_write for one in results)
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{key}")
+    aliases = [result.alias_info for schema in schemas for result in schema.returns]
+    return key == "getitem" or any(alias and not alias.is_write for alias in aliases)
 
 
 class CollectiveCall(TorchCall):

@@ -35,15 +35,15 @@ def is_random(context: amanda.OpContext) -> bool:
     """Return True for an op that may draw random numbers."""
     import torch
 
-    return any(torch.Tag.nondeterministic_seeded in one.tags for one in _overloads(context))
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(context))
 
 
 def shares_memory(context: amanda.OpContext) -> bool:
     """Return True for an op whose result may be a view of an input, and for a write by index."""
     if context.get_op_type() in ("getitem", "setitem"):
         return True
-    results = [one for overload in _overloads(context) for one in overload._schema.returns]
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in results)
+    aliases = [result.alias_info for overload in _overloads(context) for result in overload._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _overloads(context: amanda.OpContext) -> list[Any]:
