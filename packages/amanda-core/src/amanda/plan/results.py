@@ -20,8 +20,9 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
     if len(picked) == 1:
         listed = isinstance(picked[0], (list, tuple))
         single = isinstance(result, (list, tuple)) and len(result) == 1
-        nested = single and isinstance(result[0], (list, tuple))
-        results: Sequence[Any] = result if single and (nested or not listed) else (result,)
+        # Of a list of lists, such as the one output of a loop that is a sequence, depth tells which is meant.
+        wrapped = single and (not listed or _depth(result) > _depth(picked[0]))
+        results: Sequence[Any] = result if wrapped else (result,)
         plural = isinstance(results[0], (list, tuple)) and not listed and len(results[0]) != 1
         if plural and picked[0] is not None and hasattr(picked[0], "shape"):
             raise _wrong_count(action, len(results[0]), 1)
@@ -31,6 +32,11 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
         count = len(result) if isinstance(result, (list, tuple)) else 1
         raise _wrong_count(action, count, len(picked))
     return results
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists are around the innermost values; 0 of what is no list."""
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 def write(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:

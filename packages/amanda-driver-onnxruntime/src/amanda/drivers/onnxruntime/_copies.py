@@ -8,14 +8,13 @@ from typing import Any
 
 import onnx
 
-from amanda import interceptor
 from amanda.backend import Execution, Uninstrumented
 
+from ._control_flow import nodes_within
 from ._model import Model
-from ._places import Call
 from ._rewrite import ModelRewriting
-from ._schedule import schedule
-from ._sessions import Part, Sessions
+from ._sessions import Sessions
+from ._steps import Steps
 from ._symbols import Symbol
 from ._values import as_array
 
@@ -37,7 +36,7 @@ class Copy:
 
     def __init__(self, session: Any, rewriting: ModelRewriting) -> None:
         model, symbol = rewriting.model, rewriting.symbol
-        for node in model.proto.graph.node:
+        for node in nodes_within(model.proto.graph.node):
             if node.op_type in _DRAWING:
                 what = f"the state of {node.name or node.op_type}"
                 rewriting.report(what, "its kernel holds it, and a copy's begins anew")
@@ -46,19 +45,14 @@ class Copy:
         held = {*constants, *sparse} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         fetched = set(self.outputs.values())
-        steps = schedule(rewriting.items, held, fetched, lambda name: symbol(name).nbytes)
-        sessions = Sessions(session, model)
-        self._steps: list[tuple[list[Call], Part | None, list[str]]] = []
         try:
-            for step in steps:
-                part = sessions.part(step, symbol, constants, rewriting.free) if step.outputs else None
-                self._steps.append((step.calls, part, [one for one in step.done if one not in held]))
+            self._steps = Steps(
+                Sessions(session, model), rewriting.items, constants, held, fetched, symbol, rewriting.free
+            )
         except Exception as error:
             raise Uninstrumented("a session", f"ONNX Runtime refuses the copy: {error}") from error
         self._inputs: dict[str, Symbol] = {name: symbol(name) for name in (*model.inputs, *model.overridable)}
-        self._constants = {one: constants[one] for one in self.outputs.values() if one in constants}
-        read = {name for step in steps for call in step.calls for name in call.reads}
-        self._defaults = {name: constants[name] for name in (read & constants.keys()) | model.overridable}
+        self._defaults = {name: constants[name] for name in model.overridable}
 
     def fits(self, names: Sequence[str], feed: Mapping[str, Any]) -> bool:
         """Return True if a run asks for outputs that exist, and gives all inputs, of types that fit."""
@@ -73,19 +67,7 @@ class Copy:
         """The outputs of these names."""
         values = {**self._defaults, **feed}
         with execution.under_way():
-            for calls, part, done in self._steps:
-                for call in calls:
-                    results = execution.call(call.slot, [as_array(values[name]) for name in call.reads])
-                    values.update(zip(call.gives, results, strict=True))
-                if part is not None:
-                    with interceptor.Suspension():
-                        values.update(part.run(values, options))
-                for name in done:
-                    del values[name]
-        return [
-            values[one] if one in values else self._constants[one]
-            for one in (self.outputs[name] for name in names)
-        ]
+            return self._steps.run(execution, values, [self.outputs[name] for name in names], options)
 
 
 def model_of(session: Any) -> Model:

@@ -191,3 +191,11 @@ def is_typed(type: TypeProto | None) -> bool:
     if type is None or type.WhichOneof("value") is None:
         return False
     return type.WhichOneof("value") != "tensor_type" or bool(type.tensor_type.elem_type)
+
+
+def is_all_typed(graph: GraphProto) -> bool:
+    """Return True if the type of each value that a graph makes or is given is known."""
+    types = types_in(graph)
+    names = [one.name for one in graph.input]
+    names += [name for node in graph.node for name in node.output if name]
+    return all(is_typed(types.get(name)) for name in names)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
 
 from amanda.backend import Action, Execution, Insertion
 from amanda.errors import RoutineError
+
+from ._names import reads
 
 
 class TypedInsertion(Insertion):
@@ -90,6 +92,14 @@ class Compute:
 
     node: onnx.NodeProto
 
+    def all_reads(self) -> Iterable[str]:
+        """Names of the values that it reads, in its bodies too."""
+        return reads(self.node)
+
+    def makes(self) -> Iterable[str]:
+        """Names of the values that it gives."""
+        return self.node.output
+
 
 @dataclass
 class Call:
@@ -104,5 +114,20 @@ class Call:
     gives: list[str]
     waits: list[str]
 
+    def all_reads(self) -> Iterable[str]:
+        """Names of the values that it is given."""
+        return self.reads
 
-Item = Compute | Call
+    def makes(self) -> Iterable[str]:
+        """Names of the values that it gives."""
+        return self.gives
+
+
+class Item(Protocol):
+    """One item of a rewritten graph: a `Compute`, a `Call`, or a `Flow`."""
+
+    def all_reads(self) -> Iterable[str]:
+        """Names of the values that it reads."""
+
+    def makes(self) -> Iterable[str]:
+        """Names of the values that it gives."""

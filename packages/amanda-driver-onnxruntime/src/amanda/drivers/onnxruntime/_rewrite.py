@@ -16,9 +16,10 @@ from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting
 from amanda.errors import RoutineError
 
 from ._computation import computation
+from ._control_flow import LOOPS, Body, Flow, is_runnable
 from ._facts import facts_of
 from ._forms import formed
-from ._model import Model, array_of, constant_of, types_in
+from ._model import Model, array_of, constant_of, is_all_typed, types_in
 from ._places import Call, Compute, Item, TypedInsertion
 from ._schema import input_layout, output_layout
 from ._symbols import Symbol
@@ -72,7 +73,7 @@ class GraphRewriter(Rewriter[Named]):
     """The rewrite of one graph: the outermost one, or a body of control flow.
 
     path: names of the nodes that the body is in.  symbol: gives that of a value of the graph around.
-    items: the rewritten graph, in order.
+    depth: number of loops around it.  items: the rewritten graph, in order.
     """
 
     insertion = TypedInsertion
@@ -85,10 +86,13 @@ class GraphRewriter(Rewriter[Named]):
         symbol: Callable[[str], Symbol],
         path: tuple[str, ...] = (),
         current: dict[str, str] | None = None,
+        calls_python: bool = True,
+        depth: int = 0,
     ) -> None:
-        super().__init__(rewriting, current, calls_python=not path)
+        super().__init__(rewriting, current, calls_python=calls_python)
         self.graph = graph
         self.path = path
+        self.depth = depth
         self.items: list[Item] = []
         self._outer_symbol = symbol
         self._symbols: dict[str, Symbol] = {}
@@ -150,10 +154,22 @@ class GraphRewriter(Rewriter[Named]):
             made.root = first.root if first is not None else None
 
     def leave(self, node: Named, replaced: bool) -> None:
-        """Rewrite the graphs that a node holds, in the node that was written."""
-        for attribute in () if replaced else self._kept.attribute:
-            for body in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                self._rewrite_body(body, (*self.path, node.name, attribute.name))
+        """Rewrite the graphs that a node holds; Python runs the node where routines in them call Python."""
+        if replaced:
+            return
+        kept = self._kept
+        opset = self.rewriting.model.opsets.get("", 1)
+        calls_python = self.calls_python and not self.rewriting.written and is_runnable(kept, opset)
+        bodies: dict[str, list[Body]] = {}
+        for attribute in kept.attribute:
+            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                path = (*self.path, node.name, attribute.name)
+                bodies.setdefault(attribute.name, []).append(
+                    self._rewrite_body(graph, path, calls_python and is_all_typed(graph), kept.op_type)
+                )
+        if any(body.calls_python for own in bodies.values() for body in own):
+            at = next(i for i, item in enumerate(self.items) if isinstance(item, Compute) and item.node is kept)
+            self.items[at] = Flow(kept, {name: body for name, (body,) in bodies.items()})
 
     def can_give(self, symbol: Symbol | None) -> bool:
         """Return True for a tensor, a sequence of tensors and an optional one."""
@@ -169,6 +185,7 @@ class GraphRewriter(Rewriter[Named]):
         """Give a place the types that its results have to have."""
         assert isinstance(place, TypedInsertion)
         place.dtypes = tuple(None if one is None else one.dtype for one in wanted)
+        place.depth = self.depth
         return place
 
     def constant(self, symbol: Symbol | None) -> Any:
@@ -240,19 +257,34 @@ class GraphRewriter(Rewriter[Named]):
             root = "/".join((*self.path, name)) if name in values else None
             self._symbols[name] = Symbol(name, types.get(name), values.get(name), root=root)
 
-    def _rewrite_body(self, body: GraphProto, path: tuple[str, ...]) -> None:
-        rewriter = GraphRewriter(body, self.rewriting, self.symbol, path, self.current)
+    def _rewrite_body(
+        self, graph: GraphProto, path: tuple[str, ...], calls_python: bool, around: str
+    ) -> Body:
+        """Rewrite a graph in place, unless routines in it call Python; return it as a body."""
+        depth = self.depth + (around in LOOPS)
+        inputs = [Symbol(one.name, one.type if one.HasField("type") else None) for one in graph.input]
+        declared = [Symbol(one.name, one.type if one.HasField("type") else None) for one in graph.output]
+        constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
+        rewriter = GraphRewriter(
+            graph, self.rewriting, self.symbol, path, self.current, calls_python, depth
+        )
         rewriter.run()
-        nodes = [item.node for item in rewriter.items if isinstance(item, Compute)]
-        del body.node[:]
-        body.node.extend(nodes)
-        own = {one.name for one in (*body.input, *body.initializer)}
+        outputs = [rewriter.current.get(one.name, one.name) for one in graph.output]
+        body = Body(inputs, outputs, declared, rewriter.items, rewriter.symbol, constants)
+        if not body.calls_python:
+            self._write_body(graph, rewriter.items, outputs)
+        return body
+
+    def _write_body(self, graph: GraphProto, items: Sequence[Item], outputs: Sequence[str]) -> None:
+        nodes = [item.node for item in items if isinstance(item, Compute)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+        own = {one.name for one in (*graph.input, *graph.initializer)}
         own |= {name for node in nodes for name in node.output}
-        for output in body.output:
-            name = rewriter.current.get(output.name, output.name)
+        for output, name in zip(graph.output, outputs, strict=True):
             if name not in own:  # a constant outside, which a body may not give as it is
                 given, name = name, self.rewriting.fresh("given")
-                body.node.append(onnx.helper.make_node("Identity", [given], [name]))
+                graph.node.append(onnx.helper.make_node("Identity", [given], [name]))
             output.name = name
 
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:

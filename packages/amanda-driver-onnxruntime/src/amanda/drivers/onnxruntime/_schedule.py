@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from onnx import NodeProto
 
 from ._names import reads
+from ._control_flow import Flow
 from ._places import Call, Compute, Item
 
 BUDGET = 256 << 20
@@ -17,13 +18,13 @@ BUDGET = 256 << 20
 
 @dataclass
 class Step:
-    """Routines, and the nodes of the session that runs after them.
+    """Routines and control flow, and the nodes of the session that runs after them.
 
     inputs: values that the session is given.  outputs: that it gives.  constants: that it holds.
     done: values that nothing reads after this step.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call | Flow] = field(default_factory=list)
     nodes: list[NodeProto] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
@@ -58,6 +59,7 @@ def schedule(
             in_session.update(dict.fromkeys(item.node.output, at))
             in_python.update(dict.fromkeys(item.node.output, at + 1))
             continue
+        assert isinstance(item, (Call, Flow))
         at = max((in_python.get(name, 0) for name in (*item.reads, *item.waits)), default=0)
         steps[at].calls.append(item)
         in_session.update(dict.fromkeys(item.gives, at))

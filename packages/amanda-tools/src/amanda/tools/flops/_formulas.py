@@ -230,6 +230,37 @@ def grouped_attention(op: Shapes) -> Cost:
     return Cost.of_macs(2 * prod(op.out) * (present[-2] if present else query[-2]))
 
 
+def cached_attention(past: int) -> Formula:
+    """Count queries by all keys, those of a cache too, as ONNX and ONNX Runtime write attention.
+
+    past: position of the cached keys.  Queries are (batch, heads, l, e), or (batch, l, heads * e) with the
+    number of heads in an attribute; packed ones (batch, l, heads, 3, e).  Several heads may share a key.
+    """
+
+    def cost(op: Shapes) -> Cost:
+        query, key = op.inputs[0], op.inputs[1]
+        if len(query) == 5:
+            _, length, heads, _, width = query
+            queries, keys, depth = heads * length, length, width
+        else:
+            heads = op.attributes.get("q_num_heads") or op.attributes.get("num_heads", 1)
+            queries = query[1] * query[2] if len(query) == 4 else query[1] * heads
+            keys = key[-2] if len(key) in (3, 4) else key[1]
+            depth = query[-1] if len(query) == 4 else query[-1] // heads
+        cached = op.inputs[past] if len(op.inputs) > past else None
+        scores = query[0] * queries * (keys + (cached[-2] if cached else 0))
+        made = op.out[-1] if len(op.out) == 4 else op.out[-1] // heads
+        return Cost.of_macs(scores * (depth + made), scores * (SOFTMAX + 1))
+
+    return cost
+
+
+def onnx_attention(op: Shapes) -> Cost:
+    """Count ONNX' Attention, or ONNX Runtime's op of that name, which projects queries, keys and values."""
+    is_onnx = op.type == "scaled_dot_product_attention"
+    return (cached_attention(4) if is_onnx else attention_with_weights)(op)
+
+
 def attention_with_weights(op: Shapes) -> Cost:
     """Count x (batch, length, in) by weights (in, 3 width), then attention, as ONNX' layer does."""
     (batch, length, _), (depth, projected) = op.inputs[:2]
