@@ -7,7 +7,7 @@ from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
-from amanda.tools.kit._layout import canonical, canonical_extents, restored
+from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored, unfolding
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
@@ -37,10 +37,11 @@ __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Held",
     "HeldError", "Holders", "Leave", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
     "Present", "Progress", "Rerun", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError",
+    "Unfolding",
     "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
     "check_number", "check_one_of",
     "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
     "packed_inputs", "parameter_inputs", "parameters", "rerun", "restored", "source", "spatial_axes",
-    "tensors_of", "to_bytes", "undisturbed", "unread_tensor", "weight_input", "windows_of",
+    "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input", "windows_of",
 ]  # fmt: skip

@@ -12,10 +12,7 @@ from amanda.tools.kit._holders import holders_of
 from amanda.tools.kit._origins import Origin, Origins
 from amanda.tools.kit._parts import form_of, may_vary
 from amanda.tools.kit._slices import Slices
-from amanda.tools.mapping import StandardMapping
-
-FACTORS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-"""Positions of the factors of each product."""
+from amanda.tools.mapping import FACTORS, StandardMapping
 
 _READS, _ORIGIN = "amanda.tools.kit: weight reads", "amanda.tools.kit: origin of the weight"
 

@@ -36,9 +36,6 @@ def standard(context: OpContext) -> None:
     context["backward_type"] = context["weight_grad_index"] = None
     context["weight_index"] = weight
     context["layout"] = _layout(kind, name, shape(inputs[0]) if inputs else None)
-    context["weight_layout"] = (
-        None if weight is None else _weight_layout(context, kind, name, shape(inputs[weight]))
-    )
     context["shape"] = shape
     context["dtype"] = dtype
 
@@ -96,17 +93,3 @@ def _layout(kind: str, name: str, extents: Sequence[int | None] | None) -> str |
     if extents is None or not (name in SPATIAL or kind in _NORMS):
         return None
     return "NC" + _AXES.get(len(extents) - 2, "") if 2 <= len(extents) <= 5 else None
-
-
-def _weight_layout(
-    context: OpContext, kind: str, name: str, extents: Sequence[int | None] | None
-) -> str | None:
-    """Axes of the weight: O out, I in."""
-    if kind == "linear":
-        return "OI" if context.get_attrs().get("transB", 0) else "IO"
-    if kind == "matmul":
-        first = context["weight_index"] == 0
-        return ("OI" if first else "IO") if extents is not None and len(extents) == 2 else None
-    if kind.startswith("conv") and extents is not None:
-        return ("IO" if name == "ConvTranspose" else "OI") + _AXES[len(extents) - 2]
-    return None

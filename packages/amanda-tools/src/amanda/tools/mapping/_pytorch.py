@@ -11,6 +11,7 @@ from typing import Any
 from amanda import OpContext
 from amanda.tools.mapping._construction import part_of
 from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
+from amanda.tools.mapping._weight_axes import FACTORS
 
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
 _SPATIAL_OP = re.compile(
@@ -19,7 +20,6 @@ _SPATIAL_OP = re.compile(
 )
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
-_PRODUCTS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 
 def standard(context: OpContext) -> None:
@@ -150,13 +150,12 @@ def _describe_op(context: OpContext) -> None:
     if kind == "convolution":
         kind = _generic_convolution(inputs)
     weight = weight_index(kind, name, inputs)
-    if weight is None and kind in _PRODUCTS and not context.namespace.matches("*/*/eager"):
+    if weight is None and kind in FACTORS and not context.namespace.matches("*/*/eager"):
         weight = _weight_of_graph(context, kind, inputs)
     context["type"] = kind
     context["in_place"] = in_place or name == "setitem"
     context["weight_index"] = weight
     context["layout"] = layout(kind, shape(inputs[0]) if inputs else None)
-    context["weight_layout"] = None if weight is None else weight_layout(kind, weight, shape(inputs[weight]))
     context["shape"] = shape
     context["dtype"] = dtype
 
@@ -181,8 +180,8 @@ _WEIGHT_AT = {
 
 def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     """Return where the weight is: by the op's schema; in a product, the factor that is a parameter."""
-    if kind in _PRODUCTS:
-        factors = [i for i in _PRODUCTS[kind] if i < len(inputs) and _is_parameter(inputs[i])]
+    if kind in FACTORS:
+        factors = [i for i in FACTORS[kind] if i < len(inputs) and _is_parameter(inputs[i])]
         return factors[0] if len(factors) == 1 else None
     convolution = kind.startswith("conv") and _SPATIAL_OP.fullmatch(kind)
     index = 1 if convolution else _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind))
@@ -192,7 +191,7 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
 
 def _weight_of_graph(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
     """The factor that is a parameter of a graph, whose values stand for what it is given when it runs."""
-    positions = [i for i in _PRODUCTS[kind] if i < len(inputs)]
+    positions = [i for i in FACTORS[kind] if i < len(inputs)]
     factors = [i for i in positions if context.get_variable(i) is not None]
     return factors[0] if len(factors) == 1 else None
 
@@ -215,19 +214,6 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
         return None
     axes = "NC" + SPATIAL[spatial[2]]
     return axes[len(axes) - len(extents) :] if len(extents) in (len(axes), len(axes) - 1) else None
-
-
-def weight_layout(kind: str, index: int, extents: Sequence[int | None] | None) -> str | None:
-    """Axes of the weight: O out, I in."""
-    if kind == "linear":
-        return "OI"
-    if kind in _PRODUCTS:
-        two = extents is not None and len(extents) == 2
-        return ("OI", "IO")[_PRODUCTS[kind].index(index)] if two else None
-    spatial = _SPATIAL_OP.fullmatch(kind)
-    if spatial is None:
-        return None
-    return ("IO" if spatial[1] == "conv_transpose" else "OI") + SPATIAL[spatial[2]]
 
 
 def _describe_backward_op(context: OpContext) -> None:
@@ -303,7 +289,7 @@ def _weight_grad_index(context: OpContext, node: str) -> int | None:
 
 
 def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
-    if kind in _PRODUCTS:
+    if kind in FACTORS:
         return weight if name in ("mm", "mv", "bmm", "addmm", "baddbmm") else None
     if kind.startswith("conv"):
         return 1 if "conv" in name else None

@@ -9,6 +9,7 @@ from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.mapping._gradient import drop_unmade
 from amanda.tools.mapping._installed import installed_rules
 from amanda.tools.mapping._rules import MappingTool
+from amanda.tools.mapping._weight_axes import write_weight_axes
 
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
@@ -31,6 +32,7 @@ class StandardMapping(MappingTool):
         the weight's own shape; None in the forward pass and where this backward op makes none.
     layout: axes of the data input, e.g. "NCHW", "NHWC", "NCW"; None where they have no fixed meaning.
     weight_layout: axes of the weight, e.g. "OIHW", "HWIO", "OI"; None likewise.
+    weight_groups: number of groups of a convolution; 1 of other ops.
     shape: function from a tensor to a tuple of int, None for an unknown extent; None for no tensor.
     dtype: function from a tensor to the name of its element type, e.g. "float32"; None likewise.
 
@@ -39,13 +41,14 @@ class StandardMapping(MappingTool):
 
     def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
         # A framework's half is a module of its own: a function `standard(context)` that writes
-        # every key above; of `weight_grad_index` the position alone.
+        # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
+        # `weight_layout` where the table of `_weight_axes` has that.
         own = [
             ["pytorch", _pytorch.standard],
             ["tensorflow", _tensorflow.standard],
             ["onnxruntime", _onnxruntime.standard],
         ]
-        super().__init__([*own, *installed_rules(), ["*", drop_unmade], *rules])
+        super().__init__([*own, *installed_rules(), ["*", write_weight_axes], ["*", drop_unmade], *rules])
         self._is_plain = not rules
 
     def stands_for(self) -> Hashable:

@@ -9,10 +9,10 @@ from typing import Any
 from amanda import OpContext
 from amanda.tools.mapping._construction import in_construction
 from amanda.tools.mapping._tensorflow_names import IN_PLACE, PASSES, READS, WORDS
+from amanda.tools.mapping._weight_axes import convolution_axes
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
-_AXES = {"2": "HW", "3": "DHW"}
 
 
 def standard(context: OpContext) -> None:
@@ -56,7 +56,9 @@ def _describe_op(context: OpContext) -> None:
     context["in_place"] = name in IN_PLACE
     context["weight_index"] = weight
     context["layout"] = layout(kind, attributes) if _SPATIAL.fullmatch(kind) else None
-    context["weight_layout"] = None if weight is None else weight_layout(kind, weight, inputs, attributes)
+    if weight is not None and _CONVOLUTION.fullmatch(kind):
+        context["weight_groups"] = groups = _groups(kind, weight, inputs, attributes)
+        context["weight_layout"] = convolution_axes(kind, groups, channels_last=True)
     context["shape"] = shape
     context["dtype"] = dtype
 
@@ -95,20 +97,24 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
     return False
 
 
-def weight_layout(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> str | None:
-    """Axes of the weight: O out, I in; M of a depthwise convolution how many come of one in."""
-    if kind == "matmul":
-        extents = shape(inputs[weight])
-        if extents is None or len(extents) != 2:
-            return None
-        names = (("transpose_a", "adj_x"), ("transpose_b", "adj_y"))[weight]
-        turned = any(bool(attributes.get(name)) for name in names)
-        return "OI" if turned == (weight == 1) else "IO"
-    convolution = _CONVOLUTION.fullmatch(kind)
-    if convolution is None:
-        return None
-    channels = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}[convolution[1]]
-    return _AXES[convolution[2]] + channels
+def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> int:
+    """Return the number of groups of a convolution, which TensorFlow takes from shapes."""
+    kernel = shape(inputs[weight])
+    channels = layout(kind, attributes).index("C")
+    if kind.startswith("depthwise"):
+        return 1 if kernel is None or kernel[-2] is None else kernel[-2]
+    extents = _result_of_transposed(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
+    if kernel is None or extents is None or not kernel[-2] or not extents[channels]:
+        return 1
+    return max(int(extents[channels]) // kernel[-2], 1)
+
+
+def _result_of_transposed(sizes: Any) -> Sequence[int | None] | None:
+    """Return the extents of the result of a transposed convolution, its first input, as far as known."""
+    import tensorflow as tf
+
+    known = tf.get_static_value(sizes, partial=True)
+    return None if known is None else tuple(None if one is None else int(one) for one in known)
 
 
 def _describe_backward_op(context: OpContext) -> None:

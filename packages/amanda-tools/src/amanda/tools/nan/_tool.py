@@ -30,8 +30,20 @@ _MOVES = frozenset(
 """Words of ops that hand on what they are given, also memory that nobody has written yet."""
 
 
-_READS = frozenset({"ReadVariableOp", "VariableV2", "Variable", "ResourceGather"})
-"""Types of TensorFlow's operations that give what a variable holds."""
+_READS = frozenset({"VariableV2", "Variable"})
+"""Types of TensorFlow's operations that give what a variable holds, without being given its handle."""
+
+_HANDLES = ("resource", "variant")
+"""Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold."""
+
+_CALLS = frozenset(
+    """
+    Case For If Loop PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall StatelessCase
+    StatelessIf StatelessWhile SymbolicGradient While closed_call cond core_call custom_jvp_call
+    custom_vjp_call jit pjit remat scan shard_map while
+    """.split()
+)
+"""Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
@@ -52,7 +64,7 @@ class _Op:
     """An op, what it is given, and the paths of the parameters among its inputs, by position.
 
     dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
-    variable holds.  are_finite: returns True only if all elements of some values are finite.
+    handle holds.  calls: whether it only runs other ops.  are_finite: returns True only if all elements of some values are finite.
     op_id: of the forward op.  saved: returns what the backward op under way has saved, or None.
     unread: returns the positions of inputs that an execution does not read.
     """
@@ -67,6 +79,7 @@ class _Op:
     parameters: Mapping[int, str] = field(default_factory=dict)
     moves: bool = False
     reads: bool = False
+    calls: bool = False
     op_id: int = 0
     saved: Callable[[], Sequence[Any] | None] | None = None
     unread: Callable[[Sequence[Any]], Collection[int]] = _read_all
@@ -100,6 +113,8 @@ class NanTool(amanda.Tool):
         """The ops that made NaN or Inf so far."""
         pending = self._scaled.pending
         findings = [*self._findings, *(one for one in pending if isinstance(one, Finding))]
+        if not findings and not self._entered:
+            findings = self._around
         dropped = self._dropped + max(len(findings) - self._limit, 0)
         counts = self._executions, self._passed_on, dropped
         entered = [*self._entered.values(), *(one for one in pending if isinstance(one, Entered))]
@@ -110,6 +125,7 @@ class NanTool(amanda.Tool):
     def clear(self) -> None:
         """Forget what was found; what was analysed stays."""
         self._findings: list[Finding] = []
+        self._around: list[Finding] = []  # at ops that only run others
         self._entered: dict[tuple[str, ...], Entered] = {}
         self._executions = self._passed_on = self._dropped = 0
         self._is_known = False  # an op gave NaN, which later ones are given
@@ -132,7 +148,8 @@ class NanTool(amanda.Tool):
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
             Given(dtype, self._inf, context["in_place"], is_eager), context.get("are_finite", _unknown),
             _parameters(context),
-            moves=kind in _MOVES, reads=context.get_op_type() in _READS, op_id=context.get_op_id(),
+            moves=kind in _MOVES, reads=_reads_handle(context, context.get_inputs()),
+            calls=context.get_op_type() in _CALLS, op_id=context.get_op_id(),
             unread=context.get("unread", _read_all),
         )  # fmt: skip
         if is_eager:
@@ -150,6 +167,8 @@ class NanTool(amanda.Tool):
         are_finite = context.get("are_finite", _unknown)
         op = _Op(
             "backward", kind, context.get_scope(), context.get_source(), dtype, given, are_finite,
+            reads=not is_eager and _reads_handle(context, context.get_grad_outputs() or ()),
+            calls=not is_eager and context.get_backward_op().__name__ in _CALLS,
             op_id=context.get_op_id(), saved=context.get("saved", _unsaved) if is_eager else _unsaved,
         )  # fmt: skip
         if is_eager:
@@ -219,7 +238,7 @@ class NanTool(amanda.Tool):
             return
         made = Floats.of(values, op.dtype, self._inf)
         read = Floats() if kept is None else op.given.floats(kept, op.unread)
-        if made.flags & NAN and not read.tensors and op.reads:
+        if made.flags & NAN and not read.flags & NAN and op.reads:
             read = made
         before, after = read.flags, made.flags
         if op.saved is None:
@@ -228,7 +247,13 @@ class NanTool(amanda.Tool):
             before |= self._saved_flags(op)
         if (after & NAN and not before & NAN) or not before:
             inputs, outputs = read.summaries(read.tensors), made.summaries(made.holds)
-            self._keep(Finding(*op.place, execution, inputs, outputs))
+            finding = Finding(*op.place, execution, inputs, outputs)
+            if not op.calls:
+                self._keep(finding)
+            elif not self._findings and not self._entered:
+                self._around = [*self._around, finding][: self._limit]
+                if self._stop:
+                    raise NotFiniteError(finding)
         else:
             self._passed_on += 1
         if after & NAN and not op.moves:
@@ -314,6 +339,12 @@ class _Pairs:
 
 def _unknown(values: Sequence[Any]) -> bool:
     return False
+
+
+def _reads_handle(context: amanda.OpContext, given: Sequence[Any]) -> bool:
+    """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
+    dtype = context["dtype"]
+    return context.get_op_type() in _READS or any(dtype(one) in _HANDLES for one in leaves(given))
 
 
 def _unsaved() -> None:

@@ -11,7 +11,7 @@ from amanda.tools._libraries import do, shape
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import WeightInput, spatial_axes, tensors_of, windows_of
 from amanda.tools.kit._tensors import Array
-from amanda.tools.kit._weight_input import FACTORS
+from amanda.tools.mapping import FACTORS
 
 _TURNED = ("transA", "transpose_a", "adj_x", "transB", "transpose_b", "adj_y")
 

@@ -8,8 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from amanda.errors import AmandaError
-from amanda.tools._libraries import do
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import canonical, restored, tensors_of, unfolding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,32 +101,32 @@ class Groups:
 
     size: of a group.  layout: axes of the weight, as `weight_layout` of StandardMapping; further axes in
     front of them are of a batch.  Inputs of a convolution are in the order of its channels and its window.
+    are_outputs: a group is all that an output has, where no axis of the weight counts the outputs.
     """
 
     size: int
     layout: str
+    are_outputs: bool = False
+
+    @classmethod
+    def of_outputs(cls, shape: Sequence[int], layout: str) -> Groups:
+        """Return a group for each output of a weight of this shape."""
+        way = unfolding(shape, layout)
+        return cls(prod(way.canonical[way.outputs :]), layout, are_outputs=True)
 
     def fit(self, shape: Sequence[int]) -> bool:
         """Return True if the inputs of a weight of this shape are a multiple of the size."""
-        batch, outputs = self.axes(len(shape))
-        return prod(shape[axis] for axis in batch[outputs:]) % self.size == 0
+        way = unfolding(shape, self.layout)
+        return prod(way.canonical[way.outputs :]) % self.size == 0
 
     def split(self, x: Any) -> Any:
         """Return a weight as (groups, size), output by output."""
-        return tensors_of(x).reshape(do("transpose", x, self.axes(len(x.shape))[0]), (-1, self.size))
+        return tensors_of(x).reshape(canonical(x, self.layout), (-1, self.size))
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
         """Return what `split` made of a weight of this shape in the weight's own form."""
-        axes, _ = self.axes(len(shape))
-        whole = tensors_of(rows).reshape(rows, tuple(shape[axis] for axis in axes))
-        return do("transpose", whole, tuple(axes.index(axis) for axis in range(len(axes))))
-
-    def axes(self, rank: int) -> tuple[tuple[int, ...], int]:
-        """Return the axes in the order of batch, outputs and inputs, and how many come before the inputs."""
-        batch, outputs = rank - len(self.layout), "O" if "O" in self.layout else "IM"
-        inputs = sorted((one for one in self.layout if one not in outputs), key=lambda one: one != "I")
-        axes = *range(batch), *(batch + self.layout.index(one) for one in (*outputs, *inputs))
-        return axes, batch + len(outputs)
+        whole = tensors_of(rows).reshape(rows, unfolding(shape, self.layout).canonical)
+        return restored(whole, self.layout, shape)
 
 
 def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:

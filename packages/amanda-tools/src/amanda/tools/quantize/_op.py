@@ -114,6 +114,8 @@ class QuantizedOp:
             groups = self._groups(context, read, value)
             if groups is None:
                 return None
+        if groups is None and self._options.per_channel:
+            groups = _channels(context["shape"](value), _layout(context, read))
         make = partial(self._made, "weight", read, self._axes(context, read, value), groups=groups)
         if not read.is_part:
             return make(value, context)
@@ -334,7 +336,7 @@ class QuantizedOp:
             scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
             yield Quantized(
                 *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
-                zero_point, one.groups.size if one.groups else None, getattr(grid, "dtype", ""),
+                zero_point, one.group_size, getattr(grid, "dtype", ""),
                 one.executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
 
@@ -346,6 +348,14 @@ _Read = tuple[int, "int | None", Any, Quantizer]
 
 def _layout(context: amanda.OpContext, read: WeightInput) -> str | None:
     return "OI" if context["type"] == "embedding" else read.layout
+
+
+def _channels(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
+    """Return a group for each output of a transposed convolution in groups; None where axes count outputs."""
+    if layout is None or extents is None or "M" not in layout:
+        return None
+    is_depthwise = getattr(layout, "groups", 0) in (0, extents[layout.index("I") - len(layout)])
+    return None if is_depthwise else Groups.of_outputs(extents, layout)
 
 
 def _recompute(context: amanda.OpContext) -> Any:

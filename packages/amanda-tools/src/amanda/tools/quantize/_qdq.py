@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -140,21 +140,32 @@ class QdqWriter:
         row = *told, one.value.nbytes, after + stored.scale.nbytes
         codes = self._held(graph, f"{name}_quantized", stored.codes, kind)
         scales = self._scales(graph, name, stored.scale, stored.zero_point, grid)
-        made[key] = given = self._name(f"{name}_dequantized")
+        given = self._name(f"{name}_dequantized")
         attributes: dict[str, Any] = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block
         nodes = [helper.make_node("DequantizeLinear", [codes, *scales], [given], given, **attributes)]
-        if stored.codes.shape != shape:
-            extents = np.array([shape[axis] for axis in stored.order], np.int64)
-            target = self._held(graph, f"{name}_shape", extents, "INT64")
-            made[key] = self._name(f"{name}_reshaped")
-            nodes.append(helper.make_node("Reshape", [given, target], [made[key]], made[key]))
-            if stored.order != tuple(range(len(shape))):
-                given, made[key] = made[key], self._name(f"{name}_transposed")
-                back = [stored.order.index(axis) for axis in range(len(shape))]
-                nodes.append(helper.make_node("Transpose", [given], [made[key]], made[key], perm=back))
-        return nodes, made[key], row
+        way = stored.way
+        if way is not None and stored.codes.shape != way.turned:
+            given = self._reshaped(graph, nodes, name, given, way.turned)
+        if way is not None and way.order != tuple(range(len(way.order))):
+            given, before = self._name(f"{name}_transposed"), given
+            nodes.append(helper.make_node("Transpose", [before], [given], given, perm=way.back))
+        if way is not None and way.split != shape:
+            given = self._reshaped(graph, nodes, name, given, shape)
+        made[key] = given
+        return nodes, given, row
+
+    def _reshaped(
+        self, graph: GraphProto, nodes: list[NodeProto], name: str, given: str, shape: Sequence[int]
+    ) -> str:
+        """Add a node that reshapes a value; return the name of its result."""
+        from onnx import helper
+
+        target = self._held(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
+        made = self._name(f"{name}_reshaped")
+        nodes.append(helper.make_node("Reshape", [given, target], [made], made))
+        return made
 
     def _scales(
         self, graph: GraphProto, name: str, scale: NDArray[Any], zero_point: NDArray[Any], grid: Grid

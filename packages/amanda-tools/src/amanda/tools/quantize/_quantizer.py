@@ -58,6 +58,11 @@ class Quantizer:
                 )
         self.settled = bool(parts) and bool(np.isfinite(self.array("scale")).all())
 
+    @property
+    def group_size(self) -> int | None:
+        """The number of consecutive inputs that share a scale; None where all of an output do."""
+        return None if self.groups is None or self.groups.are_outputs else self.groups.size
+
     def observe(self, x: Any) -> None:
         """Add a value to the calibration."""
         self._observe(self._split(whole(x)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.tools._libraries import ml_dtypes
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import Unfolding, unfolding
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
 
@@ -27,7 +28,7 @@ class StoredWeight(NamedTuple):
     """The integers of a weight, with scales and zero points in the shape that DequantizeLinear reads.
 
     axis: of the scales; None of one scale.  block: size of groups along the axis, 0 without groups.
-    order: axes of the weight in the order in which `codes` has them, where groups made rows of it.
+    way: from the weight to rows of `codes`, where groups made these; None for codes in the weight's form.
     """
 
     codes: NDArray[Any]
@@ -35,7 +36,7 @@ class StoredWeight(NamedTuple):
     zero_point: NDArray[Any]
     axis: int | None
     block: int
-    order: tuple[int, ...]
+    way: Unfolding | None = None
 
 
 def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWeight:
@@ -44,7 +45,6 @@ def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWei
     Raises QuantizeError where scales differ along several axes.
     """
     s, z, grid, axes, groups = scale
-    order = tuple(range(value.ndim))
     fake = np.asarray(fake_quantize_for_good(value, {None: scale}, rounding))
     if groups is None:
         apart = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
@@ -54,16 +54,18 @@ def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWei
                 "knows those of one axis; let per_channel be False"
             )
         axis = apart[0] if apart else None
-        spread = [-1 if i == axis else 1 for i in order]
+        spread = [-1 if i == axis else 1 for i in range(value.ndim)]
         codes = fake / s.reshape(spread if apart else ()) + z.reshape(spread if apart else ())
-        return StoredWeight(_codes(codes, grid), s, z, axis, 0, order)
+        return StoredWeight(_codes(codes, grid), s, z, axis, 0)
     rows = groups.split(fake) / s[:, None] + z[:, None]
-    axes_in_order, count = groups.axes(value.ndim)
-    outputs = prod(value.shape[axis] for axis in axes_in_order[:count])
+    way = unfolding(value.shape, groups.layout)
+    if groups.are_outputs:
+        return StoredWeight(_codes(rows, grid), s, z, 0, 0, way)
+    outputs = prod(way.canonical[: way.outputs])
     codes, s, z = (one.reshape(outputs, -1) for one in (rows, s, z))
-    if value.ndim == 2 and axes_in_order == (1, 0):  # the inputs come first
-        return StoredWeight(_codes(codes.T, grid), s.T, z.T, 0, groups.size, order)
-    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, axes_in_order)
+    if way.order == (1, 0):  # the inputs come first
+        return StoredWeight(_codes(codes.T, grid), s.T, z.T, 0, groups.size)
+    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, way)
 
 
 def _codes(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:

@@ -157,7 +157,7 @@ class QuantizeTool(amanda.Tool):
                 arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
                 grids[name.removesuffix(f".{part}")] = {
                     "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes,
-                    "group_size": quantizer.groups.size if quantizer.groups else None,
+                    "group_size": quantizer.group_size,
                     "dtype": getattr(quantizer.grid, "dtype", ""),
                 }  # fmt: skip
         return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
