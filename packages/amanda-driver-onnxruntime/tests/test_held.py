@@ -103,4 +103,4 @@ def test_bodies_of_control_flow_read_what_is_set_anew_however_often(made: list[A
             tool.hold(held / 4)
             sample.check(held / 4)
     ((_, reason, _),) = scope.report
-    assert reason.startswith("what it reads changes often: held, and each time another copy")
+    assert reason.startswith("what it reads changes often: held, so it runs as Python")

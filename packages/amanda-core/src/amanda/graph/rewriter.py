@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 NodeT = TypeVar("NodeT")
 
-_PYTHON_IN_BODY = "it is in a body of control flow, where Python cannot run: mark it @amanda.traceable"
+_PYTHON_IN_BODY = (
+    "it is in a body of control flow, where Python cannot run; a routine of your own can be marked "
+    "@amanda.traceable"
+)
 
 
 class NotTraceable(Exception):

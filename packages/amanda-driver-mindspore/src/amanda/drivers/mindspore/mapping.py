@@ -1,6 +1,7 @@
 """MindSpore's half of StandardMapping: a rule, which the tools find by this distribution's entry point.
 
-`standard` writes the keys that docs/vocabulary.md lists. It imports no tool.
+`standard` writes the keys that docs/vocabulary.md lists, but for `weight_layout` and `weight_groups`, which are
+those of StandardMapping's own table. It imports no tool.
 """
 
 import sys
@@ -14,7 +15,6 @@ from ._operation import ACCUMULATE_GRAD
 from ._targets import operator_of
 from ._words import CONVOLUTION, SPATIAL, WORDS
 
-_AXES = {"1": "W", "2": "HW", "3": "DHW"}
 _BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 _WEIGHT_AT = {
     "linear": 1, "batch_norm": 1, "instance_norm": 1, "layer_norm": 1, "group_norm": 2, "prelu": 1,
@@ -69,9 +69,6 @@ def _describe_op(context: OpContext) -> None:
     context["in_place"] = proper != name or name in ("setitem", "assign", "assign_add", "assign_sub")
     context["weight_index"] = weight
     context["layout"] = layout(kind, shape(inputs[0]) if inputs else None, context.get_attrs())
-    context["weight_layout"] = (
-        None if weight is None else weight_layout(kind, weight, shape(inputs[weight]), context.get_attrs())
-    )
     context["shape"] = shape
     context["dtype"] = dtype
 
@@ -97,23 +94,6 @@ def layout(kind: str, extents: Sequence[int] | None, attributes: dict[str, Any])
         return None
     given = attributes.get("data_format")
     return given if isinstance(given, str) and len(given) == len(extents) else _BY_RANK.get(len(extents))
-
-
-def weight_layout(
-    kind: str, index: int, extents: Sequence[int] | None, attributes: dict[str, Any]
-) -> str | None:
-    """Axes of the weight: O out, I in."""
-    if kind == "linear":
-        return "OI"
-    if kind == "matmul":
-        if extents is None or len(extents) != 2:
-            return None
-        turned = bool(attributes.get(("transpose_a", "transpose_b")[index]))
-        return "OI" if turned == (index == 1) else "IO"
-    convolution = CONVOLUTION.fullmatch(kind)
-    if convolution is None:
-        return None
-    return ("IO" if convolution[1] == "conv_transpose" else "OI") + _AXES[convolution[2]]
 
 
 def _describe_backward_op(context: OpContext) -> None:

@@ -60,3 +60,10 @@ FORMS: dict[str, Any] = {
     "Unsqueeze": _unsqueezed,
 }
 """For each type that only moves data, the function of its first input."""
+
+_TYPES = frozenset({"Cast", "CastLike", "DequantizeLinear"})
+
+
+def is_plain(node: NodeProto) -> bool:
+    """Return True for a node that gives its first input in another form or type."""
+    return node.domain in ("", "ai.onnx") and (node.op_type in FORMS or node.op_type in _TYPES)

@@ -9,10 +9,19 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, TypeProto, inliner, numpy_helper
+from onnx import (
+    GraphProto,
+    ModelProto,
+    SparseTensorProto,
+    TensorProto,
+    TypeProto,
+    ValueInfoProto,
+    inliner,
+    numpy_helper,
+)
 from onnx.external_data_helper import ExternalDataInfo
 
-from ._names import bodies_of
+from ._names import bodies_of, captured
 from ._symbols import Array, Symbol, tensor_type
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
@@ -63,6 +72,37 @@ class Model:
         ]
         if unknown:
             self.types.update(others(self.proto, unknown, self.constants))
+        self._infer_in_bodies(self.proto.graph, self.types, others)
+
+    def _infer_in_bodies(self, graph: GraphProto, outer: Mapping[str, TypeProto], others: TypesOf) -> None:
+        """Write the types of values in bodies there, as far as `others` gives them."""
+        for node in graph.node:
+            for body in bodies_of(node):
+                types = {**outer, **types_in(body)}
+                made = [name for inner in body.node for name in inner.output if name]
+                unknown = [name for name in made if not is_typed(types.get(name))]
+                if unknown:
+                    found = others(self._alone(body, types), unknown, self.constants)
+                    body.value_info.extend(
+                        ValueInfoProto(name=name, type=type) for name, type in found.items()
+                    )
+                    types.update(found)
+                self._infer_in_bodies(body, types, others)
+
+    def _alone(self, body: GraphProto, types: Mapping[str, TypeProto]) -> ModelProto:
+        """Return a model of a body, which is given what the body reads of the graphs around."""
+        made = ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
+        made.graph.name = "body"
+        made.graph.node.extend(body.node)
+        made.graph.initializer.extend(body.initializer)
+        made.graph.input.extend(body.input)
+        held = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+        for name in dict.fromkeys(captured(body)):
+            if name in held:
+                made.graph.initializer.append(held[name])
+            elif name in types:
+                made.graph.input.append(ValueInfoProto(name=name, type=types[name]))
+        return made
 
     def symbol(self, name: str) -> Symbol:
         """The symbol of a value of the outermost graph."""

@@ -11,10 +11,11 @@ def reads(node: NodeProto) -> Iterator[str]:
     """The values of the graph around it that a node reads, in its bodies too."""
     yield from (name for name in node.input if name)
     for body in bodies_of(node):
-        yield from _captured(body)
+        yield from captured(body)
 
 
-def _captured(graph: GraphProto) -> Iterator[str]:
+def captured(graph: GraphProto) -> Iterator[str]:
+    """The values of graphs around it that a graph reads."""
     own = {one.name for one in (*graph.input, *graph.initializer)}
     own |= {one.values.name for one in graph.sparse_initializer}
     for node in graph.node:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,19 +16,17 @@ from onnx import GraphProto, NodeProto
 from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting, Side, Value, digest
 from amanda.errors import RoutineError
 
-from ._computation import computation
+from ._computation import Computation, computation
 from ._control_flow import LOOPS, Body, Flow, is_runnable
 from ._facts import facts_of
-from ._forms import formed
+from ._forms import formed, is_plain
 from ._model import Model, array_of, constant_of, is_all_typed, types_in
 from ._places import Call, Compute, Item, TypedInsertion
 from ._schema import input_layout, output_layout
-from ._symbols import Symbol
+from ._symbols import Array, Symbol
 from ._tracing import Recorder, TracedArray
 
 _OURS = re.compile(r"amanda/[a-z]+(\d+)")
-_TYPING = ("Cast", "DequantizeLinear")
-"""Nodes that give what they are given in another type."""
 
 
 @dataclass(kw_only=True)
@@ -147,11 +146,17 @@ class GraphRewriter(Rewriter[Named]):
         self.items.append(Compute(copy))
 
     def follow(self, node: Named, inputs: Side, outputs: Side, replaced: bool) -> None:
-        """Know of what a node turns into another type whether an initializer holds it."""
-        made = outputs.symbols[0] if node.proto.op_type in _TYPING and outputs.symbols else None
-        if made is not None and made.root is None and all(one is None or one.root for one in inputs.symbols):
-            first = inputs.symbols[0]
-            made.root = first.root if first is not None else None
+        """Know of what a node makes in another type or form of initializers, and how to compute it."""
+        made = outputs.symbols[0] if outputs.symbols and not replaced else None
+        read = [one for one in inputs.symbols if one is not None]
+        if made is None or made.root is not None or not read or not all(one.root for one in read):
+            return
+        if not is_plain(node.proto):
+            return
+        made.root = read[0].root
+        make = computation(node.proto, inputs, self.rewriting.model)
+        if make is not None and all(one.constant is not None or one.compute for one in read):
+            made.compute = partial(_computed, make, list(inputs.symbols))
 
     def leave(self, node: Named, replaced: bool) -> None:
         """Rewrite the graphs that a node holds; Python runs the node where routines in them call Python."""
@@ -189,8 +194,10 @@ class GraphRewriter(Rewriter[Named]):
         return place
 
     def constant(self, symbol: Symbol | None) -> Any:
-        """Return what a value always is."""
-        return None if symbol is None else symbol.constant
+        """Return what a value always is; for a file also what nodes make of initializers."""
+        if symbol is None:
+            return None
+        return symbol.known if self.rewriting.written else symbol.constant
 
     def stored(self, constant: Any) -> Value:
         """Put an array into the model."""
@@ -290,6 +297,13 @@ class GraphRewriter(Rewriter[Named]):
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:
         left_out = [i for i, name in enumerate(names) if not name]
         return Side(names, [self.symbol(name) if name else None for name in names], sizes, left_out)
+
+
+def _computed(make: Callable[[], Computation], symbols: Sequence[Symbol | None]) -> Array:
+    """Return what a node makes of values that are known."""
+    made: Array = np.asarray(make()([None if one is None else one.known for one in symbols]))
+    made.flags.writeable = False
+    return made
 
 
 def _traced(recorder: Recorder, ref: str, symbol: Symbol | None) -> TracedArray:

@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 
 import onnxruntime
 
-from ._model import Model, referred
+from ._model import Model, array_of, referred
 from ._schedule import Step
 from ._symbols import Symbol, tensor_type
 from ._types import add_outputs, types_told
@@ -103,7 +103,10 @@ class Sessions:
         """Types of values of the outermost graph, as a session like the user's tells them."""
         graph = onnx.GraphProto()
         graph.CopyFrom(proto.graph)
-        held = {one.name: constants[one.name] for one in graph.initializer}
+        held = {
+            one.name: constants[one.name] if one.name in constants else array_of(one)
+            for one in graph.initializer
+        }
         held |= {one.values.name: None for one in graph.sparse_initializer}
         for field in ("initializer", "sparse_initializer", "value_info"):
             graph.ClearField(field)

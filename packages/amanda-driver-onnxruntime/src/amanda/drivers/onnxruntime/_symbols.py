@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -24,9 +25,10 @@ class Symbol:
     tensor.  shape: None for an extent that is known at execution alone, and for an unknown rank.
     constant: what it always is; None where it is computed or given.  default: what a graph's input is where
     it is not given.  root: name of the initializer that it is, or is made of alone.
+    compute: gives the value of what nodes make of initializers alone; None for other values.
     """
 
-    __slots__ = ("__weakref__", "constant", "default", "dtype", "name", "root", "shape", "type")
+    __slots__ = ("__weakref__", "compute", "constant", "default", "dtype", "name", "root", "shape", "type")
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Symbol:
         self.constant = constant
         self.default = default
         self.root = root
+        self.compute: Callable[[], Array] | None = None
         self.dtype, self.shape = _of_tensor(type)
 
     @classmethod
@@ -64,6 +67,13 @@ class Symbol:
             len(self.shape) == value.ndim
             and all(one in (None, extent) for one, extent in zip(self.shape, value.shape, strict=True))
         )
+
+    @property
+    def known(self) -> Array | None:
+        """Return what it always is, or is made of initializers alone; None where the model has to run."""
+        if self.constant is None and self.compute is not None:
+            return self.compute()
+        return self.constant
 
     @property
     def is_tensor(self) -> bool:
@@ -97,7 +107,8 @@ def read_value(value: Any) -> Any:
     """
     if not isinstance(value, Symbol):
         return value
-    known = value.default if value.constant is None else value.constant
+    known = value.known
+    known = value.default if known is None else known
     if known is None:
         raise AmandaError(
             f"{value.name} has no value before the graph runs; read it in a routine: insert_before_op"

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, inliner, numpy_helper
 
-from ._forms import FORMS
+from ._forms import is_plain
 from ._names import bodies_of, reads, renamed_nodes
 from ._places import Compute
 from ._rewrite import ModelRewriting
@@ -74,7 +74,7 @@ def drop_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
 
 
 def _moves(node: NodeProto) -> bool:
-    return node.domain in ("", "ai.onnx") and (node.op_type == "Constant" or node.op_type in FORMS)
+    return is_plain(node) or (node.domain in ("", "ai.onnx") and node.op_type == "Constant")
 
 
 def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:

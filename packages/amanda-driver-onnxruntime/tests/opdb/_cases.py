@@ -1,0 +1,119 @@
+"""Cases of ONNX' own suite for backends, operator by operator, and how sessions of them differ under tools."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx.backend.test.case.node as suite
+import onnxruntime
+from onnx import ModelProto
+from onnx_models import session_of
+
+import amanda
+from amanda.testing import Fresh, Silent, Unchanged
+
+
+NEWEST_IR, NEWEST_OPSET = 13, 26
+"""The newest versions that this ONNX Runtime reads; ONNX may be ahead."""
+
+
+class Traced(Unchanged):
+    """Traceable routines at every point of every op, which give equal new values of numbers."""
+
+    @staticmethod
+    @amanda.traceable
+    def routine(*values: Any) -> Any:
+        """Return each array of numbers with an axis added and taken away again."""
+        return [value[None][0] if _is_array(value) else value for value in values]
+
+
+def _is_array(value: Any) -> bool:
+    return not isinstance(value, (list, tuple)) and getattr(value, "dtype", np.dtype("O")).kind in "fiub"
+
+
+def copied(value: Any) -> Any:
+    """Return an equal array in other memory; what is no array as it is."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+TOOLS: Mapping[str, Callable[[], Unchanged]] = {
+    "look": Silent, "echo": Unchanged, "equal new values": lambda: Fresh(copied), "traceable": Traced,
+}  # fmt: skip
+
+
+def operators() -> list[str]:
+    """Names of the modules of the suite, each of which has the cases of one operator or more."""
+    inner = [f"ai_onnx_ml.{module.name}" for module in pkgutil.iter_modules([f"{suite.__path__[0]}/ai_onnx_ml"])]
+    outer = [module.name for module in pkgutil.iter_modules(suite.__path__) if not module.ispkg]
+    return [name for name in [*outer, *inner] if not name.startswith("_")]
+
+
+@cache
+def cases(operator: str) -> list[Any]:
+    """Return the cases of a module of the suite, which adds them to a list as it is imported."""
+    before = len(suite._NodeTestCases)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what NumPy says of the values that the suite computes
+        importlib.import_module(f"{suite.__name__}.{operator}")
+    return list(suite._NodeTestCases[before:])
+
+
+class Count:
+    """Numbers of cases that ran, that ONNX Runtime refuses without a tool as well, and with reports."""
+
+    def __init__(self) -> None:
+        self.ran = self.refused = self.reported = 0
+
+
+def differences(operator: str, count: Count) -> Iterator[str]:
+    """Yield each case and tool with which a session gives other bits than without, or ends in an exception."""
+    for case in cases(operator):
+        try:
+            session, feed = _session(case)
+            bare = session.run(None, feed)
+        except Exception:  # an operator or a type that ONNX Runtime has no kernel for
+            count.refused += 1
+            continue
+        count.ran += 1
+        for name, make in TOOLS.items():
+            try:
+                with amanda.apply(make()) as scope:
+                    given = session.run(None, feed)
+            except Exception as error:
+                yield f"{case.name}, {name}: {type(error).__name__}: {error}"
+                continue
+            if not is_same(given, bare):
+                yield f"{case.name}, {name}: bits"
+            count.reported += name == "look" and bool(scope.report)
+
+
+def _session(case: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a session of a case and its feed; a model of newer versions says the newest that can be read."""
+    model = ModelProto()
+    model.CopyFrom(case.model)
+    model.ir_version = min(model.ir_version, NEWEST_IR)
+    for one in model.opset_import:
+        one.version = min(one.version, NEWEST_OPSET) if one.domain == "" else one.version
+    session = session_of(model)
+    return session, dict(zip([one.name for one in session.get_inputs()], case.data_sets[0][0], strict=False))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return True for values that are equal to the last bit, those of sequences too."""
+    if isinstance(one, (list, tuple)):
+        return (
+            isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(is_same, one, other))
+        )
+    if isinstance(one, onnxruntime.OrtValue):
+        return isinstance(other, onnxruntime.OrtValue) and one.shape() == other.shape()
+    if not isinstance(one, np.ndarray):
+        return one is other or bool(one == other)
+    if not isinstance(other, np.ndarray) or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return one.tolist() == other.tolist() if one.dtype.kind == "O" else one.tobytes() == other.tobytes()
