@@ -294,3 +294,52 @@ def test_batch_normalisation_of_a_session_is_left_as_it_is() -> None:
         (found,) = session.run(None, {"x": IMAGE.numpy()})
     assert np.array_equal(found, wanted)
     assert not tool.result.matches
+
+
+def looping() -> onnx.ModelProto:
+    """A loop whose body takes the logarithm of a product with a weight in float16, less 1."""
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("Cast", ["half"], ["whole"], "cast", to=1),
+        helper.make_node("Transpose", ["whole"], ["turned"], "turn"),
+        helper.make_node("MatMul", ["v", "turned"], ["m"], "product"),
+        helper.make_node("Sub", ["m", "one"], ["s"], "less"),
+        helper.make_node("Log", ["s"], ["l"], "log"),
+        helper.make_node("Identity", ["c"], ["on"], "on"),
+    ]
+    body = helper.make_graph(
+        nodes, "body", [value("i", 7, []), value("c", 9, []), value("v", 1, [2, 2])],
+        [value("on", 9, []), value("l", 1, [2, 2])],
+    )  # fmt: skip
+    weights = {"half": np.float16([[0.5, 2], [0.3, 1]]), "one": np.float32(1), "n": np.array(3)}
+    graph = helper.make_graph(
+        [helper.make_node("Loop", ["n", "", "x"], ["y"], "loop", body=body)], "g", [value("x", 1, [2, 2])],
+        [value("y", 1, [2, 2])], [numpy_helper.from_array(one, name) for name, one in weights.items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def test_a_nan_in_a_loop_is_found_at_the_op_in_its_body() -> None:
+    tool, session = NanTool(), onnxruntime.InferenceSession(looping().SerializeToString(), session_options())
+    with amanda.apply(tool) as scope:
+        (made,) = session.run(None, {"x": np.float32([[3, 5], [4, 6]])})
+    assert np.isnan(made).any()
+    assert scope.report == []
+    (found,) = tool.result.findings
+    assert (found.type, found.module) == ("log", "loop/body")
+
+
+@pytest.mark.parametrize("make", [PruneTool, lambda: QuantizeTool("static", activation_bits=None)])
+def test_a_weight_behind_a_cast_in_a_body_is_changed_in_a_session_and_in_a_file(make: Any, tmp_path: Path) -> None:
+    source, feed = tmp_path / "model.onnx", {"x": np.float32([[30, 50], [40, 60]])}
+    onnx.save(looping(), source)
+    session, tool = onnxruntime.InferenceSession(str(source), session_options()), make()
+    (bare,) = session.run(None, feed)
+    with amanda.apply(tool) as scope:
+        (changed,) = session.run(None, feed)
+    assert scope.report == []
+    assert not np.array_equal(changed, bare, equal_nan=True)
+    written = amanda.instrument(source, tool, out=tmp_path / "changed.onnx")
+    assert [(one.op, one.stored) for one in written.inlined] == [("loop/body/product", True)]
+    given = onnxruntime.InferenceSession(str(written.path), session_options()).run(None, feed)
+    np.testing.assert_array_equal(given[0], changed)

@@ -179,3 +179,47 @@ def test_a_variable_that_holds_nan_is_told(traced: bool) -> None:
     result = looked(lambda: call(tf.ones((2, 4))))
     assert not result.findings
     assert result.notes()[0].endswith(" holds 12 NaN.")
+
+
+def findings(program: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """Types of the ops at which NaN begins, and what held NaN before."""
+    tool = NanTool()
+    with amanda.apply(tool):
+        program()
+    return [one.type for one in tool.result.findings], [one.what for one in tool.result.entered]
+
+
+def test_calls_of_functions_loops_and_branches_are_no_findings_beside_the_op_within() -> None:
+    inner = tf.function(lambda x: tf.math.log(x - 5.0))
+
+    def looped(x: Any) -> Any:
+        for _ in tf.range(2):
+            x = tf.cond(tf.reduce_any(x > 0.0), lambda x=x: tf.math.log(x - 5.0), lambda x=x: x)
+        return x
+
+    x = tf.constant([1.0, 6.0])
+    assert findings(lambda: tf.function(lambda x: inner(x) * 2.0)(x)) == (["log"], [])
+    assert findings(lambda: tf.function(looped)(x)) == (["log"], [])
+
+
+def test_what_iterators_and_lists_hold_begins_nowhere() -> None:
+    data = tf.data.Dataset.from_tensor_slices(np.float32([[np.nan, 1]]))
+    assert findings(lambda: [tf.reduce_sum(row) for row in data]) == ([], ["input 0 of IteratorGetNext"])
+
+    def listed(x: Any) -> Any:
+        rows = tf.TensorArray(tf.float32, 2).unstack(x)
+        return tf.while_loop(lambda i, s: i < 2, lambda i, s: (i + 1, s + rows.read(i)), (0, 0.0))[1]
+
+    found, entered = findings(lambda: tf.function(listed)(tf.constant([np.nan, 1.0])))
+    assert found == []
+    assert len(entered) == 1
+
+
+def test_training_on_nan_names_what_holds_it_alone() -> None:
+    model = keras.Sequential([keras.layers.LSTM(3), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.random.default_rng(0).random((4, 3, 2)).astype("float32")
+    data[1] = np.nan
+    found, entered = findings(lambda: model.fit(data, np.zeros((4, 1)), verbose=0))
+    assert found == []
+    assert entered
