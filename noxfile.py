@@ -2,7 +2,7 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, tests_long, zoo, zoo_tf, opdb, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions,
+tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions,
 types, lint, dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
@@ -190,6 +190,30 @@ def opdb(session: nox.Session) -> None:
     """Call every operator of torch's own database with and without tools; arguments after -- go to pytest."""
     chosen = session.posargs or PARALLEL
     python(session, "-m", "pytest", f"{TORCH}/tests/opdb", "-m", "opdb", *chosen, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def opdb_onnx(session: nox.Session) -> None:
+    """Run ONNX' own suite of operators with and without tools; arguments after -- go to pytest."""
+    oracles(session, "ONNX Runtime", "onnxruntime", ONNXRUNTIME, "ONNX' suite of operators")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def opdb_tf(session: nox.Session) -> None:
+    """Call public functions of TensorFlow and Keras with and without tools; arguments after -- go to pytest."""
+    oracles(session, "TensorFlow", "tensorflow-cpu", TF, "functions of TensorFlow and Keras")
+
+
+def oracles(session: nox.Session, kind: str, package: str, driver: Path, what: str) -> None:
+    """Run a driver's tests of operators, and write what they counted into docs/support.md."""
+    env = {"OMP_NUM_THREADS": "1", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONPATH": str(ROOT / "website")}
+    tests = (f"{driver}/tests/opdb", "-m", "opdb")
+    if session.posargs:
+        python(session, "-m", "pytest", *tests, *session.posargs, **env)
+        return
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    version = str(session.run(str(DEV), "-c", code, external=True, silent=True)).strip()
+    python(session, "-m", "amanda_docs.support", kind, version, what, *tests, *PARALLEL, **env)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

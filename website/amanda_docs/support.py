@@ -28,6 +28,7 @@ SUPPORTED = {
     "TensorFlow": ("amanda-driver-tf", r'tensorflow = \["tensorflow(>=.+)"\]'),
     "MindSpore": ("amanda-driver-mindspore", r'"mindspore(>=[^;]+);'),
     "JAX": ("amanda-driver-jax", r'"jax(>=[^;]+);'),
+    "ONNX Runtime": ("amanda-driver-onnxruntime", r'"onnxruntime(>=.+)"'),
 }
 """Where the metadata says which versions are meant to work."""
 MINORS = {
@@ -36,19 +37,26 @@ MINORS = {
     "TensorFlow": range(16, 30),
     "MindSpore": range(10, 20),
     "JAX": range(10, 20),
+    "ONNX Runtime": range(0),
 }
 HEAD = """# Versions that work
 
 This page lists the versions that the metadata of the distributions allows. For a version with *ran*, the
 tests ran on the given machine and date. A version with *expected* is allowed, but was not tested.
-The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore` and `jax` write this page.
+The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `jax`, `opdb_onnx` and `opdb_tf` write
+this page. The last two call every operator under four tools that change nothing, one after another: one that
+looks, one that gives back the same values, one that gives equal new values, and one that does so by traceable
+routines. Every bit of every result and gradient has to be the same.
 """
 
 
 def record(kind: str, version: str, report: Path, what: str, data: Path = DATA) -> None:
     """Add what a run of pytest came to, in place of an earlier run of this version."""
     told = json.loads(data.read_text()) if data.exists() else []
-    rows = [row for row in told if (row["kind"], row["version"]) != (kind, version)]
+    rows = [
+        row for row in told
+        if (row["kind"], row["version"]) != (kind, version) or ("calls" in row) != bool(_numbers_told(report))
+    ]
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         counts = {name: number + int(suite.get(name, 0)) for name, number in counts.items()}
@@ -65,8 +73,18 @@ def record(kind: str, version: str, report: Path, what: str, data: Path = DATA) 
             "machine": f"{platform.system()} {platform.machine()}",
         }
     )
+    if told_numbers := _numbers_told(report):
+        rows[-1]["calls"] = told_numbers
     rows.sort(key=lambda row: (row["kind"], _numbers(row["version"])))
     data.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _numbers_told(report: Path) -> dict[str, int]:
+    """Return sums of the numbers that tests have recorded as properties, such as of calls."""
+    sums: dict[str, int] = {}
+    for one in ElementTree.parse(report).getroot().iter("property"):
+        sums[one.get("name", "")] = sums.get(one.get("name", ""), 0) + int(one.get("value", 0))
+    return sums
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
@@ -86,7 +104,9 @@ def _lines(kind: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     expected = [{"version": one} for one in allowed(kind) if one not in minors]
     for row in sorted([*ran, *expected], key=lambda row: _numbers(row["version"])):
         if "date" in row:
-            cells = ["ran", row["what"], row["passed"], row["failed"], row["not counted"]]
+            calls = ", ".join(f"{number:,} {name}" for name, number in row.get("calls", {}).items())
+            what = f"{row['what']}: {calls}" if calls else row["what"]
+            cells = ["ran", what, row["passed"], row["failed"], row["not counted"]]
             cells.append(f"{row['date']}, {row['machine']}")
         else:
             cells = ["expected", "", "", "", "", ""]

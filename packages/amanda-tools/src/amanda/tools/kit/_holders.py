@@ -44,6 +44,10 @@ class Holders:
         """Return True for what a model holds, False for a leaf of autograd that a program made."""
         return True
 
+    def name(self, holder: Any) -> str:
+        """Return the name that the framework has given to a parameter; "" without one."""
+        return ""
+
     def held(self, holder: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of the holder and the part that a weight is; None where that is unknown."""
         return (self.identity(holder), None) if holder is weight else None

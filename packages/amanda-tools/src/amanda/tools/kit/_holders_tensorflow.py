@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
@@ -17,6 +18,8 @@ Array = NDArray[Any]
 Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
 """The order of a variable's axes, the shape that it is given then, and its own; None for it as it is."""
 
+_NAME = re.compile(r'ResourceHandle\(name="([^"]*?)(?:/\d+)?"')
+"""In the text of a handle the name of the variable, which a number follows."""
 _FORMING = frozenset({"Reshape", "Transpose"})
 _PASSING = _FORMING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
 
@@ -28,6 +31,14 @@ class Variables(Holders):
         """Return what tells the variable from others; in a session's graph its name."""
         op = getattr(holder, "op", None)
         return interceptor.ordinal(holder) if op is None else (interceptor.ordinal(op.graph), op.name)
+
+    def name(self, holder: Any) -> str:
+        """Return the path of a variable of Keras, the name of others."""
+        op = getattr(holder, "op", None)
+        if op is not None:
+            return str(op.name)
+        found = _NAME.search(str(holder))
+        return found[1] if found is not None else ""
 
     def held(self, holder: Any, weight: Any) -> tuple[Any, Part] | None:
         """Return the variable that a weight was read of, and its form; None where the form is not found."""
@@ -94,12 +105,17 @@ def _read(holder: Any) -> Any:
 
 def _form(value: Array, wanted: Array) -> Any:
     """Return the form in which a value is what is wanted; None for the value as it is."""
-    if value.shape == wanted.shape and np.array_equal(value, wanted):
+    if value.shape == wanted.shape and _are_equal(value, wanted):
         return None
     for axes in permutations(range(value.ndim)):
-        if np.array_equal(value.transpose(axes).reshape(wanted.shape), wanted):
+        if _are_equal(value.transpose(axes).reshape(wanted.shape), wanted):
             return axes, wanted.shape, value.shape
     return NotImplemented
+
+
+def _are_equal(value: Array, other: Array) -> bool:
+    """Return True for equal arrays; weights of a training that failed are NaN."""
+    return np.array_equal(value, other, equal_nan=value.dtype.kind == "f")
 
 
 def _formed(value: Array, part: Part) -> Array:

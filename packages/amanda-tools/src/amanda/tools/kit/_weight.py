@@ -84,8 +84,8 @@ class Form:
 class Weight(Form):
     """A weight that one or more ops read.
 
-    path: of the parameter in the model, as the model is trained: "layer1.0.conv1.weight"; "" for a weight
-    that is computed, and where no path is known.
+    path: of the parameter in the model, as the model is trained: "layer1.0.conv1.weight"; else the name that
+    the framework gave it, "sequential/dense/kernel"; "" for a weight that is computed, and without a name.
     module, type, source: of the op that read it first.  shape: as that op reads it.  layout: its axes, as
     `weight_layout` of StandardMapping; None where they have no fixed meaning.
     holder: identity of the parameter or variable; None for a weight that is computed at each call.

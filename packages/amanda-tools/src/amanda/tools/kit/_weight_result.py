@@ -32,7 +32,7 @@ class WeightResult(Result):
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
         Column("source", show=partial(shortened, width=32)), Column("shape"), Column("layout"),
-        Column("weights", show="{:,}".format, total=True),
+        Column("weights", show="{:,}".format, total=True), Column("parameter", show=partial(shortened, width=32)),
     )  # fmt: skip
 
     def __init__(self, tool: WeightTool[Any]) -> None:
@@ -50,7 +50,8 @@ class WeightResult(Result):
         """Return the values of the columns for a weight."""
         shape = "x".join(map(str, weight.shape))
         return (
-            "forward", weight.type, weight.module, weight.source, shape, weight.layout or "", weight.size
+            "forward", weight.type, weight.module, weight.source, shape, weight.layout or "", weight.size,
+            weight.path,
         )  # fmt: skip
 
     def rows(self) -> Sequence[Sequence[Any]]:

@@ -236,7 +236,7 @@ class Weights(Generic[W]):
 
         return self._tool.weight_type(
             context, read.value, read.layout, holders, read.held, whole, len(self.found), keep,
-            self._tool.error, path or "", _weakly(variable),
+            self._tool.error, path or ("" if variable is None else holders.name(variable)), _weakly(variable),
         )  # fmt: skip
 
     def leave(self, context: amanda.OpContext, reason: str) -> None:
