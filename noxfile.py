@@ -2,8 +2,9 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions,
-types, lint, dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
+tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, fuzz, soak, mindspore, jax, pythons,
+torch_versions, tf_versions, types, lint, dist, wheels, release, templates, third_party, docs, recipes, suites,
+bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def opdb_onnx(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def opdb_tf(session: nox.Session) -> None:
-    """Call public functions of TensorFlow and Keras with and without tools; arguments after -- go to pytest."""
+    """Call functions of TensorFlow and Keras with and without tools; arguments after -- go to pytest."""
     oracles(session, "TensorFlow", "tensorflow-cpu", TF, "functions of TensorFlow and Keras")
 
 

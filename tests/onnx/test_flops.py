@@ -105,8 +105,13 @@ def test_ops_in_a_body_that_python_cannot_run_are_told_as_not_seen(caplog: pytes
     nodes = [helper.make_node("Add", ["s", "e"], ["t"]), helper.make_node("Relu", ["t"], ["r"])]
     body = helper.make_graph(nodes, "body", [values["s"], values["e"]], [values["t"], values["r"]])
     scan = helper.make_node("Scan", ["", "start", "x"], ["last", "y"], body=body, num_scan_inputs=1)
-    given = [helper.make_tensor_value_info("start", 1, [1, 2]), helper.make_tensor_value_info("x", 1, [1, 3, 2])]
-    graph = helper.make_graph([scan], "graph", given, [onnx.ValueInfoProto(name=name) for name in ("last", "y")])
+    given = [
+        helper.make_tensor_value_info("start", 1, [1, 2]),
+        helper.make_tensor_value_info("x", 1, [1, 3, 2]),
+    ]
+    graph = helper.make_graph(
+        [scan], "graph", given, [onnx.ValueInfoProto(name=name) for name in ("last", "y")]
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 8)], ir_version=9)
     session = onnxruntime.InferenceSession(model.SerializeToString(), session_options())
     tool = FlopsTool()
@@ -123,7 +128,13 @@ def test_ops_in_a_body_that_python_cannot_run_are_told_as_not_seen(caplog: pytes
     assert said in caplog.text
 
 
-QKV = {"q": [2, 4, 3, 8], "k": [2, 4, 5, 8], "v": [2, 4, 5, 6], "past_k": [2, 4, 7, 8], "past_v": [2, 4, 7, 6]}
+QKV = {
+    "q": [2, 4, 3, 8],
+    "k": [2, 4, 5, 8],
+    "v": [2, 4, 5, 6],
+    "past_k": [2, 4, 7, 8],
+    "past_v": [2, 4, 7, 6],
+}
 ATTENTION: dict[str, tuple[dict[str, list[int]], dict[str, int], int]] = {
     "heads apart": ({name: QKV[name] for name in "qkv"}, {}, 2 * 4 * 3 * 5 * (8 + 6)),
     "heads together": (

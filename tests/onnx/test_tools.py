@@ -330,7 +330,9 @@ def test_a_nan_in_a_loop_is_found_at_the_op_in_its_body() -> None:
 
 
 @pytest.mark.parametrize("make", [PruneTool, lambda: QuantizeTool("static", activation_bits=None)])
-def test_a_weight_behind_a_cast_in_a_body_is_changed_in_a_session_and_in_a_file(make: Any, tmp_path: Path) -> None:
+def test_a_weight_behind_a_cast_in_a_body_is_changed_in_a_session_and_in_a_file(
+    make: Any, tmp_path: Path
+) -> None:
     source, feed = tmp_path / "model.onnx", {"x": np.float32([[30, 50], [40, 60]])}
     onnx.save(looping(), source)
     session, tool = onnxruntime.InferenceSession(str(source), session_options()), make()

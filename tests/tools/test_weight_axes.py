@@ -122,7 +122,11 @@ def layouts_of(program: Callable[[], Any]) -> list[tuple[str, str | None, int]]:
 
 
 def test_groups_are_told_in_every_framework() -> None:
-    assert layouts_of(torch_program(3)) == layouts_of(onnxruntime_program(3)) == [("conv_transpose2d", "IMHW", 3)]
+    assert (
+        layouts_of(torch_program(3))
+        == layouts_of(onnxruntime_program(3))
+        == [("conv_transpose2d", "IMHW", 3)]
+    )
     data, weight = tf.ones((1, 4, 4, 6)), tf.ones((3, 3, 2, 6))
     assert layouts_of(lambda: tf.nn.conv2d(data, weight, 1, "SAME")) == [("conv2d", "HWIO", 3)]
     weight = tf.ones((3, 3, 6, 2))

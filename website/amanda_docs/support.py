@@ -54,7 +54,8 @@ def record(kind: str, version: str, report: Path, what: str, data: Path = DATA) 
     """Add what a run of pytest came to, in place of an earlier run of this version."""
     told = json.loads(data.read_text()) if data.exists() else []
     rows = [
-        row for row in told
+        row
+        for row in told
         if (row["kind"], row["version"]) != (kind, version) or ("calls" in row) != bool(_numbers_told(report))
     ]
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)

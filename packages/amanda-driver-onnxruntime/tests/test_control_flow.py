@@ -35,7 +35,9 @@ def looping(limit: int = 3, inner: Sequence[NodeProto] = ()) -> ModelProto:
         [info("on", BOOL, []), info("l", FLOAT, [4, 3]), info("each", FLOAT, [4, 3])],
     )  # fmt: skip
     weights = {"w": np.float32(0.5), "limit": np.array(limit)}
-    return model_of([node("Loop", "limit  x", "last all", "loop", body=graph)], {"x": [4, 3]}, ["last", "all"], weights)
+    return model_of(
+        [node("Loop", "limit  x", "last all", "loop", body=graph)], {"x": [4, 3]}, ["last", "all"], weights
+    )
 
 
 def scanning() -> ModelProto:
@@ -54,7 +56,9 @@ def scanning() -> ModelProto:
 
 
 def mapping() -> ModelProto:
-    graph = body([node("Mul", "one w", "more", "mul")], [info("one", FLOAT, None)], [info("more", FLOAT, None)])
+    graph = body(
+        [node("Mul", "one w", "more", "mul")], [info("one", FLOAT, None)], [info("more", FLOAT, None)]
+    )
     nodes = [
         node("SequenceConstruct", "x x", "s"), node("SequenceMap", "s", "t", "map", body=graph),
         node("ConcatFromSequence", "t", "y", axis=0),
@@ -163,7 +167,9 @@ def test_the_one_output_of_a_node_may_be_a_sequence(type: str) -> None:
     start = node("SequenceConstruct", "x x", "start")
     if type == "If":
         branches = {
-            f"{name}_branch": body([node("SequenceConstruct", "x" + " x" * i, name)], [], [sequence(name, FLOAT, None)])
+            f"{name}_branch": body(
+                [node("SequenceConstruct", "x" + " x" * i, name)], [], [sequence(name, FLOAT, None)]
+            )
             for i, name in enumerate(("then", "else"))
         }
         nodes = [node("If", "go", "s", "flow", **branches)]

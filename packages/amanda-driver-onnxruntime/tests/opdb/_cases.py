@@ -18,7 +18,6 @@ from onnx_models import session_of
 import amanda
 from amanda.testing import Fresh, Silent, Unchanged
 
-
 NEWEST_IR, NEWEST_OPSET = 13, 26
 """The newest versions that this ONNX Runtime reads; ONNX may be ahead."""
 
@@ -49,7 +48,9 @@ TOOLS: Mapping[str, Callable[[], Unchanged]] = {
 
 def operators() -> list[str]:
     """Names of the modules of the suite, each of which has the cases of one operator or more."""
-    inner = [f"ai_onnx_ml.{module.name}" for module in pkgutil.iter_modules([f"{suite.__path__[0]}/ai_onnx_ml"])]
+    inner = [
+        f"ai_onnx_ml.{module.name}" for module in pkgutil.iter_modules([f"{suite.__path__[0]}/ai_onnx_ml"])
+    ]
     outer = [module.name for module in pkgutil.iter_modules(suite.__path__) if not module.ispkg]
     return [name for name in [*outer, *inner] if not name.startswith("_")]
 
@@ -107,9 +108,7 @@ def _session(case: Any) -> tuple[Any, dict[str, Any]]:
 def is_same(one: Any, other: Any) -> bool:
     """Return True for values that are equal to the last bit, those of sequences too."""
     if isinstance(one, (list, tuple)):
-        return (
-            isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(is_same, one, other))
-        )
+        return isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, onnxruntime.OrtValue):
         return isinstance(other, onnxruntime.OrtValue) and one.shape() == other.shape()
     if not isinstance(one, np.ndarray):

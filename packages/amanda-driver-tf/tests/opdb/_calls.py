@@ -66,7 +66,9 @@ def functions() -> dict[str, Callable[..., Any]]:
             full = f"{namespace}.{name}"
             if callable(function) and not isinstance(function, type) and full not in LEFT and name[0] != "_":
                 found[id(function)] = full, function
-    return {name: one for name, one in sorted(found.values()) if isfunction(one) or hasattr(one, "__wrapped__")}
+    return {
+        name: one for name, one in sorted(found.values()) if isfunction(one) or hasattr(one, "__wrapped__")
+    }
 
 
 class Traced(Unchanged):

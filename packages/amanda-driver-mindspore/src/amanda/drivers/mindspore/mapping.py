@@ -1,7 +1,7 @@
 """MindSpore's half of StandardMapping: a rule, which the tools find by this distribution's entry point.
 
-`standard` writes the keys that docs/vocabulary.md lists, but for `weight_layout` and `weight_groups`, which are
-those of StandardMapping's own table. It imports no tool.
+`standard` writes the keys that docs/vocabulary.md lists, but for `weight_layout` and `weight_groups`, which
+StandardMapping takes from a table. It imports no tool.
 """
 
 import sys

@@ -173,7 +173,9 @@ class GraphRewriter(Rewriter[Named]):
                     self._rewrite_body(graph, path, calls_python and is_all_typed(graph), kept.op_type)
                 )
         if any(body.calls_python for own in bodies.values() for body in own):
-            at = next(i for i, item in enumerate(self.items) if isinstance(item, Compute) and item.node is kept)
+            at = next(
+                i for i, item in enumerate(self.items) if isinstance(item, Compute) and item.node is kept
+            )
             self.items[at] = Flow(kept, {name: body for name, (body,) in bodies.items()})
 
     def can_give(self, symbol: Symbol | None) -> bool:
@@ -272,9 +274,7 @@ class GraphRewriter(Rewriter[Named]):
         inputs = [Symbol(one.name, one.type if one.HasField("type") else None) for one in graph.input]
         declared = [Symbol(one.name, one.type if one.HasField("type") else None) for one in graph.output]
         constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
-        rewriter = GraphRewriter(
-            graph, self.rewriting, self.symbol, path, self.current, calls_python, depth
-        )
+        rewriter = GraphRewriter(graph, self.rewriting, self.symbol, path, self.current, calls_python, depth)
         rewriter.run()
         outputs = [rewriter.current.get(one.name, one.name) for one in graph.output]
         body = Body(inputs, outputs, declared, rewriter.items, rewriter.symbol, constants)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from onnx import NodeProto
 
-from ._names import reads
 from ._control_flow import Flow
+from ._names import reads
 from ._places import Call, Compute, Item
 
 BUDGET = 256 << 20

@@ -52,9 +52,7 @@ class Steps:
         for symbol in body.inputs:
             constants.pop(symbol.name, None)
         held = ({*self._held} | body.constants.keys()) - {symbol.name for symbol in body.inputs}
-        return Steps(
-            self._sessions, body.items, constants, held, body.outputs, body.symbol, free=True
-        )
+        return Steps(self._sessions, body.items, constants, held, body.outputs, body.symbol, free=True)
 
     def run(
         self,

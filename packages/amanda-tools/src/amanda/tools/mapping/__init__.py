@@ -6,8 +6,8 @@ from amanda.tools.mapping._itemsize import itemsize
 from amanda.tools.mapping._local import distributed, is_partial, local, share, whole
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
 from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
-from amanda.tools.mapping._weight_axes import FACTORS
 from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
+from amanda.tools.mapping._weight_axes import FACTORS
 
 __all__ = [
     "FACTORS", "SEVERAL_WEIGHTS", "UNINITIALISED", "VOCABULARY", "MappingTool", "Rule", "RuleError", "StandardMapping",
