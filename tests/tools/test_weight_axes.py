@@ -1,4 +1,4 @@
-"""Weights of transposed convolutions in groups have a scale and a filter for each output, in every framework."""
+"""Weights of transposed convolutions in groups have a scale and a filter for each output everywhere."""
 
 from __future__ import annotations
 

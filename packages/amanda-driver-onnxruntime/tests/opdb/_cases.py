@@ -1,4 +1,4 @@
-"""Cases of ONNX' own suite for backends, operator by operator, and how sessions of them differ under tools."""
+"""Cases of ONNX' own suite, operator by operator, and how their sessions differ under tools."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ TOOLS: Mapping[str, Callable[[], Unchanged]] = {
 
 def operators() -> list[str]:
     """Names of the modules of the suite, each of which has the cases of one operator or more."""
-    inner = [
-        f"ai_onnx_ml.{module.name}" for module in pkgutil.iter_modules([f"{suite.__path__[0]}/ai_onnx_ml"])
-    ]
+    learning = pkgutil.iter_modules([f"{suite.__path__[0]}/ai_onnx_ml"])
+    inner = [f"ai_onnx_ml.{module.name}" for module in learning]
     outer = [module.name for module in pkgutil.iter_modules(suite.__path__) if not module.ispkg]
     return [name for name in [*outer, *inner] if not name.startswith("_")]
 

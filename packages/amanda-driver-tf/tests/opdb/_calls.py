@@ -1,4 +1,4 @@
-"""Calls of TensorFlow's and Keras' public functions with arguments that they take, and how they differ under tools."""
+"""Calls of TensorFlow's and Keras' public functions, and how they differ under tools."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ ARGUMENTS: Sequence[tuple[Any, ...]] = (
     (_floats(3, 4), np.int32([0, 2, 1])), (np.int32([0, 2, 1]), _floats(3, 4)), (np.int32([0, 2]), 4),
     ([_floats(2, 3), _floats(2, 3)],), ([_floats(2, 3), _floats(2, 3)], 0), (_IMAGES, [4, 5]),
     (_IMAGES, 0.3), (_IMAGES, 0.3, 0.9), (_IMAGES, _KERNEL, 1, "SAME"), (_IMAGES, 2, 2, "VALID"),
-    (_IMAGES, _KERNEL, [1, 1, 1, 1], "SAME"), (_floats(3, 4), 0.2, 0.8), (_floats(3, 4), np.int32([0, 1, 1]), 2),
+    (_IMAGES, _KERNEL, [1, 1, 1, 1], "SAME"), (_floats(3, 4), 0.2, 0.8),
+    (_floats(3, 4), np.int32([0, 1, 1]), 2),
     (_floats(3, 4), [[1, 1], [0, 2]]), (_floats(3, 4), [0, 1], [2, 2]), ([2, 3],), ([2, 3], [1, 2]),
     (np.array([True, False, True]), _floats(3), _floats(3)), (np.array(["a b", "c"]), " "),
     (3,), (2, 5), (0.0, 1.0, 5),

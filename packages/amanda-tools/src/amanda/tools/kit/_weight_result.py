@@ -32,7 +32,8 @@ class WeightResult(Result):
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
         Column("source", show=partial(shortened, width=32)), Column("shape"), Column("layout"),
-        Column("weights", show="{:,}".format, total=True), Column("parameter", show=partial(shortened, width=32)),
+        Column("weights", show="{:,}".format, total=True),
+        Column("parameter", show=partial(shortened, width=32)),
     )  # fmt: skip
 
     def __init__(self, tool: WeightTool[Any]) -> None:

@@ -10,6 +10,7 @@ from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
 from amanda.tools.mapping._weight_axes import FACTORS
 
 __all__ = [
-    "FACTORS", "SEVERAL_WEIGHTS", "UNINITIALISED", "VOCABULARY", "MappingTool", "Rule", "RuleError", "StandardMapping",
-    "backend_of", "distributed", "is_partial", "itemsize", "local", "share", "weight_gradient", "whole",
+    "FACTORS", "SEVERAL_WEIGHTS", "UNINITIALISED", "VOCABULARY", "MappingTool", "Rule", "RuleError",
+    "StandardMapping", "backend_of", "distributed", "is_partial", "itemsize", "local", "share",
+    "weight_gradient", "whole",
 ]  # fmt: skip

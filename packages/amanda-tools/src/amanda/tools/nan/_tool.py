@@ -64,7 +64,8 @@ class _Op:
     """An op, what it is given, and the paths of the parameters among its inputs, by position.
 
     dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
-    handle holds.  calls: whether it only runs other ops.  are_finite: returns True only if all elements of some values are finite.
+    handle holds.  calls: whether it only runs other ops.  are_finite: returns True only if all elements of
+    some values are finite.
     op_id: of the forward op.  saved: returns what the backward op under way has saved, or None.
     unread: returns the positions of inputs that an execution does not read.
     """
