@@ -44,9 +44,9 @@ HEAD = """# Versions that work
 This page lists the versions that the metadata of the distributions allows. For a version with *ran*, the
 tests ran on the given machine and date. A version with *expected* is allowed, but was not tested.
 The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `jax`, `opdb_onnx` and `opdb_tf`
-write this page. The last two call every operator under four tools that change nothing: one that looks, one that
-gives back the same values, one that gives equal new values, and one that does so by traceable routines. Every
-bit of every result and gradient has to be the same.
+write this page. The last two call every operator under four tools that change nothing: one that looks, one
+that gives back the same values, one that gives equal new values, and one that does so by traceable routines.
+Every bit of every result and gradient has to be the same.
 """
 
 

@@ -72,7 +72,7 @@ class Count:
 
 
 def differences(operator: str, count: Count) -> Iterator[str]:
-    """Yield each case and tool with which a session gives other bits than without, or ends in an exception."""
+    """Yield each case and tool with which a session gives other bits than without, or an exception."""
     for case in cases(operator):
         try:
             session, feed = _session(case)

@@ -104,9 +104,9 @@ def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str,
     if kind.startswith("depthwise"):
         return 1 if kernel is None or kernel[-2] is None else kernel[-2]
     extents = _result_of_transposed(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
-    if kernel is None or extents is None or not kernel[-2] or not extents[channels]:
-        return 1
-    return max(int(extents[channels]) // kernel[-2], 1)
+    whole = None if extents is None else extents[channels]
+    each = None if kernel is None else kernel[-2]
+    return max(whole // each, 1) if whole and each else 1
 
 
 def _result_of_transposed(sizes: Any) -> Sequence[int | None] | None:
