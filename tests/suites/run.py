@@ -56,13 +56,14 @@ class Suite:
     """About one test of so many runs."""
 
     def folder(self) -> Path:
-        """Return the folder with the tests: the installed package, or its sdist, downloaded and unpacked."""
+        """Return the folder that `tests` begin in: of installed packages, or the downloaded, unpacked sdist."""
         distribution = self.install[0]
         if self.installed:
             spec = find_spec(distribution)
             assert spec is not None
             assert spec.origin is not None
-            return Path(spec.origin).parent
+            # Not the package itself, whose modules would stand before those of the same names: keras.random.
+            return Path(spec.origin).parents[1]
         target = CACHE / distribution
         if not target.exists():
             with TemporaryDirectory() as downloads:
