@@ -56,7 +56,7 @@ class Suite:
     """About one test of so many runs."""
 
     def folder(self) -> Path:
-        """Return the folder that `tests` begin in: of installed packages, or the downloaded, unpacked sdist."""
+        """Return the folder that `tests` begin in: that of installed packages, or of the unpacked sdist."""
         distribution = self.install[0]
         if self.installed:
             spec = find_spec(distribution)
