@@ -183,3 +183,22 @@ def test_faults_are_told_and_nothing_is_written(model: Path, tmp_path: Path) -> 
         with pytest.raises(ArtefactError, match=r"model\.data cannot be read"):
             amanda.instrument(model, Shifting(), out=tmp_path / "out.onnx")
     assert not (tmp_path / "out.onnx").exists()
+
+
+@pytest.mark.parametrize("where", ["absolute", "above", "a link"])
+def test_external_data_outside_of_the_folder_of_a_model_are_not_read(where: str, tmp_path: Path) -> None:
+    secret, folder = tmp_path / "key.bin", tmp_path / "download"
+    folder.mkdir()
+    secret.write_bytes(WEIGHT.tobytes())
+    (folder / "link").symlink_to(secret)
+    weight = TensorProto(name="w", data_type=1, dims=WEIGHT.shape, data_location=TensorProto.EXTERNAL)
+    location = {"absolute": str(secret), "above": "../key.bin", "a link": "link"}[where]
+    weight.external_data.add(key="location", value=location)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [helper.make_tensor_value_info("x", 1, [2, 64])],
+        [helper.make_tensor_value_info("y", 1, [2, 64])], [weight],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ArtefactError, match="outside of its folder"):
+        amanda.instrument(folder / "model.onnx", PruneTool(), out=folder / "out.onnx")

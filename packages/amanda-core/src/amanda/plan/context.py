@@ -21,7 +21,7 @@ __all__ = ["OpContext", "OpFacts", "Selection"]
 
 STANDARD_KEYS = frozenset(
     {"type", "in_place", "phase", "backward_type", "weight_index", "weight_grad_index", "layout",
-     "weight_layout", "shape", "dtype"}
+     "weight_groups", "weight_layout", "shape", "dtype"}
 )  # fmt: skip
 """Keys that `amanda.tools.mapping.StandardMapping` writes."""
 

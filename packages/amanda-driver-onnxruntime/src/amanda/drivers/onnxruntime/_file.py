@@ -14,7 +14,7 @@ from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 
 from ._instrument import namespace
-from ._model import Model
+from ._model import Model, check_locations
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
@@ -41,6 +41,7 @@ class OnnxFile(Artefact):
             self._source = onnx.load(path, load_external_data=False)
             if not self._source.ir_version or not self._source.graph.output:
                 raise ValueError("it has no graph")
+            check_locations(self._source, path)
             self._model = Model(self._source, str(path.parent))
         except OSError as error:
             reason = error.strerror or error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,9 @@ class Model:
     @classmethod
     def of_file(cls, path: str, overridable: Iterable[str] | None = None) -> Model:
         """The model in a file, whose external data stay there until they are read."""
-        return cls(onnx.load(path, load_external_data=False), str(Path(path).parent), overridable)
+        proto = onnx.load(path, load_external_data=False)
+        check_locations(proto, Path(path))
+        return cls(proto, str(Path(path).parent), overridable)
 
     def infer_types(self, others: TypesOf) -> None:
         """Find the types of all values; `others` gives those, by name, that ONNX' own inference does not."""
@@ -126,6 +128,25 @@ class Model:
         for sparse in made.graph.sparse_initializer:
             self.constants[sparse.values.name] = dense(sparse)
         return made
+
+
+def check_locations(proto: ModelProto, path: Path) -> None:
+    """Raise ValueError for external data outside of the folder of a model's file, which may be a link itself."""
+    homes = [path.parent.resolve(), path.resolve().parent]
+    for tensor in _tensors(proto.graph):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            location = ExternalDataInfo(tensor).location
+            place = Path(path.parent, location).resolve()
+            if not any(place.is_relative_to(home) for home in homes):
+                raise ValueError(f"the data of {tensor.name} lie outside of its folder, in {location}")
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        yield from (one.t for one in node.attribute if one.HasField("t"))
+        for body in bodies_of(node):
+            yield from _tensors(body)
 
 
 def array_of(tensor: TensorProto, folder: str = "") -> Array:

@@ -98,7 +98,7 @@ class Compute:
 
     def makes(self) -> Iterable[str]:
         """Names of the values that it gives."""
-        return self.node.output
+        return list(self.node.output)
 
 
 @dataclass
