@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import amanda
+from amanda.drivers.tensorflow import without_fusion
 from amanda.testing import Fresh, Silent, Unchanged
 
 NAMESPACES = {
@@ -180,7 +181,8 @@ def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> Record:
             gradients = []
         return made, [tf.convert_to_tensor(one) for one in gradients if one is not None]
 
-    made, gradients = program(flat)
+    with without_fusion():
+        made, gradients = program(flat)
     return [*map(_array, made), *map(_array, gradients), bool(gradients)]
 
 
