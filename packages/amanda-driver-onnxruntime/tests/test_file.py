@@ -195,8 +195,9 @@ def test_external_data_outside_of_the_folder_of_a_model_are_not_read(where: str,
     location = {"absolute": str(secret), "above": "../key.bin", "a link": "link"}[where]
     weight.external_data.add(key="location", value=location)
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [helper.make_tensor_value_info("x", 1, [2, 64])],
-        [helper.make_tensor_value_info("y", 1, [2, 64])], [weight],
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g",
+        [helper.make_tensor_value_info("x", 1, [2, 64])], [helper.make_tensor_value_info("y", 1, [2, 64])],
+        [weight],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     (folder / "model.onnx").write_bytes(model.SerializeToString())

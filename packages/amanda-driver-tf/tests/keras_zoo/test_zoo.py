@@ -34,15 +34,6 @@ def is_plain(value: object) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
 
 
-class Traced(Unchanged):
-    """Traceable routines at every point of every op, which give equal new tensors."""
-
-    @staticmethod
-    @amanda.traceable
-    def routine(*values: Any) -> Any:
-        return [tf.identity(value) if is_plain(value) else value for value in values]
-
-
 Make = Callable[[], Unchanged]
 ONE_BY_ONE: tuple[tuple[Make, ...], ...] = ((Silent,), (Unchanged,), (fresh,))
 TOGETHER: tuple[tuple[Make, ...], ...] = ((Silent, Unchanged, fresh),)
@@ -91,15 +82,6 @@ def test_a_model_trains_under_tools_as_without(subject: Subject, mode: str) -> N
     for tools in ONE_BY_ONE if subject.name in models.SAMPLE else TOGETHER:
         check_steps(program, bare, before, [make() for make in tools])
     assert differences(bare, program.observed().facts) == [], "it differs without a tool"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_fusion")
-@pytest.mark.parametrize(("subject", "mode"), list(parameters()))
-def test_a_model_trains_under_traceable_routines_as_without(subject: Subject, mode: str) -> None:
-    program = PROGRAMS[mode](subject)
-    bare = program.observed().facts
-    assert differences(bare, program.observed(lambda: amanda.apply(Traced())).facts) == []
 
 
 def check_steps(program: Program, bare: Facts, before: Mapping[Any, Any], tools: Sequence[Unchanged]) -> None:

@@ -131,7 +131,7 @@ class Model:
 
 
 def check_locations(proto: ModelProto, path: Path) -> None:
-    """Raise ValueError for external data outside of the folder of a model's file, which may be a link itself."""
+    """Raise ValueError for external data outside of the folder of a file, which may be a link itself."""
     homes = [path.parent.resolve(), path.resolve().parent]
     for tensor in _tensors(proto.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
