@@ -13,7 +13,7 @@ from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
 
 from ._autograd import Autograd
-from ._calls import ApplyCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
+from ._calls import ApplyCall, AssignCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
 from ._generic import Generic
 from ._jit import report_compiled
 from ._modules import cell_path, enclose_cells
@@ -24,6 +24,7 @@ _CALLS: dict[str, type[MindSporeCall]] = {
     "kernel": KernelCall,
     "overload": OverloadCall,
     "method": MethodCall,
+    "assignment": AssignCall,
 }
 APPLY = "Function.apply"
 

@@ -78,10 +78,10 @@ class MindSporeTensors:
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
         if not isolated:
-            target.copy_(_same_shape(target, value))
+            _copy_into(target, _same_shape(target, value))
             return
         with GradOff():
-            target.copy_(_fitting(target, value))
+            _copy_into(target, _fitting(target, value))
 
     def kept(self, value: Any) -> Any:
         """A tensor without its graph; a leaf, such as a parameter, as it is."""
@@ -139,6 +139,18 @@ def tensors_of(values: Any) -> list[Any]:
         elif isinstance(value, (list, tuple)):
             found += tensors_of(value)
     return found
+
+
+def _copy_into(target: Any, value: Any) -> None:
+    """Copy a value into a tensor's memory.
+
+    `copy_` raises, or writes nothing, for a view of a part of its memory; an assignment to an element of a view
+    of all of it writes each element where it lies.
+    """
+    if target.untyped_storage().size() == target.nbytes and target.is_contiguous():
+        target.copy_(value)
+    else:
+        target.expand_dims(0)[0] = value
 
 
 def _only(values: list[Any]) -> Any:
