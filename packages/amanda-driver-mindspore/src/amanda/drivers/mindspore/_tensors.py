@@ -141,6 +141,11 @@ def tensors_of(values: Any) -> list[Any]:
     return found
 
 
+def memory_of(value: Any) -> int:
+    """Return the address of the memory that a tensor and its views lie in."""
+    return int(value.untyped_storage().data_ptr())
+
+
 def _copy_into(target: Any, value: Any) -> None:
     """Copy a value into a tensor's memory.
 
