@@ -11,6 +11,7 @@ from mindspore import Tensor
 from . import _signatures
 from ._signatures import Signature
 from ._targets import writes
+from ._views import Written
 from ._writes import HAS_UNWRITTEN, Writes, unwritten, writes_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -65,6 +66,12 @@ class MindSporeCall(Call):
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return what the operator gives back of what it wrote: another object for the same tensor."""
         return [*(inputs[i] for i in self.targets), *outputs] if self.targets else []
+
+    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return the tensors that the operator has written, of `x[index] = y` the elements at the index."""
+        if self._site.key == "setitem":
+            return [Written.at(inputs[0], inputs[1])]
+        return super().writes(inputs, outputs)
 
     def with_written(
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]

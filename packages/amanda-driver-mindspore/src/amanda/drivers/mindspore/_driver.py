@@ -21,6 +21,7 @@ from ._modules import cell_path, enclose_cells
 from ._recompute import follow_recomputation
 from ._targets import Target, targets
 from ._tensors import memory_of
+from ._views import MindSporeViews
 
 _CALLS: dict[str, type[MindSporeCall]] = {
     "kernel": KernelCall,
@@ -41,6 +42,7 @@ class MindSporeDriver(Autograd):
 
     def __init__(self) -> None:
         super().__init__()
+        self.views = MindSporeViews()
         self._generic = Generic(self)
         self._recorded_later = False
         self._memories: dict[int, Callable[[], Any]] = {}
