@@ -41,14 +41,14 @@ HEAD = """# Versions that work
 
 This page lists the versions that the metadata of the distributions allows. For a version with *ran*, the
 tests ran on the given machine and date. A version with *expected* is allowed, but was not tested.
-The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore` and `jax` write this page.
+The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `opdb_mindspore` and `jax` write this page.
 """
 
 
 def record(kind: str, version: str, report: Path, what: str, data: Path = DATA) -> None:
-    """Add what a run of pytest came to, in place of an earlier run of this version."""
+    """Add what a run of pytest came to, in place of an earlier run of the same tests on this version."""
     told = json.loads(data.read_text()) if data.exists() else []
-    rows = [row for row in told if (row["kind"], row["version"]) != (kind, version)]
+    rows = [row for row in told if (row["kind"], row["version"], row["what"]) != (kind, version, what)]
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         counts = {name: number + int(suite.get(name, 0)) for name, number in counts.items()}
