@@ -2,8 +2,9 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_mindspore, fuzz, soak, mindspore, jax, pythons, torch_versions, tf_versions,
-types, lint, dist, wheels, release, templates, third_party, docs, recipes, suites, bench, paper, gpu.
+tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_mindspore, fuzz, soak, mindspore, jax, pythons,
+torch_versions, tf_versions, types, lint, dist, wheels, release, templates, third_party, docs, recipes,
+suites, bench, paper, gpu.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ HEAD = """# Versions that work
 
 This page lists the versions that the metadata of the distributions allows. For a version with *ran*, the
 tests ran on the given machine and date. A version with *expected* is allowed, but was not tested.
-The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `opdb_mindspore` and `jax` write this page.
+The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `opdb_mindspore` and `jax` write
+this page.
 """
 
 

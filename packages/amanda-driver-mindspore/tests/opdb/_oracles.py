@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor
 
 import amanda
@@ -75,7 +74,7 @@ def facts(value: Any) -> Any:
 
 
 def call_record(function: Routine, arguments: Callable[[], list[Any]]) -> dict[str, Any]:
-    """Return what a call gives, what it makes of its arguments, and the gradients of its sum; or its error."""
+    """Return what a call gives and makes of its arguments, and the gradients of its sum; or its error."""
     ms.set_seed(1)
     given = arguments()
     try:
@@ -129,7 +128,6 @@ def differences(programs: Mapping[str, Callable[[], Any]], oracle: str) -> dict[
                 if records[name] != wanted:
                     found.setdefault(name, f"{when}: {_apart(records[name], wanted)}")
     return found
-
 
 
 def _apart(one: Any, other: Any) -> str:

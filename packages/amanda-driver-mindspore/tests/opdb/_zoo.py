@@ -85,7 +85,9 @@ PROGRAMS: Mapping[str, Program] = {
     "dropout, RMSProp": Program(_dropped, (4, 8), lambda p: nn.RMSProp(p, 0.01)),
     "dropout, Adagrad": Program(_dropped, (4, 8), lambda p: nn.Adagrad(p)),
     "LSTM, FTRL": Program(lambda: Last(nn.LSTM(8, 6, batch_first=True)), (4, 5, 8), lambda p: nn.FTRL(p)),
-    "GRU, Adadelta": Program(lambda: Last(nn.GRU(8, 6, batch_first=True)), (4, 5, 8), lambda p: nn.Adadelta(p)),
+    "GRU, Adadelta": Program(
+        lambda: Last(nn.GRU(8, 6, batch_first=True)), (4, 5, 8), lambda p: nn.Adadelta(p)
+    ),
     "attention, LazyAdam": Program(Attention, (4, 5, 8), lambda p: nn.LazyAdam(p, 0.01)),
     "written, ProximalAdagrad": Program(Written, (4, 8), lambda p: nn.ProximalAdagrad(p)),
     "written, ASGD": Program(Written, (4, 8), lambda p: nn.ASGD(p, 0.05)),

@@ -48,7 +48,9 @@ def test_calls_of_the_sample_are_bit_identical(oracle: str) -> None:
 @pytest.mark.opdb
 @pytest.mark.parametrize("oracle", ORACLES)
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_calls_are_bit_identical(oracle: str, group: int, record_property: Callable[[str, int], None]) -> None:
+def test_calls_are_bit_identical(
+    oracle: str, group: int, record_property: Callable[[str, int], None]
+) -> None:
     chosen = calls(LINES[group::GROUPS])
     record_property("calls", len(chosen))
     assert differences(chosen, oracle) == {}

@@ -263,8 +263,8 @@ class _Hooks:
 def node_of(tensor: Any) -> Any:
     """Return the node that a tensor's gradient goes to; None where there is none.
 
-    A view of a parameter that is made outside of a gradient says that it needs one, and has no node. Of a view
-    that was made where autodiff was off, and is written where it is on, MindSpore does not tell.
+    A view of a parameter that is made outside of a gradient says that it needs one, and has no node.
+    MindSpore does not tell of a view that was made where autodiff was off, and is written where it is on.
     """
     try:
         return tensor._grad_node if tensor._requires_grad else None

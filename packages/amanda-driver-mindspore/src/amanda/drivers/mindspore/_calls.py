@@ -78,7 +78,7 @@ class MindSporeCall(Call):
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Show what was written for the outputs that stand for it, and None for memory that nobody wrote.
 
-        On the CPU many kernels of optimizers leave their outputs unwritten. The program gets them as they are.
+        On the CPU many kernels of optimizers leave outputs unwritten. The program gets them as they are.
         """
         shown = self._shown(inputs, values)
         if not shown:

@@ -120,7 +120,7 @@ class MindSporeDriver(Autograd):
         return values
 
     def variable_of(self, value: Any) -> Any:
-        """A parameter, or the one that a tensor is a view of; a leaf that gradients are computed of, as itself."""
+        """A parameter, or the one that a tensor is a view of; a leaf that needs a gradient, as itself."""
         if isinstance(value, Parameter) or not isinstance(value, Tensor):
             return value if isinstance(value, Parameter) else None
         found = self._memories.get(memory_of(value), _nothing)()

@@ -158,8 +158,8 @@ def memory_of(value: Any) -> int:
 def copy_into(target: Any, value: Any) -> None:
     """Copy a value into a tensor's memory.
 
-    `copy_` raises, or writes nothing, for a view of a part of its memory; an assignment to an element of a view
-    of all of it writes each element where it lies.
+    `copy_` raises, or writes nothing, for a view of a part of its memory; an assignment to an element of a
+    view of all of it writes each element where it lies.
     """
     if target.untyped_storage().size() == target.nbytes and target.is_contiguous():
         target.copy_(value)

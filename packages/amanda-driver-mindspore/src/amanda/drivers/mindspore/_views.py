@@ -5,9 +5,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+
 from amanda.eager import Tie, Views
 from mindspore import Parameter, Tensor
-from numpy.typing import NDArray
 
 from ._tensors import copy_into, memory_of, unrecorded
 
@@ -39,6 +40,10 @@ class MindSporeViews(Views):
         value = value.tensor if type(value) is Written else value
         return (memory_of(value) or None) if isinstance(value, Tensor) else None
 
+    def parts_of(self, value: Any) -> Sequence[Any]:
+        """Return the tensor itself; nothing for a value that is none."""
+        return () if self.memory(value) is None else (value,)
+
     def keeps_alive(self, view: Any, value: Any) -> bool:
         """Return True for the tensor itself: a view keeps the memory of its base alone."""
         return view is value
@@ -65,6 +70,23 @@ class MindSporeViews(Views):
     def alike(self, one: Any, other: Any) -> bool:
         """Return whether two tensors have the same strides."""
         return list(one.stride()) == list(other.stride())
+
+    def wrote(self, values: Sequence[Any]) -> None:
+        """Copy what an op has written, after which its tensors may lie in other memory.
+
+        In a gradient an assignment to elements of a tensor gives the tensor new memory.
+        """
+        for value in values:
+            self._move(value.tensor if type(value) is Written else value)
+        super().wrote(values)
+
+    def _move(self, tensor: Any) -> None:
+        memory = self.memory(tensor)
+        for tie in self._each():
+            if isinstance(tie, TensorTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
+                tie.ends = memory, tie.ends[1]
+                self._ties[former].remove(tie)
+                self._ties.setdefault(memory, []).append(tie)
 
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "Part"]:
         """Return which elements of which memory the tensors are."""
@@ -120,9 +142,12 @@ class TensorTie(Tie):
 
     @property
     def value(self) -> Any:
-        """The value, unless it is gone or was given other memory."""
-        value = self._value()
-        return value if value is not None and self._views.memory(value) == self.ends[0] else None
+        """The value, unless it is gone."""
+        return self._value()
+
+    def is_of(self, tensor: Any) -> bool:
+        """Return True for the tie of a value."""
+        return self._value() is tensor
 
     @property
     def is_link(self) -> bool:
@@ -153,7 +178,7 @@ class TensorTie(Tie):
         """Return None: nothing tells of a write that was not seen."""
 
     def rejoin(self) -> bool:
-        """Give the value the memory of the view, if both hold the same and the value is all that lies in its own."""
+        """Give the value the memory of the view, if both hold the same and nothing else lies in its own."""
         value = self.value
         if value is None:
             return True

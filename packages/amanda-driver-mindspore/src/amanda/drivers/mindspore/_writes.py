@@ -1,13 +1,14 @@
 """Inputs that an operator writes, and outputs that its kernel leaves unwritten.
 
-A primitive declares which arguments it writes (`sig_rw.RW_WRITE`), but the objects of that declaration have no
-attribute that tells it, so it is read in the source of the primitive's class.
+A primitive declares which arguments it writes (`sig_rw.RW_WRITE`), but the objects of that declaration have
+no attribute that tells it, so it is read in the source of the primitive's class.
 """
 
 import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -72,15 +73,15 @@ def _classes(module: str) -> Mapping[str, str]:
     path = getattr(sys.modules.get(module), "__file__", None) or ""
     if not module.startswith("mindspore.") or not path.endswith(".py"):
         return {}
-    with open(path, encoding="utf-8") as file:
-        parts = re.split(r"^class (\w+)", file.read(), flags=re.MULTILINE)
+    parts = re.split(r"^class (\w+)", Path(path).read_text("utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=False))
 
 
 class Writes(NamedTuple):
     """What a call writes.
 
-    inputs: positions of the inputs that are written.  returned: those of them that the first outputs stand for.
+    inputs: positions of the inputs that are written.
+    returned: those of them that the first outputs stand for.
     """
 
     inputs: tuple[int, ...] = ()

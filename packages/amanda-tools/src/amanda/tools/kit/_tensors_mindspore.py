@@ -120,7 +120,7 @@ class MindSporeTensors(Tensors):
         return _computed_with_gradient().apply(forward, gradients, *tensors)
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
-        """Return a number, an array or a tensor as an array, or as a parameter that an optimizer may train."""
+        """Return a number, an array or a tensor as an array, or as a parameter that an optimizer trains."""
         made = np.array(self.to_numpy(value), dtype)
         if not trained:
             return made

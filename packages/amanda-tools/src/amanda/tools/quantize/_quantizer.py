@@ -111,8 +111,8 @@ class Quantizer:
                 extents = "x".join(map(str, x.shape)) or "scalar"
                 raise QuantizeError(
                     f"{self.name} has no scale: calibrate with batches that execute this op, "
-                    "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`; it is a tensor "
-                    f"of {backend_of(x)}, {extents}"
+                    "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`; it is a "
+                    f"tensor of {backend_of(x)}, {extents}"
                 )
             self._observe(x)
             self.settle()
