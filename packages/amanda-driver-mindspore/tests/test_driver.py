@@ -140,6 +140,11 @@ class MindSporeViewSample(MindSporeSample, ViewSample):
     part = property(lambda self: lambda x: x[0:2])  # type: ignore[assignment]
     write = property(lambda self: _add_into)
 
+    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+        made = super().tensor(values, dtype, requires_grad)
+        executor.set_grad_flag(False)  # in a gradient an assignment gives a tensor other memory
+        return made
+
 
 def _add_into(x: Any, number: float) -> None:
     for i, value in enumerate((x.asnumpy() + number).tolist()):

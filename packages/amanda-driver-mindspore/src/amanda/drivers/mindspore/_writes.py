@@ -52,7 +52,7 @@ _ARGUMENT = re.compile(r"make_sig\(\s*['\"](\w+)['\"](.*?)(?=make_sig\(|\Z)", re
 
 
 @cache
-def declared(primitive: type) -> Declared:
+def declared(primitive: Any) -> Declared:
     """Return what a class of primitives declares, or the first of its bases that has a declaration."""
     for kind in primitive.__mro__:
         source = _classes(kind.__module__).get(kind.__name__, "")
