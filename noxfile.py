@@ -1,10 +1,10 @@
 """Every check and the demo, each a session of nox: `python -m pip install nox && nox -s demo`.
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
-that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo,
-tests, tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, fuzz, soak, mindspore, jax, pythons,
-torch_versions, tf_versions, types, lint, dist, wheels, release, templates, third_party, docs, recipes,
-suites, bench, paper, gpu.
+that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
+tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, opdb_mindspore, fuzz, soak, mindspore, jax,
+pythons, torch_versions, tf_versions, types, lint, dist, wheels, release, templates, third_party, docs,
+recipes, suites, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -129,7 +129,15 @@ def fingerprint() -> str:
 
 @nox.session
 def dev(session: nox.Session) -> None:
-    """Bring the shared environment up to date, if what it is made from has changed."""
+    """Bring the shared environment up to date, if what it is made from has changed.
+
+    `-- jax` and `-- mindspore` make `.nox/jax` and `.nox/mindspore` instead, which those sessions run in.
+    """
+    # Sessions that require this one hand on arguments of their own.
+    if session.posargs and set(session.posargs) <= {"jax", "mindspore"}:
+        for name in session.posargs:
+            session.notify(name, posargs=["--version"])
+        return
     if not is_made_from_the_same(session):
         install(session, *group("torch"))
         install(session, "--no-deps", *group("alone"))
@@ -266,13 +274,27 @@ def torch_versions(session: nox.Session, version: str) -> None:
     )
 
 
-@nox.session
-def mindspore(session: nox.Session) -> None:
-    """Run the MindSpore driver's tests; arguments after -- go to pytest."""
+def install_mindspore(session: nox.Session) -> None:
+    """Install MindSpore, and PyTorch, whose twins of models its tests compare with."""
     install(session, *group("torch"), but=BOUND_BY_MINDSPORE)
     needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *group("drivers"))
     install(session, *needed, but=BOUND_BY_MINDSPORE)
     install(session, "--no-deps", *editable(CORE, TORCH, MINDSPORE, TOOLS))
+
+
+@nox.session
+def opdb_mindspore(session: nox.Session) -> None:
+    """Call functions of MindSpore, and train networks, with and without tools; arguments go to pytest."""
+    install_mindspore(session)
+    what = "calls of functions and training, under tools that change nothing"
+    chosen = (f"{MINDSPORE}/tests/opdb", "-m", "opdb")
+    support(session, "MindSpore", MINDSPORE_VERSION, what, *chosen, OMP_NUM_THREADS="1")
+
+
+@nox.session
+def mindspore(session: nox.Session) -> None:
+    """Run the MindSpore driver's tests; arguments after -- go to pytest."""
+    install_mindspore(session)
     if session.posargs:
         session.run("python", "-m", "pytest", *session.posargs)
     else:

@@ -43,21 +43,17 @@ HEAD = """# Versions that work
 
 This page lists the versions that the metadata of the distributions allows. For a version with *ran*, the
 tests ran on the given machine and date. A version with *expected* is allowed, but was not tested.
-The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `jax`, `opdb_onnx` and `opdb_tf`
-write this page. The last two call every operator under four tools that change nothing: one that looks, one
-that gives back the same values, one that gives equal new values, and one that does so by traceable routines.
-Every bit of every result and gradient has to be the same.
+The nox sessions `pythons`, `torch_versions`, `tf_versions`, `mindspore`, `jax`, `opdb_onnx`, `opdb_tf` and
+`opdb_mindspore` write this page. The last three call every operator under four tools that change nothing: one
+that looks, one that gives back the same values, one that gives equal new values, and one that does so by
+traceable routines. Every bit of every result and gradient has to be the same.
 """
 
 
 def record(kind: str, version: str, report: Path, what: str, data: Path = DATA) -> None:
-    """Add what a run of pytest came to, in place of an earlier run of this version."""
+    """Add what a run of pytest came to, in place of an earlier run of the same tests on this version."""
     told = json.loads(data.read_text()) if data.exists() else []
-    rows = [
-        row
-        for row in told
-        if (row["kind"], row["version"]) != (kind, version) or ("calls" in row) != bool(_numbers_told(report))
-    ]
+    rows = [row for row in told if (row["kind"], row["version"], row["what"]) != (kind, version, what)]
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         counts = {name: number + int(suite.get(name, 0)) for name, number in counts.items()}

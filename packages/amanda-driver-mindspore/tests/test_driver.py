@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.graph.api import _pynative_executor as executor
 
 from amanda.drivers.mindspore import MindSporeDriver
-from amanda.testing import DriverTests, Sample
+from amanda.testing import DriverTests, Sample, ViewSample, ViewTests
 
 FIRST = [[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]]
 SECOND = [[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]]
@@ -133,6 +133,24 @@ class MindSporeSample(Sample):
         compiled(Tensor([1.0]))
 
 
+class MindSporeViewSample(MindSporeSample, ViewSample):
+    """The same, where a slice is a view."""
+
+    part_name = "getitem"
+    part = property(lambda self: lambda x: x[0:2])  # type: ignore[assignment]
+    write = property(lambda self: _add_into)
+
+    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+        made = super().tensor(values, dtype, requires_grad)
+        executor.set_grad_flag(False)  # in a gradient an assignment gives a tensor other memory
+        return made
+
+
+def _add_into(x: Any, number: float) -> None:
+    for i, value in enumerate((x.asnumpy() + number).tolist()):
+        x[i] = value  # `x[:] = y` gives x other memory
+
+
 class TestMindSporeDriver(DriverTests):
     """The suite on MindSpore, PyNative."""
 
@@ -145,3 +163,12 @@ class TestMindSporeDriver(DriverTests):
     def sample(self) -> Sample:
         ms.runtime.launch_blocking()  # or errors of ops are raised at a later one
         return MindSporeSample()
+
+
+class TestMindSporeViews(ViewTests):
+    """The suite of views on MindSpore, PyNative."""
+
+    @pytest.fixture
+    def sample(self) -> ViewSample:
+        ms.runtime.launch_blocking()
+        return MindSporeViewSample()

@@ -197,3 +197,25 @@ def test_the_snippets_of_the_pages_run(page: str, capsys: pytest.CaptureFixture[
         exec(compile(snippet, page, "exec"), {"__name__": "page"})
     for printed in capsys.readouterr().out.splitlines():
         assert f"`{printed}`" in text
+
+
+def test_an_exception_at_a_leaf_leaves_later_gradients_as_they_are() -> None:
+    weight = Parameter(numbers([2.0, 3.0]), name="weight")
+    step = ms.grad(lambda x: ops.relu(x * weight).sum(), None, [weight])
+    x = numbers([1.0, 1.0])
+
+    def refuse(grad: Any) -> None:
+        raise ZeroDivisionError
+
+    def look(context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "AccumulateGrad":
+            context.insert_before_backward_op(refuse)
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(look, backward=True)
+    plain = step(x)[0].asnumpy().tolist()
+    with amanda.apply(tool), pytest.raises(ZeroDivisionError):
+        step(x)
+    assert step(x)[0].asnumpy().tolist() == plain
+    with amanda.apply(Named()):
+        assert step(x)[0].asnumpy().tolist() == plain

@@ -69,8 +69,9 @@ class Autograd(MindSporeTensors, EagerDriver):
     def begin(self, made: Made, inputs: Sequence[Any]) -> None:
         """Know the nodes that the op's inputs come from, and the leaves among them."""
         for tensor in tensors_of(inputs):
-            if tensor._requires_grad:
-                number = tensor._grad_node._unique_id()
+            node = node_of(tensor)
+            if node is not None:
+                number = node._unique_id()
                 made.known.add(number)
                 if tensor._is_leaf:
                     made.leaves[number] = tensor
@@ -94,8 +95,8 @@ class Autograd(MindSporeTensors, EagerDriver):
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value` for `original`; the leaf that the original is stays known."""
-        if original._requires_grad and original._is_leaf:
-            self._leaves[original._grad_node._unique_id()] = original
+        if original._is_leaf and (node := node_of(original)) is not None:
+            self._leaves[node._unique_id()] = original
         return super().straight_through(original, value)
 
     def follow_backward(self, attributes: Attributes) -> None:
@@ -145,11 +146,13 @@ class Autograd(MindSporeTensors, EagerDriver):
         try:
             with Suspension():
                 under_way.add_hooks([tensor._grad_node for tensor in results])
-            return run()
+            gradients = run()
         finally:
             under_way.remove_hooks()
             interceptor.reset_root()
             under_way.finish()
+        under_way.raise_failure()
+        return gradients
 
 
 class _Backward:
@@ -160,6 +163,7 @@ class _Backward:
         self._state = state
         self._remove: list[Callable[[], object]] = []
         self._traces: dict[int, Trace] = {}
+        self._failures: list[BaseException] = []
 
     def add_hooks(self, roots: Iterable[Any]) -> None:
         """Hook the nodes that a tool wants of the graph from the roots."""
@@ -174,7 +178,7 @@ class _Backward:
                 leaves.setdefault(leaf, mark)
             step = self._step(mark.trace, backward_operation(node.name()), mark.place, True)
             if step.wanted:
-                hooks = _Hooks(step)
+                hooks = _Hooks(step, self._failures)
                 self._remove += [
                     node.register_prehook(hooks.before).remove,
                     node.register_hook(hooks.after).remove,
@@ -194,7 +198,7 @@ class _Backward:
                 place = 2 * _LEAF_PLACE + others[id(trace)]
             step = self._step(trace, ACCUMULATE_GRAD, place, False)
             if step.wanted:
-                self._remove.append(_hooked(leaf, _Hooks(step).of_leaf))
+                self._remove.append(_hooked(leaf, _Hooks(step, self._failures).of_leaf))
 
     def _step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:
         self._traces[id(trace)] = trace
@@ -206,6 +210,11 @@ class _Backward:
             self._remove[-1]()
             self._remove.pop()
 
+    def raise_failure(self) -> None:
+        """Raise what a routine at a leaf has raised in the pass that has ended."""
+        if self._failures:
+            raise self._failures.pop()
+
     def finish(self) -> None:
         """Settle the plans of ops whose backward ops have all been analysed."""
         for trace in self._traces.values():
@@ -214,26 +223,53 @@ class _Backward:
 
 
 class _Hooks:
-    """The hooks of one node."""
+    """The hooks of one node.
 
-    __slots__ = ("_step",)
+    failures: receives what a routine at a leaf raises, after which the pass calls no other routine. MindSpore
+    raises an exception of a leaf's hook again in every later pass, so none may leave that hook.
+    """
 
-    def __init__(self, step: BackwardStep) -> None:
+    __slots__ = ("_failures", "_step")
+
+    def __init__(self, step: BackwardStep, failures: list[BaseException]) -> None:
         self._step = step
+        self._failures = failures
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._failures:
+            return None
         with Suspension():
             return _changed(grad_outputs, self._step.before(grad_outputs))
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._failures:
+            return None
         with Suspension():
             return _changed(grad_inputs, self._step.after(grad_inputs, grad_outputs))
 
     def of_leaf(self, grad: Any) -> Any:
-        with Suspension():
-            (changed,) = self._step.before([grad])
-            self._step.after([], [changed])
+        if self._failures:
+            return grad
+        try:
+            with Suspension():
+                (changed,) = self._step.before([grad])
+                self._step.after([], [changed])
+        except BaseException as error:
+            self._failures.append(error)
+            return grad
         return changed
+
+
+def node_of(tensor: Any) -> Any:
+    """Return the node that a tensor's gradient goes to; None where there is none.
+
+    A view of a parameter that is made outside of a gradient says that it needs one, and has no node.
+    MindSpore does not tell of a view that was made where autodiff was off, and is written where it is on.
+    """
+    try:
+        return tensor._grad_node if tensor._requires_grad else None
+    except RuntimeError:
+        return None
 
 
 def _hooked(tensor: Any, hook: Callable[[Any], Any]) -> Callable[[], None]:

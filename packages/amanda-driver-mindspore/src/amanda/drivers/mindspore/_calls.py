@@ -10,7 +10,9 @@ from mindspore import Tensor
 
 from . import _signatures
 from ._signatures import Signature
-from ._targets import writes, writing_primitive
+from ._targets import writes
+from ._views import Written
+from ._writes import HAS_UNWRITTEN, Writes, unwritten, writes_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,7 +33,7 @@ class MindSporeCall(Call):
         self.op = site.op
         self.inputs, self._signature = self._bound(args, kwargs)
         self.names: Sequence[str] = self._signature.names
-        self.mutable = self.targets = (0,) if self._writes() else ()
+        self.mutable, self.targets = self._writes()
 
     @abstractmethod
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
@@ -41,8 +43,8 @@ class MindSporeCall(Call):
     def _arguments(self, inputs: Sequence[Any]) -> Arguments:
         """Arguments of a call with these inputs."""
 
-    def _writes(self) -> bool:
-        return writes(self._site.key)
+    def _writes(self) -> Writes:
+        return _WRITES_FIRST if writes(self._site.key) else _WRITES_NOTHING
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the operator; with the arguments as the user gave them where nothing changed."""
@@ -65,6 +67,34 @@ class MindSporeCall(Call):
         """Return what the operator gives back of what it wrote: another object for the same tensor."""
         return [*(inputs[i] for i in self.targets), *outputs] if self.targets else []
 
+    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return the tensors that the operator has written, of `x[index] = y` the elements at the index."""
+        if self._site.key == "setitem":
+            return [Written.at(inputs[0], inputs[1])]
+        return super().writes(inputs, outputs)
+
+    def with_written(
+        self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Show what was written for the outputs that stand for it, and None for memory that nobody wrote.
+
+        On the CPU many kernels of optimizers leave outputs unwritten. The program gets them as they are.
+        """
+        shown = self._shown(inputs, values)
+        if not shown:
+            return values, rebuild
+        seen = [shown.get(i, value) for i, value in enumerate(values)]
+
+        def restored(changed: list[Any]) -> Any:
+            pairs = zip(changed, seen, values, strict=True)
+            return rebuild([value if new is old else new for new, old, value in pairs])
+
+        return seen, restored
+
+    def _shown(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
+        """Return what tools see in the place of outputs, by position."""
+        return {}
+
     def attributes(self) -> dict[str, Any]:
         """The arguments that are no tensors by name, defaults included."""
         named = dict(zip(self.names, self._signature.defaults, strict=False))
@@ -77,12 +107,39 @@ class MindSporeCall(Call):
 
 
 _NO_DEFAULT = _signatures._NO_DEFAULT
+_WRITES_NOTHING, _WRITES_FIRST = Writes(), Writes((0,), (0,))
 
 
-class KernelCall(MindSporeCall):
+class _OfPrimitive(MindSporeCall):
+    """A call of an object of a primitive, whose class declares what it writes."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def _primitive(self) -> Any:
+        """The object."""
+
+    def _writes(self) -> Writes:
+        found = writes_of(type(self._primitive), self.attributes)
+        return found if len(self.inputs) > max(found.inputs, default=-1) else _WRITES_NOTHING
+
+    def _shown(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
+        if self.targets:
+            return {i: inputs[at] for i, at in zip(range(len(values)), self.targets, strict=False)}
+        if self._site.key in HAS_UNWRITTEN:
+            return dict.fromkeys(unwritten(self._site.key, self.attributes()))
+        return {}
+
+
+class KernelCall(_OfPrimitive):
     """`pyboost_relu(primitive, [x])`."""
 
     __slots__ = ("_rest",)
+
+    @property
+    def _primitive(self) -> Any:
+        return self._given[0][0]
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
         primitive, values = args
@@ -149,10 +206,34 @@ class MethodCall(OverloadCall):
     method = True
 
 
-class PrimitiveCall(MindSporeCall):
+class AssignCall(MindSporeCall):
+    """`x.assign_value(y)`, after which x has the memory of y.
+
+    It reads nothing of x, which has no memory yet where a Parameter is made: x is its output alone.
+    """
+
+    __slots__ = ()
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+        values = [*args[1:], *kwargs.values()]
+        return values, Signature(("value",), (_NO_DEFAULT,), 1)
+
+    def _arguments(self, inputs: Sequence[Any]) -> Arguments:
+        return (self._given[0][0], *inputs), {}
+
+    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return x."""
+        return list(outputs)
+
+
+class PrimitiveCall(_OfPrimitive):
     """`executor.run_op_async(primitive, name, (x, y))`."""
 
     __slots__ = ()
+
+    @property
+    def _primitive(self) -> Any:
+        return self._given[0][1]
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
         _, primitive, _, values = args
@@ -160,9 +241,6 @@ class PrimitiveCall(MindSporeCall):
 
     def _arguments(self, inputs: Sequence[Any]) -> Arguments:
         return (*self._given[0][:3], tuple(inputs)), {}
-
-    def _writes(self) -> bool:
-        return bool(self.inputs) and writing_primitive(self._given[0][2])
 
     def attributes(self) -> dict[str, Any]:
         """The same, and what the primitive was made with."""

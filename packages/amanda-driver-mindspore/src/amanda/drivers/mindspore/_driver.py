@@ -1,6 +1,7 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,18 +13,21 @@ from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
 
-from ._autograd import Autograd
-from ._calls import ApplyCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
+from ._autograd import Autograd, node_of
+from ._calls import ApplyCall, AssignCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
 from ._generic import Generic
 from ._jit import report_compiled
 from ._modules import cell_path, enclose_cells
 from ._recompute import follow_recomputation
 from ._targets import Target, targets
+from ._tensors import memory_of
+from ._views import MindSporeViews
 
 _CALLS: dict[str, type[MindSporeCall]] = {
     "kernel": KernelCall,
     "overload": OverloadCall,
     "method": MethodCall,
+    "assignment": AssignCall,
 }
 APPLY = "Function.apply"
 
@@ -38,8 +42,10 @@ class MindSporeDriver(Autograd):
 
     def __init__(self) -> None:
         super().__init__()
+        self.views = MindSporeViews()
         self._generic = Generic(self)
         self._recorded_later = False
+        self._memories: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
         """Place every site, enclose the calls of cells, and follow backward passes."""
@@ -64,6 +70,7 @@ class MindSporeDriver(Autograd):
             _executor.enable_frontend_and_bprop_pipeline()
             self._recorded_later = False
         super().detach()
+        self._memories.clear()
         if interceptor.NATIVE:
             for site in self._sites:
                 site.remove()
@@ -105,11 +112,25 @@ class MindSporeDriver(Autograd):
         target = self._sites.get(site)
         return (PrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
 
+    def shown(self, values: list[Any]) -> list[Any]:
+        """Return the values of an execution that is analysed, and note in which memory the parameters lie."""
+        for value in values:
+            if isinstance(value, Parameter):
+                self._memories[memory_of(value)] = weakref.ref(value)
+        return values
+
     def variable_of(self, value: Any) -> Any:
-        """A parameter, or a leaf that gradients are computed of, as itself."""
-        if isinstance(value, Parameter):
-            return value
-        return value if isinstance(value, Tensor) and value._requires_grad and value._is_leaf else None
+        """A parameter, or the one that a tensor is a view of; a leaf that needs a gradient, as itself."""
+        if isinstance(value, Parameter) or not isinstance(value, Tensor):
+            return value if isinstance(value, Parameter) else None
+        found = self._memories.get(memory_of(value), _nothing)()
+        if found is not None and memory_of(found) == memory_of(value):
+            return found
+        return value if value._is_leaf and node_of(value) is not None else None
+
+    def part_of(self, value: Any, variable: Any) -> str:
+        """Name the part of a parameter that a view of fewer elements is, by where it begins."""
+        return f"@{value.storage_offset()}" if value.size < variable.size else ""
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling cell in the network."""
@@ -119,3 +140,7 @@ class MindSporeDriver(Autograd):
 def _place_of(target: Target) -> tuple[Any, str]:
     """Return where a detour is set: methods on the class in Python, as the native one cannot be changed."""
     return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)
+
+
+def _nothing() -> None:
+    return None

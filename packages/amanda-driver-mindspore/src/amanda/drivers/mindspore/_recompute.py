@@ -5,24 +5,24 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from amanda.backend import Attributes, replayed
+from amanda.backend import Attributes, recomputed, replayed
 
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
 
 
 def follow_recomputation(attributes: Attributes) -> None:
     """Make both ways of recomputing bring the ops of a second run under the ids of the first."""
-    attributes.set(recompute, "recompute_without_reentrant", _replayed_block())
+    attributes.set(recompute, "recompute_without_reentrant", _recomputed_block())
     attributes.set(recompute._RecomputeCell, "construct", _kept_construct())
     attributes.set(recompute._RecomputeCell, "bprop", _replayed_bprop())
 
 
-def _replayed_block() -> Callable[..., Any]:
+def _recomputed_block() -> Callable[..., Any]:
     original = recompute.recompute_without_reentrant
 
     @wraps(original)
     def recompute_without_reentrant(block: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(replayed(block), *args, **kwargs)
+        return original(recomputed(block), *args, **kwargs)
 
     return recompute_without_reentrant
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from mindspore import Tensor
 from mindspore.ops import functional_overload
 
+from ._writes import declared
+
 _NO_DEFAULT = inspect.Parameter.empty
 
 
@@ -53,7 +55,8 @@ def of_primitive(primitive: Any, count: int) -> Signature:
     """Of a primitive that is run by its name."""
     own = _parameters(type(primitive).__call__)
     if len(own) != count:
-        names = (getattr(primitive, "attrs", None) or {}).get("input_names") or ()
+        attributes = getattr(primitive, "attrs", None) or {}
+        names = attributes.get("input_names") or declared(type(primitive)).names
         own = [(name, _NO_DEFAULT) for name in names]
     return _filled(own, count)
 

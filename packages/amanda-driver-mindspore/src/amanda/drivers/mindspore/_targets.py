@@ -16,7 +16,7 @@ import mindspore._c_expression as native
 from mindspore.common._tensor_cpp_method import tensor_cpp_methods
 from mindspore.ops.auto_generate import gen_ops_prim, pyboost_inner_prim
 
-Kind = Literal["kernel", "overload", "method"]
+Kind = Literal["kernel", "overload", "method", "assignment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Target:
 
     callable: what is called.  holder, name: where Python finds it.
     kind: "kernel" is called with a primitive and a list of its arguments, "overload" with itself and the
-        arguments, "method" with a tensor and the arguments.
+        arguments, "method" with a tensor and the arguments, "assignment" with a tensor and another.
     operator: name of the operator, one for all its spellings.
     """
 
@@ -104,7 +104,8 @@ def _methods() -> Iterator[Target]:
     methods = vars(native.TensorPy)
     for name in (*tensor_cpp_methods, *READS_AND_WRITES):
         if name in methods:
-            yield Target(methods[name], native.TensorPy, name, "method", SPELLINGS.get(name, name))
+            kind: Kind = "assignment" if name == "assign_value_cpp" else "method"
+            yield Target(methods[name], native.TensorPy, name, kind, SPELLINGS.get(name, name))
 
 
 NO_OPERATORS = frozenset(
@@ -136,15 +137,7 @@ def snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", lowered).lower()
 
 
-_WRITING = re.compile(r"Assign|Apply|Fused|Scatter(?!Nd$|NdV)|Inplace")
-
-
 def writes(operator: str) -> bool:
     """Return True if an operator writes into its first input."""
     trailing = operator.endswith("_") and not operator.endswith("__")
-    return trailing or operator.startswith("inplace_") or operator in ("setitem", "assign_value")
-
-
-def writing_primitive(name: str) -> bool:
-    """Return True if a primitive writes into its first input."""
-    return _WRITING.match(name) is not None
+    return trailing or operator.startswith("inplace_") or operator == "setitem"

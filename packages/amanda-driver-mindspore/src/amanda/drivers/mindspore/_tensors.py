@@ -1,6 +1,7 @@
 """Tensor primitives: isolation from autodiff, the straight-through edge, signatures."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from amanda.errors import RoutineError
@@ -35,6 +36,14 @@ class GradOff:
 
     def __exit__(self, *_: object) -> None:
         executor.set_enable_grad(self._before)
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """Return a context for writes that autodiff does not record.
+
+    Outside of a gradient it does nothing: MindSpore refuses views that were made in another mode than writes.
+    """
+    return GradOff() if executor.requires_grad() else nullcontext()
 
 
 class MindSporeTensors:
@@ -78,10 +87,10 @@ class MindSporeTensors:
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
         if not isolated:
-            target.copy_(_same_shape(target, value))
+            copy_into(target, _same_shape(target, value))
             return
-        with GradOff():
-            target.copy_(_fitting(target, value))
+        with unrecorded():
+            copy_into(target, _fitting(target, value))
 
     def kept(self, value: Any) -> Any:
         """A tensor without its graph; a leaf, such as a parameter, as it is."""
@@ -139,6 +148,23 @@ def tensors_of(values: Any) -> list[Any]:
         elif isinstance(value, (list, tuple)):
             found += tensors_of(value)
     return found
+
+
+def memory_of(value: Any) -> int:
+    """Return the address of the memory that a tensor and its views lie in."""
+    return int(value.untyped_storage().data_ptr())
+
+
+def copy_into(target: Any, value: Any) -> None:
+    """Copy a value into a tensor's memory.
+
+    `copy_` raises, or writes nothing, for a view of a part of its memory; an assignment to an element of a
+    view of all of it writes each element where it lies.
+    """
+    if target.untyped_storage().size() == target.nbytes and target.is_contiguous():
+        target.copy_(value)
+    else:
+        target.expand_dims(0)[0] = value
 
 
 def _only(values: list[Any]) -> Any:

@@ -31,6 +31,7 @@ _SAME = {
     "elu": "elu_ext",
     "eq": "equal eq_scalar",
     "expand": "broadcast_to expand_as",
+    "flip": "reverse_v2 reverse",
     "floor_divide": "floor_div floor_div_scalar",
     "ge": "greater_equal greater_equal_scalar",
     "gelu": "ge_lu gelu_ext",

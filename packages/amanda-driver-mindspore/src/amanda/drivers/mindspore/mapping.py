@@ -5,7 +5,7 @@ StandardMapping takes from a table. It imports no tool.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from amanda import AmandaError, OpContext
@@ -64,7 +64,7 @@ def _describe_op(context: OpContext) -> None:
     kind = word(proper)
     if proper == "gather" and inputs and isinstance(inputs[0], Parameter):
         kind = "embedding"
-    weight = weight_index(kind, proper, inputs)
+    weight = weight_index(kind, proper, inputs, context.get_variable)
     context["type"] = kind
     context["in_place"] = proper != name or name in ("setitem", "assign", "assign_add", "assign_sub")
     context["weight_index"] = weight
@@ -73,10 +73,15 @@ def _describe_op(context: OpContext) -> None:
     context["dtype"] = dtype
 
 
-def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Return where the weight is: by the op's schema; in a product, the factor that is a parameter."""
+def weight_index(
+    kind: str, name: str, inputs: Sequence[Any], variable_of: Callable[[int], Any]
+) -> int | None:
+    """Return where the weight is: by the op's schema; in a product, the factor that is a parameter's.
+
+    variable_of: returns the parameter that the input at a position is, or is a view of.
+    """
     if kind == "matmul":
-        factors = [i for i in (0, 1) if i < len(inputs) and isinstance(inputs[i], Parameter)]
+        factors = [i for i in (0, 1) if i < len(inputs) and isinstance(variable_of(i), Parameter)]
         return factors[0] if len(factors) == 1 else None
     if kind == "embedding":
         index: int | None = 0 if name == "gather" else 1

@@ -95,11 +95,30 @@ def attention_backward(op: Shapes) -> Cost:
 
 
 def recurrent(op: Shapes) -> Cost:
-    """Count every step: the input and the state by the matrices among the parameters, which are a list."""
-    parameters = next(
-        shapes for shapes in reversed(op.inputs) if isinstance(shapes, list) and len(shapes) > 1
-    )
-    return Cost.of_macs(prod(op.inputs[0][:-1]) * sum(prod(shape) for shape in parameters if len(shape) == 2))
+    """Count every step: the input and the state by the matrices among the parameters, which are a list.
+
+    Where the parameters are one row of numbers, attributes tell the matrices in it.
+    """
+    steps = prod(op.inputs[0][:-1])
+    lists = [shapes for shapes in op.inputs if isinstance(shapes, list) and len(shapes) > 1]
+    if not lists and "hidden_size" in op.attributes:
+        return Cost.of_macs(steps * _packed_matrices(op))
+    return Cost.of_macs(steps * sum(prod(shape) for shape in lists[-1] if len(shape) == 2))
+
+
+_GATES = {"lstm": 4, "gru": 3}
+
+
+def _packed_matrices(op: Shapes) -> int:
+    """Return the number of weights of a recurrent network by its sizes, without biases."""
+    hidden, width = op.attributes["hidden_size"], op.attributes["input_size"]
+    projected = op.attributes.get("proj_size") or 0
+    directions, gates = 1 + bool(op.attributes.get("bidirectional")), _GATES.get(op.type, 1)
+    state, count = projected or hidden, 0
+    for _ in range(op.attributes.get("num_layers", 1)):
+        count += directions * hidden * (gates * (width + state) + projected)
+        width = directions * state
+    return count
 
 
 def recurrent_layer(op: Shapes) -> Cost:

@@ -169,4 +169,8 @@ def _holders(backend: str) -> Holders:
         from amanda.tools.kit._holders_jax import Slots
 
         return Slots()
+    if backend == "mindspore":
+        from amanda.tools.kit._holders_mindspore import MindSporeParameters
+
+        return MindSporeParameters()
     return Initializers() if backend in ("numpy", "builtins") else Holders()

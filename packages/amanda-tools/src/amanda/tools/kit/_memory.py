@@ -37,7 +37,7 @@ class FoundMemory(amanda.Tool):
 
     def _copied(self, value: Any) -> Any:
         in_found = any(key in self._found for key, _ in _memories([value]))
-        return value.clone() if in_found and hasattr(value, "clone") else value
+        return tensors_of(value).duplicate(value) if in_found else value
 
     def _analyse(self, context: amanda.OpContext) -> None:
         context.insert_before_op(self._find)

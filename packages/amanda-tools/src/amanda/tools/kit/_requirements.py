@@ -40,6 +40,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.utils._pytree:tree_map_only",
     ),
     ("kit", "jax"): ("jax._src.core:eval_trace", "jax._src.core:set_current_trace"),
+    ("kit", "mindspore"): ("mindspore.common._grad_function:_Function",),
     ("kit", "torch"): (*_MEMORY, *_WRAPPED, "torch:Tensor._base"),
     ("kit", "tensorflow"): (
         *_RECORD,

@@ -59,6 +59,10 @@ class Tensors:
         """Return a copy to be written into later."""
         return np.array(to_numpy(array))
 
+    def duplicate(self, x: Any) -> Any:
+        """Return what keeps the elements of a tensor when an op writes into it; x itself where none does."""
+        return x
+
     def kind(self, x: Any) -> tuple[Hashable, Hashable]:
         """Return what tells the element type and the device of a tensor from others."""
         return get_dtype_name(x), str(getattr(x, "device", ""))
@@ -319,6 +323,10 @@ def _tensors(backend: str) -> Tensors:
         from amanda.tools.kit._tensors_jax import JaxTensors
 
         return JaxTensors()
+    if backend == "mindspore":
+        from amanda.tools.kit._tensors_mindspore import MindSporeTensors
+
+        return MindSporeTensors()
     if backend in ("numpy", "builtins"):
         return NumpyTensors()
     entries = installed(GROUP).get(backend)

@@ -68,6 +68,10 @@ class TorchTensors(Tensors):
             x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
         return np.asarray(x.clone().numpy().view(kind))
 
+    def duplicate(self, x: Tensor) -> Tensor:
+        """Return a clone."""
+        return x.clone()
+
     def copy(self, array: Any) -> Tensor:
         """Return a contiguous copy to be written into later."""
         import torch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._holders import Holders
 from amanda.tools.kit._layout import canonical, canonical_extents, restored
@@ -199,7 +200,7 @@ class Weight(Form):
         found = self.keep(name, np.full(self._kept_extents(), fill, dtype))
         if self._order is not None:
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-            found = found.reshape([self.shape[axis] for axis in self._order]).permute(inverse)
+            found = do("transpose", found.reshape([self.shape[axis] for axis in self._order]), inverse)
         self._arrays[name], self.fills[name] = found, fill
         return found
 

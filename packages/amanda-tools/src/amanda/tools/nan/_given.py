@@ -8,7 +8,7 @@ from operator import or_
 from typing import Any, NamedTuple
 from weakref import ref
 
-from amanda.tools.kit import Dtype, Leave, OpTensor, op_tensors
+from amanda.tools.kit import Dtype, Leave, OpTensor, op_tensors, tensors_of
 from amanda.tools.nan._summary import Summary, held
 
 _FLOATING = ("float", "bfloat", "half", "complex")
@@ -101,7 +101,7 @@ class Given:
         """Return floating tensors that stay when the op writes into these."""
         if isinstance(value, (list, tuple)):
             return [self._copied(one) for one in value]
-        return value.clone() if hasattr(value, "clone") and any(floating([value], self._dtype)) else value
+        return tensors_of(value).duplicate(value) if any(floating([value], self._dtype)) else value
 
     def settle(self, kept: Kept) -> None:
         """Learn from an execution that has ended which inputs the op writes."""

@@ -34,7 +34,9 @@ _OPERANDS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "tensorflow": _ALONE,
     "onnxruntime": _BEFORE_BIAS,
     "jax": _ALONE,
+    "*": {**_BEFORE_BIAS, "layer_norm": (0,), "group_norm": (0,)},
 }  # fmt: skip
+"""Positions of operands by the word of an op, for each framework; "*": for one that has no table."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def operands() -> MappingTool:
     All inputs of a type that no table has are operands.  is_called_back: True where the program calls
     routines in Python, through which autodiff does not go: gradients are changed beside the backward op.
     """
-    rules = [[framework, partial(_write, found)] for framework, found in _OPERANDS.items()]
+    rules = [[framework, partial(_write, found)] for framework, found in sorted(_OPERANDS.items())]
     return MappingTool([
         ["*", partial(_write_called, False)], ["jax", partial(_write_called, True)], *rules,
         ["tensorflow", write_recompute],

@@ -9,7 +9,7 @@ from typing import Any
 
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.mapping import distributed, whole
+from amanda.tools.mapping import backend_of, distributed, whole
 from amanda.tools.quantize._fake import Scale, fake_quantize, fake_quantize_gradient, straight_through
 from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
@@ -113,9 +113,11 @@ class Quantizer:
     def _quantised(self, x: Any, frozen: bool) -> Any:
         if not self.settled:
             if not self.is_weight:
+                extents = "x".join(map(str, x.shape)) or "scalar"
                 raise QuantizeError(
                     f"{self.name} has no scale: calibrate with batches that execute this op, "
-                    "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`"
+                    "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`; it is a "
+                    f"tensor of {backend_of(x)}, {extents}"
                 )
             self._observe(x)
             self.settle()
