@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from copy import copy
-from functools import partial, wraps
+from functools import wraps
 from itertools import count
 from typing import Any
 
@@ -14,12 +14,12 @@ import jax
 from amanda import interceptor
 from amanda.backend import Action, Attributes, OpFacts, State
 from amanda.plan import run_routine, spread
-from jax._src import callback, core, dispatch, effects
+from jax._src import core, dispatch
 from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
 from ._contexts import Programs
-from ._primitives import call, straight, tied
+from ._primitives import CALLBACKS, call, straight, tied
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
 
@@ -170,12 +170,8 @@ def _number(run: dict[str, Any], values: list[Any]) -> Any:
 
 
 def raise_failures(attributes: Attributes) -> None:
-    """Make programs raise what routines in them have raised, and let derivatives have routines."""
+    """Make programs raise what routines in them have raised."""
     attributes.set(pxla.ExecuteReplicated, "__call__", _raising(pxla.ExecuteReplicated.__call__))
-    for allowed in (effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects):
-        if callback.IOEffect not in allowed._effect_types:
-            allowed.add_type(callback.IOEffect)
-            attributes.on_restore(partial(allowed._effect_types.discard, callback.IOEffect))
     attributes.on_restore(_ALL.clear)
 
 
@@ -183,7 +179,7 @@ def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def execute(self: Any, *args: Any) -> Any:
         results = original(self, *args)
-        if self.has_unordered_effects or self.has_host_callbacks:
+        if CALLBACKS in self.ordered_effects:
             for one in results:
                 one.block_until_ready()
             dispatch.runtime_tokens.block_until_ready()
