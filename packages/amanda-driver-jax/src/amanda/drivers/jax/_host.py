@@ -19,7 +19,7 @@ from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
 from ._contexts import Programs
-from ._primitives import CALLBACKS, call, straight, tied
+from ._primitives import CALLBACKS, call, straight
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_tensor
 
@@ -27,7 +27,6 @@ _RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
 _NUMBER = jax.ShapeDtypeStruct((), np.uint32)
-_TOKEN = jax.ShapeDtypeStruct((0,), np.bool_)
 
 
 class HostArrays(Arrays):
@@ -69,12 +68,12 @@ class Token:
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the routine; return what takes the place of what it was given, or a token of an observer."""
+        """Run the routine; return what takes the place of what it was given, or nothing for an observer."""
         job, programs = self._job(), self._programs()
         number, given = arrays[: self._numbers], arrays[self._numbers :]
         if job is not None and programs is not None and programs.is_open and not _FAILURES:
             given = job(*number, given=given)
-        return (*number, np.zeros((0,), np.bool_)) if self._observes else (*number, *given)
+        return number if self._observes else (*number, *given)
 
 
 weakref_cache_key_types.add(Token)  # JAX's caches keep no routine
@@ -127,29 +126,19 @@ def run_later(
     number = [_number(run, values)] if action.takes_run else []
     observes = action.observer or not arrays
     token = Token(len(number), observes, State.current(), Job(action, facts, leaves, tree, shapes))
-    gives = [*number, _TOKEN] if observes else [*number, *arrays]
+    gives = number if observes else [*number, *arrays]
     with core.set_current_trace(base()):
         results = call(token, gives, *number, *(arrays or _dependence(values)))
     if number:
         run[_EXECUTION], *results = results
     if observes:
-        return _tied(values, results[0])
+        return values
     given = iter(results)
     changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
         result[position] = value
     return result
-
-
-def _tied(values: list[Any], token: Any) -> list[Any]:
-    """Return the values, the first array of which waits for a callback: JAX drops what nothing waits for."""
-    for i, value in enumerate(values):
-        if is_tensor(value):
-            return [*values[:i], tied(value, token), *values[i + 1 :]]
-        if isinstance(value, list) and any(map(is_tensor, value)):
-            return [*values[:i], _tied(value, token), *values[i + 1 :]]
-    return values
 
 
 def _dependence(values: list[Any]) -> list[Any]:

@@ -91,13 +91,6 @@ def straight(original: Any, value: Any) -> Any:
     return ORIGINALS.note(straight_p.bind(original, value), original)
 
 
-def tied(value: Any, token: Any) -> Any:
-    """Return `value`, for which the callback that gives the token has to be called."""
-    if not isinstance(token, core.Tracer):
-        return value
-    return ORIGINALS.note(straight_p.bind(value, value, token), value)
-
-
 def tap(values: Sequence[Any], mark: "Made", side: str, carried: Sequence[Any] = ()) -> list[Any]:
     """Return the values, whose cotangents are brought to `mark` when a backward pass comes through.
 
@@ -134,7 +127,7 @@ def _front(args: Any, dims: Any) -> list[Any]:
     return [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
 
 
-def _straight_aval(original: Any, value: Any, *tokens: Any) -> Any:
+def _straight_aval(original: Any, value: Any) -> Any:
     if original.dtype != value.dtype:
         return value
     return original.update(weak_type=original.weak_type and value.weak_type)
@@ -144,11 +137,11 @@ def _straight_batched(args: Any, dims: Any) -> Any:
     return straight_p.bind(*_front(args, dims)), 0
 
 
-straight_p.def_impl(lambda original, value, *tokens: value)
+straight_p.def_impl(lambda original, value: value)
 straight_p.def_abstract_eval(_straight_aval)
 ad.primitive_jvps[straight_p] = lambda primals, tangents: (straight_p.bind(*primals), tangents[0])
 batching.primitive_batchers[straight_p] = _straight_batched
-mlir.register_lowering(straight_p, lambda ctx, original, value, *tokens: [value])
+mlir.register_lowering(straight_p, lambda ctx, original, value: [value])
 
 
 def _split(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
