@@ -31,7 +31,7 @@ from ._variants import followed, guard, reads_of, report
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
-     "checkpoint", "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
+     "checkpoint", "remat", "compute_on", "remat_opt", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
      "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
      "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "name", "optimization_barrier"}
 )  # fmt: skip

@@ -77,6 +77,18 @@ for allowing in (
 ):  # fmt: skip
     allowing.add_type(Callbacks)
 
+FAILURES: list[BaseException] = []
+"""Exceptions of functions that programs have called, until the first is raised in the user's call."""
+
+
+def raise_failure() -> None:
+    """Raise the first exception of a function that was called, if there is any."""
+    error = next(iter(FAILURES), None)
+    FAILURES.clear()
+    if error is not None:
+        raise error
+
+
 ORIGINALS = Originals()
 straight_p = core.Primitive("amanda_straight")
 tap_p = core.Primitive("amanda_tap")
@@ -238,6 +250,7 @@ def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any
 
 def _call(*arrays: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> list[Any]:
     results = _by_row(function, avals, mapped)(*map(np.asarray, arrays))
+    raise_failure()
     return [jax.numpy.asarray(one) for one in results]
 
 
