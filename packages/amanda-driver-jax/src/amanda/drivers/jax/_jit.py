@@ -68,7 +68,7 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(fun, info, args, kwargs)
         if is_within_jit():
             with noting() as notes:
-                program, flat = original(part(fun, args, kwargs), info, args, kwargs)
+                program, flat = original(part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
             found = _Found(notes)
         elif _is_of_jax(fun, info):
             return _Part(partial(original, fun, info, args, kwargs)), []

@@ -20,7 +20,7 @@ INSERTION, TAP = "a routine is in the program", "the program shows cotangents"
 class _Thread(threading.local):
     """notes: of the program that is traced.
     calls: the jitted functions that are traced as parts: trace, arguments, and those of the call around it.
-    made: what the part gave that was traced last, until the program around it has symbols for that.
+    made: what the part's results stand for that was traced last, until the program around it has symbols for them.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,12 @@ def noting() -> Iterator[dict[str, None]]:
         _thread.notes = before
 
 
-def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
+def part(
+    function: Callable[..., Any], args: Any, kwargs: Any, original: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """Return a function to be traced as a part of the program around it, which calls it with these arguments.
 
-    It is a new function each time, so JAX traces it anew: each call has ops of its own.
+    original: gives what a symbol stands for in the outermost function.  It is a new function each time, so JAX traces it anew: each call has ops of its own.
     """
     outer = jax.tree_util.tree_leaves((args, kwargs))
 
@@ -60,9 +62,10 @@ def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., 
         _thread.calls.append((core.trace_ctx.trace, inner, outer))
         try:
             results = function(*args, **kwargs)
+            leaves = map(original, jax.tree_util.tree_leaves(results))
+            _thread.made = [None if _is_of_trace(one) else one for one in leaves]
         finally:
             _thread.calls.pop()
-        _thread.made = jax.tree_util.tree_leaves(results)
         return results
 
     wraps(function)(traced)
@@ -70,8 +73,13 @@ def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., 
     return traced
 
 
+def _is_of_trace(value: Any) -> bool:
+    """Return True for a symbol of the program that is traced, which nothing may hold once that has ended."""
+    return isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
+
+
 def made() -> list[Any]:
-    """Return what the part gave that was traced last, once."""
+    """Return what the results of the part that was traced last stand for, once."""
     found, _thread.made = _thread.made, []
     return found
 
