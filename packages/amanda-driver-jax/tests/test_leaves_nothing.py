@@ -287,7 +287,9 @@ def _run_symbols(tool: amanda.Tool) -> None:
 TOOLS: dict[str, Any] = {
     "empty": lambda tool: None,
     "looks": lambda tool: tool.add_inst_for_op(lambda context: context.get_inputs()),
-    "echo": lambda tool: tool.add_inst_for_op(lambda context: context.insert_after_op(lambda *values: values)),
+    "echo": lambda tool: tool.add_inst_for_op(
+        lambda context: context.insert_after_op(lambda *values: values)
+    ),
     "run": _run_symbols,
 }
 TRACED: dict[str, Any] = {

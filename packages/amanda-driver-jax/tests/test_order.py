@@ -57,7 +57,9 @@ def scanned(x: Any) -> Any:
 
 
 def looped(x: Any) -> Any:
-    return lax.exp(lax.while_loop(lambda s: lax.lt(s[0], 0.9), lambda s: (lax.sqrt(s[0]), lax.sin(s[1])), (0.5, x))[1])
+    return lax.exp(
+        lax.while_loop(lambda s: lax.lt(s[0], 0.9), lambda s: (lax.sqrt(s[0]), lax.sin(s[1])), (0.5, x))[1]
+    )
 
 
 def branched(x: Any) -> Any:
@@ -84,7 +86,8 @@ def test_routines_are_called_in_the_order_of_the_data(name: str, observing: bool
     plain = step(X)
     with amanda.apply(tool):
         assert np.allclose(step(X), plain, rtol=1e-6)
-    assert tool.calls == [f"{mark}{op}" for op in ops for mark in ("", "/")]
+    calls = [call for call in tool.calls if "convert_element_type" not in call]
+    assert calls == [f"{mark}{op}" for op in ops for mark in ("", "/")]
 
 
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -23,6 +23,10 @@ def windows(x: Any) -> Any:
     return lax.reduce_window(x, 0.0, lambda a, b: lax.add(a, b), (2, 2), (1, 1), "VALID")
 
 
+def largest(x: Any) -> Any:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID")
+
+
 def pairs(x: Any) -> Any:
     return lax.reduce((x, x), (0.0, 0.0), lambda a, b: (lax.add(a[0], b[0]), lax.add(a[1], b[1])), (0,))[0]
 
@@ -35,7 +39,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "reduce": lambda x: lax.reduce(x, 0.0, lambda a, b: lax.add(a, b), (0,)),
     "reduce of pairs": pairs,
     "reduce_window": windows,
-    "gradient of max_pool": jax.grad(lambda x: (lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID") * X[:2, :3]).sum()),
+    "gradient of max_pool": jax.grad(lambda x: (largest(x) * X[:2, :3]).sum()),
     "composite": lambda x: lax.composite(lambda y: lax.add(y, y), "my.double")(x),
 }  # fmt: skip
 
@@ -75,9 +79,14 @@ def test_what_a_partitioned_function_computes_is_reported() -> None:
         return x * 2
 
     doubling.def_partition(
-        partition=lambda mesh, arguments, result: (mesh, lambda x: x * 2, result.sharding, (arguments[0].sharding,)),
+        partition=lambda mesh, inputs, output: (
+            mesh,
+            lambda x: x * 2,
+            output.sharding,
+            (inputs[0].sharding,),
+        ),
         sharding_rule="i j -> i j",
-    )  # fmt: skip
+    )
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: context.insert_after_op(lambda *values: None))
     with amanda.apply(tool) as scope:

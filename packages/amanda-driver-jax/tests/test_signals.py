@@ -42,13 +42,20 @@ def test_an_exception_of_a_handler_is_itself(handler: Any, observing: bool) -> N
             os.kill(os.getpid(), signal.SIGTERM)
 
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: context.insert_after_op(amanda.observer(routine) if observing else routine))
+    tool.add_inst_for_op(
+        lambda context: context.insert_after_op(amanda.observer(routine) if observing else routine)
+    )
     step = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda i, x: jnp.tanh(x @ x), x))
     with amanda.apply(tool), pytest.raises(Late, match="time is over"):
         step(X)
     assert len(calls) == 3
     assert signal.getsignal(signal.SIGTERM) is handler
     assert step(X).shape == X.shape
+
+
+def run_forever(step: Any) -> None:
+    while True:
+        step(X).block_until_ready()
 
 
 @pytest.mark.slow
@@ -63,8 +70,7 @@ def test_an_exception_of_a_handler_is_itself_whenever_it_comes(handler: Any) -> 
             for i in range(40):
                 signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0003 * i)
                 with pytest.raises(Late):
-                    while True:
-                        step(X).block_until_ready()
+                    run_forever(step)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -71,11 +71,15 @@ def test_tools_run_programs_with_keys(name: str, tool: Callable[[], amanda.Tool]
         assert np.allclose(program(X), plain, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float4_e2m1fn"])
+@pytest.mark.parametrize(
+    "dtype", ["int4", "uint4", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float4_e2m1fn"]
+)
 def test_small_types_are_read_in_programs(dtype: str) -> None:
     x, seen = jnp.ones(4, dtype), []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: context.insert_before_op(lambda *values: seen.append(values[0].dtype) or values))
+    tool.add_inst_for_op(
+        lambda context: context.insert_before_op(lambda *values: seen.append(values[0].dtype) or values)
+    )
     step = jax.jit(lambda x: lax.rev(x, (0,)))
     with amanda.apply(tool):
         result = step(x)
@@ -85,7 +89,9 @@ def test_small_types_are_read_in_programs(dtype: str) -> None:
 
 def test_gradients_of_integers_pass_routines() -> None:
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: context.insert_before_backward_op(lambda *values: values), backward=True)
+    tool.add_inst_for_op(
+        lambda context: context.insert_before_backward_op(lambda *values: values), backward=True
+    )
     gradient = jax.jit(jax.grad(lambda x, i: (x[i] * 2).sum()))
     plain = gradient(X, jnp.array([0, 2]))
     with amanda.apply(tool):

@@ -116,9 +116,7 @@ class GraphDriverTests(Gaps):
             assert not told(scope)
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
-    def test_routines_are_called_in_the_order_of_the_data(
-        self, sample: GraphSample, observing: bool
-    ) -> None:
+    def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
         tool = Bracketing(observing)
         with sample.apply(tool):
             sample.check(1.0)

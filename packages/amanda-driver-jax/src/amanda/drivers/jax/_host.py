@@ -115,13 +115,12 @@ class Job:
             return given
         return tuple(np.asarray(changed[place]) for place in self._places)
 
-
     def _check_static(self, changed: Sequence[Any]) -> None:
         for before, after in zip(self._static, changed, strict=True):
             if isinstance(before, jax.ShapeDtypeStruct) and after is not before:
                 raise RoutineError(
-                    f"a routine in Python returned another value for one of dtype {before.dtype}, which it cannot "
-                    "read in a program: return the value that was given, or mark the routine @amanda.traceable"
+                    f"a routine in Python returned another value for one of dtype {before.dtype}, which it "
+                    "cannot read in a program: return what the routine got, or mark it @amanda.traceable"
                 )
 
 
@@ -161,7 +160,7 @@ def run_later(
 
 
 def _dependence(values: list[Any]) -> list[Any]:
-    """Return an array without elements of what an op is given, for which each row that is mapped over calls back."""
+    """Return an array without elements of what an op is given, for which each row of a map calls back."""
     first = next((one for one in spread(values) if is_tensor(one) and one.dtype != dtypes.float0), None)
     if first is None:
         return []

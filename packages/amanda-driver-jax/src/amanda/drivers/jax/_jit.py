@@ -19,7 +19,7 @@ from ._traces import INSERTION, TAP, is_differentiated, is_tangent, is_within_ji
 from ._variants import Program, with_inputs
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
-PARTITIONED = "JAX keeps the function with its partitioning, as a part of one primitive; call the function itself"
+PARTITIONED = "JAX keeps it with its partitioning, as a part of one primitive; call the function itself"
 IN_ONE = "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 

@@ -13,12 +13,11 @@ def calls_in_condition(name: str, params: dict[str, Any]) -> bool:
     return name == "while" and CALLBACKS in params["cond_jaxpr"].effects
 
 
-def run_loop(
-    *args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int
-) -> Any:
+def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int) -> Any:
     """Run a loop that carries what its condition gives, as each round computes it for the next.
 
-    JAX writes such a loop likewise, but only when it compiles, without the choice by row of a loop that is mapped over.
+    JAX writes such a loop likewise, but only when it compiles, without the choice by row that a mapped loop
+    needs.
     """
     condition, body = core.jaxpr_as_fun(cond_jaxpr), core.jaxpr_as_fun(body_jaxpr)
 

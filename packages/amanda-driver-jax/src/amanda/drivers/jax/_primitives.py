@@ -63,7 +63,7 @@ class Originals:
 
 
 class Callbacks(effects.Effect):
-    """Effect of calls of Python, which are in the order of the program: JAX hands a token from each to the next.
+    """Effect of calls of Python in the order of the program: JAX hands a token from each to the next.
 
     A type of Amanda's: JAX refuses its own, of `jax.io_callback`, in loops and branches that are mapped over.
     """
@@ -209,15 +209,20 @@ mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split(arg
 def _call_batched(args: Any, dims: Any, *, avals: Any, mapped: Any, **params: Any) -> Any:
     rows = tuple(dim is not None for dim in dims)
     size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
-    shown = [one if dim is None else batching.moveaxis(one, dim, 0) for one, dim in zip(args, dims, strict=True)]
+    shown = [
+        one if dim is None else batching.moveaxis(one, dim, 0) for one, dim in zip(args, dims, strict=True)
+    ]
     results = call_p.bind(
-        *shown, avals=tuple(one.update(shape=(size, *one.shape)) for one in avals), mapped=(rows, *mapped), **params
+        *shown,
+        avals=tuple(one.update(shape=(size, *one.shape)) for one in avals),
+        mapped=(rows, *mapped),
+        **params,
     )
     return results, (0,) * len(results)
 
 
 def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence[Sequence[bool]]) -> Any:
-    """Return a function of arrays of NumPy whose first axes are mapped over, which calls `function` for each row.
+    """Return a function of arrays of NumPy with mapped first axes, which calls `function` for each row.
 
     avals: of its results.  mapped: for each axis, from the first on, which arrays have it.
     """

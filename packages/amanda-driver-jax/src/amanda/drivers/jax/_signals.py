@@ -1,4 +1,4 @@
-"""Signals that come while a program calls Python: XLA makes an error of its own of what their handlers raise there."""
+"""Signals that come while a program calls Python: XLA turns what their handlers raise into its own error."""
 
 import signal
 import threading

@@ -20,7 +20,7 @@ INSERTION, TAP = "a routine is in the program", "the program shows cotangents"
 class _Thread(threading.local):
     """notes: of the program that is traced.
     calls: the jitted functions that are traced as parts: trace, arguments, and those of the call around it.
-    made: what the part's results stand for that was traced last, until the program around it has symbols for them.
+    made: what results of the last traced part stand for, until the program around it has symbols for them.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ def part(
 ) -> Callable[..., Any]:
     """Return a function to be traced as a part of the program around it, which calls it with these arguments.
 
-    original: gives what a symbol stands for in the outermost function.  It is a new function each time, so JAX traces it anew: each call has ops of its own.
+    It is a new function each time, so JAX traces it anew: each call has ops of its own.
+    original: gives what a symbol stands for in the outermost function.
     """
     outer = jax.tree_util.tree_leaves((args, kwargs))
 
@@ -91,7 +92,11 @@ def is_tensor(value: Any) -> bool:
 
 def is_numeric(value: Any) -> bool:
     """Return True for an array of which NumPy has the values: not of keys, and not of float0."""
-    return is_tensor(value) and not dtypes.issubdtype(value.dtype, dtypes.extended) and value.dtype != dtypes.float0
+    return (
+        is_tensor(value)
+        and not dtypes.issubdtype(value.dtype, dtypes.extended)
+        and value.dtype != dtypes.float0
+    )
 
 
 def primal(value: Any) -> Any:

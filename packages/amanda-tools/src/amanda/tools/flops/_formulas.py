@@ -77,7 +77,7 @@ def contraction(op: Shapes) -> Cost:
 
 
 def ragged_contraction(op: Shapes) -> Cost:
-    """Count a contraction by groups: each row with the matrix of its group, or each part of the depth once."""
+    """Count a contraction by groups: a row with the matrix of its group, or each part of the depth once."""
     numbers = op.attributes["ragged_dot_dimension_numbers"]
     (left, _), _ = numbers.dot_dimension_numbers
     in_depth = set(left) & set(numbers.lhs_ragged_dimensions)
