@@ -33,7 +33,8 @@ PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
      "checkpoint", "remat", "remat2", "remat_opt", "compute_on", "custom_vjp_call_jaxpr", "custom_lin",
      "run_state", "eval_jaxpr", "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call",
-     "custom_vmap_call", "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "name", "optimization_barrier"}
+     "custom_vmap_call", "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "name",
+     "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
 _RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
