@@ -14,16 +14,18 @@ Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
 ESSENTIAL = {
-    "callback": "IOEffect _IOEffect _callback_op_sharding emit_python_callback",
+    "callback": "_callback_op_sharding emit_python_callback",
     "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
-    "core": "Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace set_current_trace trace_ctx "
-    "trace_state_clean typeof",
+    "core": "Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace jaxpr_as_fun set_current_trace "
+    "trace_ctx trace_state_clean typeof",
     "dispatch": "runtime_tokens.block_until_ready",
-    "effects": "custom_derivatives_allowed_effects._effect_types remat_allowed_effects._effect_types",
+    "dtypes": "extended float0 prng_key",
+    "effects": "control_flow_allowed_effects custom_derivatives_allowed_effects lowerable_effects "
+    "ordered_effects partial_eval_kept_effects remat_allowed_effects shardable_ordered_effects",
     "interpreters.ad": "JVPTrace JVPTracer LinearizeTrace LinearizeTracer Zero backward_pass3 "
     "instantiate_zeros linear_transpose2 primitive_jvps primitive_transposes",
-    "interpreters.batching": "BatchTracer bdim_at_front primitive_batchers",
-    "interpreters.mlir": "register_lowering",
+    "interpreters.batching": "BatchTracer bdim_at_front moveaxis primitive_batchers",
+    "interpreters.mlir": "TokenSet register_lowering",
     "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
