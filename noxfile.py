@@ -306,7 +306,8 @@ def jax(session: nox.Session) -> None:
     """Run the JAX driver's tests; arguments after -- go to pytest."""
     install(session, *group("torch"), but=BOUND_BY_MINDSPORE)
     needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", "keras", *group("drivers"))
-    install(session, *needed, but=BOUND_BY_MINDSPORE)
+    libraries = ("diffrax", "numpyro", "blackjax")
+    install(session, *needed, *libraries, but=BOUND_BY_MINDSPORE)
     install(session, "--no-deps", *editable(CORE, TORCH, JAX, TOOLS))
     if session.posargs:
         session.run("python", "-m", "pytest", *session.posargs)

@@ -275,3 +275,37 @@ assert step(w, x) == plain
 def test_shard_map_on_four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     children.run([sys.executable, "-c", SHARDED], check=True)
+
+
+def _run_symbols(tool: amanda.Tool) -> None:
+    """Have routines hand something from forward to backward ops."""
+    tool.add_inst_for_op(lambda context: context.insert_after_op(lambda *values, run: None))
+    backward = lambda context: context.insert_before_backward_op(lambda *values, run: None)  # noqa: E731
+    tool.add_inst_for_op(backward, backward=True)
+
+
+TOOLS: dict[str, Any] = {
+    "empty": lambda tool: None,
+    "looks": lambda tool: tool.add_inst_for_op(lambda context: context.get_inputs()),
+    "echo": lambda tool: tool.add_inst_for_op(
+        lambda context: context.insert_after_op(lambda *values: values)
+    ),
+    "run": _run_symbols,
+}
+TRACED: dict[str, Any] = {
+    "jit": lambda: jax.jit(lambda x: jnp.subtract(x, 1.0) * 2)(X),
+    "gradient": lambda: jax.jit(jax.grad(lambda x: jnp.sin(jnp.where(x > 0, x, 0)).sum()))(X),
+    "scan": lambda: jax.jit(
+        lambda x: jax.lax.scan(lambda carry, _: (jnp.add(carry, 1), None), x, None, length=2)
+    )(X),
+    "nested": lambda: jax.jit(lambda x: jax.jit(lambda y: (y, jnp.where(y > 0, y, x)))(x * 2)[0])(X),
+}
+
+
+@pytest.mark.parametrize("program", TRACED)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_symbol_outlives_its_trace(program: str, tool: str) -> None:
+    applied = amanda.Tool()
+    TOOLS[tool](applied)
+    with amanda.apply(applied), jax.check_tracer_leaks():
+        TRACED[program]()

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import amanda
 from amanda.tools.coverage import CoverageTool
+from amanda.tools.flops import FlopsTool
 from amanda.tools.profile import ProfileTool
 from amanda.tools.remat import RematTool
 from amanda.tools.rewrite import Capture, Op, RewriteTool, Rule
@@ -135,3 +137,21 @@ def test_what_computes_again_is_for_jax_to_decide(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(RematTool(budget=1 << 20)):
         runner(jit=True)()
     assert "mark what is computed again with jax.checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_products_are_counted_by_the_axes_that_they_sum_over(how: Any) -> None:
+    x, heads = jnp.ones((1, 5, 4)), jnp.ones((4, 2, 3))
+    rows, experts, sizes = jnp.ones((6, 3)), jnp.ones((2, 3, 5)), jnp.array([2, 4])
+    programs = {
+        30 * 4: lambda: how(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))))(x, heads),
+        6 * 8: lambda: how(lambda x, w: lax.dot_general(x, w, (((0, 1), (0, 1)), ((), ()))))(
+            heads, heads[..., :2]
+        ),
+        30 * 3: lambda: how(lambda x, w: lax.ragged_dot(x, w, sizes))(rows, experts),
+    }
+    for macs, run in programs.items():
+        tool = FlopsTool()
+        with amanda.apply(tool):
+            run()
+        assert tool.result.total("macs") == macs

@@ -15,6 +15,7 @@ from amanda.scope.scope import Scope, apply
 from amanda.scope.state import cache_disabled
 from amanda.testing._gaps import Gaps
 from amanda.testing._held import (
+    Bracketing,
     ByName,
     Hidden,
     InClosure,
@@ -113,6 +114,21 @@ class GraphDriverTests(Gaps):
             assert calls >= tools.count(Python)
             assert len(seen) == 2 * calls
             assert not told(scope)
+
+    @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
+    def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
+        tool = Bracketing(observing)
+        with sample.apply(tool):
+            sample.check(1.0)
+        assert any(name == sample.op for name, _, _ in tool.calls)
+        under_way: set[int] = set()
+        for name, number, point in tool.calls:
+            assert (number in under_way) == (point == "after"), f"{point} {name} in {tool.calls}"
+            under_way ^= {number}
+        assert not under_way
+        if not observing:
+            first = list(dict.fromkeys(number for _, number, point in tool.calls if point == "before"))
+            assert first == [number for number in tool.analysed if number in first]
 
     def test_a_routine_in_python_acts_in_each_scope_of_its_tool(self, sample: GraphSample) -> None:
         class Python(Scaling):

@@ -1,4 +1,4 @@
-"""Tools that scale an op by what they hold, each in another way."""
+"""Tools that scale an op by what they hold, each in another way; and one that records calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from amanda.action import traceable
+from amanda.action import observer, traceable
 from amanda.context import OpContext
 from amanda.tool import Tool
 
@@ -145,3 +145,32 @@ class Switched(Scaling):
     @traceable
     def scaled(self, value: Any) -> Any:
         return None if self.held == 1 else value * self.held
+
+
+class Bracketing(Tool):
+    """Records what is called before and after each op.
+
+    calls: type and number of an op, and "before" or "after".  analysed: numbers of ops, in order.
+    """
+
+    def __init__(self, observing: bool) -> None:
+        self.calls: list[tuple[str, int, str]] = []
+        self.analysed: list[int] = []
+        self.observing = observing
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: OpContext) -> None:
+        """Insert a routine before and one after an op that has inputs and outputs."""
+        if context.get_inputs():
+            name, number = context.get_op_type(), len(self.analysed)
+            self.analysed.append(number)
+            context.insert_before_op(self.recording(name, number, "before"))
+            context.insert_after_op(self.recording(name, number, "after"))
+
+    def recording(self, name: str, number: int, point: str) -> Callable[..., Any]:
+        """Return a routine that records its calls."""
+
+        def record(*values: Any) -> None:
+            self.calls.append((name, number, point))
+
+        return observer(record) if self.observing else record

@@ -85,6 +85,9 @@ class Made:
         symbols, self._with_symbols = _apart(trace.run)
         if not symbols:
             return outputs
+        trace.run = _without_symbols(
+            trace.run
+        )  # the record stays when the program that they are of has ended
         flat, rebuild = self._driver.flatten(outputs)
         return rebuild(tap(flat, self, "run", [primal(one) for one in symbols]))
 

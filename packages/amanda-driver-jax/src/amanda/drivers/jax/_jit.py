@@ -14,11 +14,12 @@ from jax._src import core, pjit
 
 from ._contexts import Programs, follow, key_of, under, unseen
 from ._primitives import ORIGINALS
-from ._requirements import wrap
+from ._requirements import FUNCTIONS_OF_OPS, wrap
 from ._traces import INSERTION, TAP, is_differentiated, is_tangent, is_within_jit, made, noting, part
 from ._variants import Program, with_inputs
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
+PARTITIONED = "JAX keeps it with its partitioning, as a part of one primitive; call the function itself"
 IN_ONE = "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
@@ -48,9 +49,11 @@ def follow_jit(attributes: Attributes) -> None:
     """Trace functions with tools in force, and report executables that were made ahead of time."""
     attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
     attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
-    wrap(attributes, "stages:Compiled.__call__", _reported)
-    wrap(attributes, "export._export:Exported.call", _reported)
-    wrap(attributes, "pallas.pallas_call:_trace_kernel_to_jaxpr", unseen())
+    wrap(attributes, "stages:Compiled.__call__", partial(_reported, AHEAD))
+    wrap(attributes, "export._export:Exported.call", partial(_reported, AHEAD))
+    wrap(attributes, "custom_partitioning:custom_partitioning.__call__", partial(_reported, PARTITIONED))
+    for function in FUNCTIONS_OF_OPS:
+        wrap(attributes, function, unseen())
 
 
 def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +68,7 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(fun, info, args, kwargs)
         if is_within_jit():
             with noting() as notes:
-                program, flat = original(part(fun, args, kwargs), info, args, kwargs)
+                program, flat = original(part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
             found = _Found(notes)
         elif _is_of_jax(fun, info):
             return _Part(partial(original, fun, info, args, kwargs)), []
@@ -142,14 +145,16 @@ def _as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
 
 
-def _reported(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reported(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(self, *args, **kwargs)
-        name = getattr(self, "fun_name", None) or type(self).__name__
-        activation.state.report(f"inside of the compiled {name}", AHEAD)
+        function = getattr(self, "fun", None)
+        name = getattr(self, "fun_name", None) or getattr(function, "__name__", type(self).__name__)
+        kind = "compiled" if reason is AHEAD else "partitioned"
+        activation.state.report(f"inside of the {kind} {name}", reason)
         with unseen():
             return original(self, *args, **kwargs)
 

@@ -14,16 +14,18 @@ Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
 ESSENTIAL = {
-    "callback": "IOEffect _IOEffect _callback_op_sharding emit_python_callback",
+    "callback": "_callback_op_sharding emit_python_callback",
     "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
-    "core": "Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace set_current_trace trace_ctx "
-    "trace_state_clean typeof",
+    "core": "Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace jaxpr_as_fun set_current_trace "
+    "trace_ctx trace_state_clean typeof",
     "dispatch": "runtime_tokens.block_until_ready",
-    "effects": "custom_derivatives_allowed_effects._effect_types remat_allowed_effects._effect_types",
+    "dtypes": "extended float0 prng_key",
+    "effects": "control_flow_allowed_effects custom_derivatives_allowed_effects lowerable_effects "
+    "ordered_effects partial_eval_kept_effects remat_allowed_effects shardable_ordered_effects",
     "interpreters.ad": "JVPTrace JVPTracer LinearizeTrace LinearizeTracer Zero backward_pass3 "
     "instantiate_zeros linear_transpose2 primitive_jvps primitive_transposes",
-    "interpreters.batching": "BatchTracer bdim_at_front primitive_batchers",
-    "interpreters.mlir": "register_lowering",
+    "interpreters.batching": "BatchTracer bdim_at_front moveaxis primitive_batchers",
+    "interpreters.mlir": "TokenSet register_lowering",
     "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
@@ -33,9 +35,17 @@ ESSENTIAL = {
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
 
+FUNCTIONS_OF_OPS = {
+    "lax.lax:_reduction_jaxpr": "functions of scatter, reduce_window and select_and_scatter",
+    "lax.lax:_trace_composite_to_jaxpr": "decompositions of lax.composite",
+    "lax.lax:_variadic_reduction_jaxpr": "functions of lax.reduce",
+    "pallas.pallas_call:_trace_kernel_to_jaxpr": "Pallas kernels",
+}
+"""Traces functions that are parts of an op, and whose ops are none of the program's."""
 OPTIONAL = {
+    "custom_partitioning:custom_partitioning.__call__": "functions with a partitioning are not reported",
     "export._export:Exported.call": "exported programs are not reported",
-    "pallas.pallas_call:_trace_kernel_to_jaxpr": "ops inside of Pallas kernels are seen",
+    **{name: f"ops inside of {what} are seen" for name, what in FUNCTIONS_OF_OPS.items()},
     "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
 }
 """Without one of these, what it says; the log tells it."""

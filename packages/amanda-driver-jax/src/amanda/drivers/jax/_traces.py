@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import jax
-from jax._src import core
+from jax._src import core, dtypes
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
@@ -20,7 +20,7 @@ INSERTION, TAP = "a routine is in the program", "the program shows cotangents"
 class _Thread(threading.local):
     """notes: of the program that is traced.
     calls: the jitted functions that are traced as parts: trace, arguments, and those of the call around it.
-    made: what the part gave that was traced last, until the program around it has symbols for that.
+    made: what results of the last traced part stand for, until the program around it has symbols for them.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,13 @@ def noting() -> Iterator[dict[str, None]]:
         _thread.notes = before
 
 
-def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
+def part(
+    function: Callable[..., Any], args: Any, kwargs: Any, original: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """Return a function to be traced as a part of the program around it, which calls it with these arguments.
 
     It is a new function each time, so JAX traces it anew: each call has ops of its own.
+    original: gives what a symbol stands for in the outermost function.
     """
     outer = jax.tree_util.tree_leaves((args, kwargs))
 
@@ -60,9 +63,10 @@ def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., 
         _thread.calls.append((core.trace_ctx.trace, inner, outer))
         try:
             results = function(*args, **kwargs)
+            leaves = map(original, jax.tree_util.tree_leaves(results))
+            _thread.made = [None if _is_of_trace(one) else one for one in leaves]
         finally:
             _thread.calls.pop()
-        _thread.made = jax.tree_util.tree_leaves(results)
         return results
 
     wraps(function)(traced)
@@ -70,8 +74,13 @@ def part(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., 
     return traced
 
 
+def _is_of_trace(value: Any) -> bool:
+    """Return True for a symbol of the program that is traced, which nothing may hold once that has ended."""
+    return isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
+
+
 def made() -> list[Any]:
-    """Return what the part gave that was traced last, once."""
+    """Return what the results of the part that was traced last stand for, once."""
     found, _thread.made = _thread.made, []
     return found
 
@@ -79,6 +88,15 @@ def made() -> list[Any]:
 def is_tensor(value: Any) -> bool:
     """Return True for an array, a symbol of one, or an array of NumPy, which JAX takes as its own."""
     return isinstance(value, ARRAYS)
+
+
+def is_numeric(value: Any) -> bool:
+    """Return True for an array of which NumPy has the values: not of keys, and not of float0."""
+    return (
+        is_tensor(value)
+        and not dtypes.issubdtype(value.dtype, dtypes.extended)
+        and value.dtype != dtypes.float0
+    )
 
 
 def primal(value: Any) -> Any:

@@ -70,6 +70,21 @@ def bilinear(op: Shapes) -> Cost:
     return Cost.of_macs(prod(op.out) * (op.inputs[0][-1] + 1) * op.inputs[1][-1], _bias(op, 3))
 
 
+def contraction(op: Shapes) -> Cost:
+    """Count each element of the result times the extents that it is summed over, by numbers of axes."""
+    (left, _), _ = op.attributes["dimension_numbers"]
+    return Cost.of_macs(prod(op.out) * prod(op.inputs[0][axis] for axis in left))
+
+
+def ragged_contraction(op: Shapes) -> Cost:
+    """Count a contraction by groups: a row with the matrix of its group, or each part of the depth once."""
+    numbers = op.attributes["ragged_dot_dimension_numbers"]
+    (left, _), _ = numbers.dot_dimension_numbers
+    in_depth = set(left) & set(numbers.lhs_ragged_dimensions)
+    result = op.out[1:] if in_depth else op.out  # else the groups are the first axis
+    return Cost.of_macs(prod(result) * prod(op.inputs[0][axis] for axis in left))
+
+
 def grouped_product(op: Shapes) -> Cost:
     """Count rows of (n, k), or columns of (k, m), each by the matrix of their group; or groups in depth."""
     left, right = op.inputs[:2]

@@ -154,6 +154,7 @@ FORMULAS: dict[str, Formula] = {
     **table(
         (of.linear, "linear Gemm FusedGemm"), (of.bilinear, "bilinear"), (of.einsum, "einsum"),
         (of.matrix_product, "matmul SparseMatMul _FusedMatMul"),
+        (of.contraction, "dot_general"), (of.ragged_contraction, "ragged_dot_general"),
         (of.matrix_product_and_sum, "addmm addmv baddbmm"),
         (product_of(0, 1), "_int_mm _scaled_mm _scaled_mm_v2 _sparse_mm hspmm _sparse_sparse_matmul vdot"),
         (product_of(0, 1), "_cslt_sparse_mm"), (product_of(0, 2), "_sparse_semi_structured_mm"),
