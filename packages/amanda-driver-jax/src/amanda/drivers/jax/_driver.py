@@ -26,13 +26,14 @@ from ._primitives import ORIGINALS
 from ._requirements import check
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, is_staged, is_tangent, is_within_jit, note
+from ._twins import run_twice, wants_backward
 from ._variants import followed, guard, reads_of, report
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
      "checkpoint", "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
      "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
-     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "name", "optimization_barrier"}
+     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "amanda_gate", "amanda_join", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
 _RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
@@ -95,8 +96,12 @@ class JaxDriver(Arrays, EagerDriver):
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            with under():
-                made = carried(detour, args, params)
+            run = partial(_carried, detour, params)
+            own = name == primitive.name and primitive.name in CUSTOM
+            if is_within_jit() or own or not wants_backward():
+                made = run(args)
+            else:
+                made = _run_twice(original, primitive, args, params, run)
             if name in CONVERSIONS:
                 follow_conversion(args[0], made, interceptor.subjects())
             return made
@@ -145,12 +150,15 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
-        note(INSERTION)
-        if not is_staged():
-            return None
+        staged = is_staged()
         if action.differentiable or autodiff:
-            guard(action, facts)
+            note(INSERTION)
+            if staged:
+                guard(action, facts)
             return None
+        if not staged:
+            return None
+        note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
             pure = not reads.guards and not reads.written
@@ -208,6 +216,27 @@ def _call_tangent_rule(ops: str, rule: Callable[..., Any], args: Sequence[Any]) 
     if interceptor.active() is None:  # the function was traced before its derivative is taken
         report(ops, IN_ONE)
     return rule(*args)
+
+
+def _carried(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
+    with under():
+        return carried(detour, args, params)
+
+
+def _run_twice(
+    original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any],
+    run: Callable[[Sequence[Any]], Any],
+) -> Any:  # fmt: skip
+    """Run an op as JAX has it and, by `run`, for the tools."""
+    several = primitive.multiple_results
+
+    def bare() -> list[Any]:
+        with unseen():
+            results = original(primitive, *args, **params)
+        return list(results) if several else [results]
+
+    results = run_twice(args, bare, lambda values: list(run(values)) if several else [run(values)], True)
+    return results if several else results[0]
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:
