@@ -21,6 +21,7 @@ from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, wit
 from ._contexts import follow, key_of, leave, under, unseen
 from ._host import raise_failures, run_later
 from ._jit import IN_ONE, follow_jit
+from ._loops import calls_in_condition, run_loop
 from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, variable_of
 from ._primitives import ORIGINALS
 from ._requirements import check
@@ -31,7 +32,7 @@ from ._variants import followed, guard, reads_of, report
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
-     "checkpoint", "remat", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
+     "checkpoint", "remat", "compute_on", "remat_opt", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
      "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
      "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "amanda_gate", "amanda_join", "name", "optimization_barrier"}
 )  # fmt: skip
@@ -89,6 +90,8 @@ class JaxDriver(Arrays, EagerDriver):
                 activation.state.report("inside of shard_map", MAPPED)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with unseen():
+                    if calls_in_condition(primitive.name, params):
+                        return run_loop(*args, **params)
                     return original(primitive, *args, **params)
             if is_by_rule(primitive.name, args, params):
                 return self._call_custom(original, primitive, *args, **params)

@@ -2,9 +2,9 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from functools import partial, wraps
+from functools import wraps
 from itertools import count
 from typing import Any
 
@@ -13,21 +13,22 @@ import numpy as np
 import jax
 from amanda import interceptor
 from amanda.backend import Action, Attributes, OpFacts, State
+from amanda.errors import RoutineError
 from amanda.plan import run_routine, spread
-from jax._src import callback, core, dispatch, effects
+from jax._src import core, dispatch, dtypes
 from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
 from ._contexts import Programs
-from ._primitives import call, straight, tied
+from ._primitives import CALLBACKS, FAILURES, call, raise_failure, straight
+from ._signals import collecting, interrupting
 from ._tensors import Arrays, fitting, without_derivative
-from ._traces import base, is_tensor
+from ._traces import base, is_numeric, is_tensor
 
 _RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
 _NUMBER = jax.ShapeDtypeStruct((), np.uint32)
-_TOKEN = jax.ShapeDtypeStruct((0,), np.bool_)
 
 
 class HostArrays(Arrays):
@@ -39,8 +40,6 @@ class HostArrays(Arrays):
 
 
 _HOST = HostArrays()
-_FAILURES: list[BaseException] = []
-"""Exceptions of routines that programs have called, until the first is raised in the user's call."""
 _LAST = count(1)
 _ALL: dict[int, dict[str, Any]] = {}
 """The dict `run` of each execution, by number."""
@@ -69,12 +68,12 @@ class Token:
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the routine; return what takes the place of what it was given, or a token of an observer."""
+        """Run the routine; return what takes the place of what it was given, or nothing for an observer."""
         job, programs = self._job(), self._programs()
         number, given = arrays[: self._numbers], arrays[self._numbers :]
-        if job is not None and programs is not None and programs.is_open and not _FAILURES:
+        if job is not None and programs is not None and programs.is_open and not FAILURES:
             given = job(*number, given=given)
-        return (*number, np.zeros((0,), np.bool_)) if self._observes else (*number, *given)
+        return number if self._observes else (*number, *given)
 
 
 weakref_cache_key_types.add(Token)  # JAX's caches keep no routine
@@ -92,8 +91,8 @@ class Job:
         self._action, self._facts = copy(action), copy(facts)
         self._action.select = None
         self._facts.drop_values()
-        self._static = [None if is_tensor(leaf) else leaf for leaf in leaves]
-        self._places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
+        self._static = list(map(_static, leaves))
+        self._places = [i for i, leaf in enumerate(leaves) if is_numeric(leaf)]
         self._tree, self._shapes = tree, shapes
 
     def __call__(self, number: Any = None, *, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -105,15 +104,34 @@ class Job:
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
         run = {} if number is None else _ALL.setdefault(int(number), {})
         try:
-            with interceptor.Suspension():
+            with interrupting(), interceptor.Suspension():
                 results = run_routine(
                     _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
                 )
+            changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
+            self._check_static(changed)
         except BaseException as error:
-            _FAILURES.append(error)
+            FAILURES.append(error)
             return given
-        changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
         return tuple(np.asarray(changed[place]) for place in self._places)
+
+
+    def _check_static(self, changed: Sequence[Any]) -> None:
+        for before, after in zip(self._static, changed, strict=True):
+            if isinstance(before, jax.ShapeDtypeStruct) and after is not before:
+                raise RoutineError(
+                    f"a routine in Python returned another value for one of dtype {before.dtype}, which it cannot "
+                    "read in a program: return the value that was given, or mark the routine @amanda.traceable"
+                )
+
+
+def _static(leaf: Any) -> Any:
+    """Return what stands for a value that no callback can be given; None for an array of numbers."""
+    if is_numeric(leaf):
+        return None
+    if is_tensor(leaf) or isinstance(leaf, core.Tracer):
+        return jax.ShapeDtypeStruct(np.shape(leaf), getattr(leaf, "dtype", jax.dtypes.float0))
+    return leaf
 
 
 def run_later(
@@ -123,40 +141,32 @@ def run_later(
     positions = range(len(values)) if action.select is None else action.select
     picked = [values[i] for i in positions]
     leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
-    arrays = [without_derivative(leaf) for leaf in leaves if is_tensor(leaf)]
+    arrays = [without_derivative(leaf) for leaf in leaves if is_numeric(leaf)]
     number = [_number(run, values)] if action.takes_run else []
     observes = action.observer or not arrays
     token = Token(len(number), observes, State.current(), Job(action, facts, leaves, tree, shapes))
-    gives = [*number, _TOKEN] if observes else [*number, *arrays]
+    gives = number if observes else [*number, *arrays]
     with core.set_current_trace(base()):
         results = call(token, gives, *number, *(arrays or _dependence(values)))
     if number:
         run[_EXECUTION], *results = results
     if observes:
-        return _tied(values, results[0])
+        return values
     given = iter(results)
-    changed = [straight(leaf, next(given)) if is_tensor(leaf) else leaf for leaf in leaves]
+    changed = [straight(leaf, next(given)) if is_numeric(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
         result[position] = value
     return result
 
 
-def _tied(values: list[Any], token: Any) -> list[Any]:
-    """Return the values, the first array of which waits for a callback: JAX drops what nothing waits for."""
-    for i, value in enumerate(values):
-        if is_tensor(value):
-            return [*values[:i], tied(value, token), *values[i + 1 :]]
-        if isinstance(value, list) and any(map(is_tensor, value)):
-            return [*values[:i], _tied(value, token), *values[i + 1 :]]
-    return values
-
-
 def _dependence(values: list[Any]) -> list[Any]:
-    """Return an array without elements of what an op is given, for which each round of a loop calls back."""
-    first = next((one for one in spread(values) if is_tensor(one)), None)
+    """Return an array without elements of what an op is given, for which each row that is mapped over calls back."""
+    first = next((one for one in spread(values) if is_tensor(one) and one.dtype != dtypes.float0), None)
     if first is None:
         return []
+    if dtypes.issubdtype(first.dtype, dtypes.prng_key):
+        first = jax.random.key_data(first)
     row = jax.numpy.reshape(without_derivative(first), -1)
     return [jax.lax.slice(row, (0,), (0,))]
 
@@ -170,27 +180,22 @@ def _number(run: dict[str, Any], values: list[Any]) -> Any:
 
 
 def raise_failures(attributes: Attributes) -> None:
-    """Make programs raise what routines in them have raised, and let derivatives have routines."""
+    """Make programs raise what routines in them have raised."""
     attributes.set(pxla.ExecuteReplicated, "__call__", _raising(pxla.ExecuteReplicated.__call__))
-    for allowed in (effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects):
-        if callback.IOEffect not in allowed._effect_types:
-            allowed.add_type(callback.IOEffect)
-            attributes.on_restore(partial(allowed._effect_types.discard, callback.IOEffect))
     attributes.on_restore(_ALL.clear)
 
 
 def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def execute(self: Any, *args: Any) -> Any:
-        results = original(self, *args)
-        if self.has_unordered_effects or self.has_host_callbacks:
+        if CALLBACKS not in self.ordered_effects:
+            return original(self, *args)
+        with collecting(FAILURES):
+            results = original(self, *args)
             for one in results:
                 one.block_until_ready()
             dispatch.runtime_tokens.block_until_ready()
-            error = next(iter(_FAILURES), None)
-            _FAILURES.clear()
-            if error is not None:
-                raise error
+        raise_failure()
         return results
 
     return execute

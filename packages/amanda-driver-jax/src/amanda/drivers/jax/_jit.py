@@ -15,12 +15,13 @@ from jax._src.tree_util import FlatTree
 
 from ._contexts import Programs, follow, key_of, under, unseen
 from ._primitives import ORIGINALS
-from ._requirements import wrap
+from ._requirements import FUNCTIONS_OF_OPS, wrap
 from ._traces import INSERTION, TAP, is_differentiated, is_tangent, is_within_jit, made, noting, part
 from ._twins import is_linear, run_twice, wants_backward
 from ._variants import Program, with_inputs
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
+PARTITIONED = "JAX keeps the function with its partitioning, as a part of one primitive; call the function itself"
 IN_ONE = "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
@@ -54,9 +55,11 @@ def follow_jit(attributes: Attributes) -> None:
     """Trace functions with tools in force, and report executables that were made ahead of time."""
     attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
     attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
-    wrap(attributes, "stages:Compiled.__call__", _reported)
-    wrap(attributes, "export._export:Exported.call", _reported)
-    wrap(attributes, "pallas.pallas_call:_trace_kernel_to_jaxpr", unseen())
+    wrap(attributes, "stages:Compiled.__call__", partial(_reported, AHEAD))
+    wrap(attributes, "export._export:Exported.call", partial(_reported, AHEAD))
+    wrap(attributes, "custom_partitioning:custom_partitioning.__call__", partial(_reported, PARTITIONED))
+    for function in FUNCTIONS_OF_OPS:
+        wrap(attributes, function, unseen())
 
 
 def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,14 +177,16 @@ def _as_array(value: Any) -> Any:
     return value if isinstance(value, (jax.Array, jax.Ref)) else jax.numpy.asarray(value)
 
 
-def _reported(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reported(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(self, *args, **kwargs)
-        name = getattr(self, "fun_name", None) or type(self).__name__
-        activation.state.report(f"inside of the compiled {name}", AHEAD)
+        function = getattr(self, "fun", None)
+        name = getattr(self, "fun_name", None) or getattr(function, "__name__", type(self).__name__)
+        kind = "compiled" if reason is AHEAD else "partitioned"
+        activation.state.report(f"inside of the {kind} {name}", reason)
         with unseen():
             return original(self, *args, **kwargs)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import jax
 from amanda.backend import TensorMap
-from jax._src import callback, core, dtypes, shard_alike, sharding_impls
+from jax._src import callback, core, dtypes, effects, shard_alike, sharding_impls
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lib.mlir.dialects import hlo
 
@@ -63,6 +63,33 @@ class Originals:
         self._last.clear()
 
 
+class Callbacks(effects.Effect):
+    """Effect of calls of Python, which are in the order of the program: JAX hands a token from each to the next.
+
+    A type of Amanda's: JAX refuses its own, of `jax.io_callback`, in loops and branches that are mapped over.
+    """
+
+
+CALLBACKS = Callbacks()
+for allowing in (
+    effects.lowerable_effects, effects.ordered_effects, effects.shardable_ordered_effects,
+    effects.control_flow_allowed_effects, effects.remat_allowed_effects,
+    effects.custom_derivatives_allowed_effects, effects.partial_eval_kept_effects,
+):  # fmt: skip
+    allowing.add_type(Callbacks)
+
+FAILURES: list[BaseException] = []
+"""Exceptions of functions that programs have called, until the first is raised in the user's call."""
+
+
+def raise_failure() -> None:
+    """Raise the first exception of a function that was called, if there is any."""
+    error = next(iter(FAILURES), None)
+    FAILURES.clear()
+    if error is not None:
+        raise error
+
+
 ORIGINALS = Originals()
 straight_p = core.Primitive("amanda_straight")
 tap_p = core.Primitive("amanda_tap")
@@ -76,13 +103,6 @@ def straight(original: Any, value: Any) -> Any:
     if not isinstance(original, core.Tracer):
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
     return ORIGINALS.note(straight_p.bind(original, value), original)
-
-
-def tied(value: Any, token: Any) -> Any:
-    """Return `value`, for which the callback that gives the token has to be called."""
-    if not isinstance(token, core.Tracer):
-        return value
-    return ORIGINALS.note(straight_p.bind(value, value, token), value)
 
 
 def tap(values: Sequence[Any], mark: "Made", side: str, carried: Sequence[Any] = ()) -> list[Any]:
@@ -108,7 +128,7 @@ def call(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> 
     gives on a device first, for which no thread may be left while a program runs.
     """
     avals = tuple(core.ShapedArray(one.shape, dtypes.canonicalize_dtype(one.dtype)) for one in results)
-    return list(call_p.bind(*arrays, function=function, avals=avals))
+    return list(call_p.bind(*arrays, function=function, avals=avals, mapped=()))
 
 
 def _has_tangent(value: Any) -> bool:
@@ -121,7 +141,7 @@ def front(args: Any, dims: Any) -> list[Any]:
     return [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
 
 
-def _straight_aval(original: Any, value: Any, *tokens: Any) -> Any:
+def _straight_aval(original: Any, value: Any) -> Any:
     if original.dtype != value.dtype:
         return value
     return original.update(weak_type=original.weak_type and value.weak_type)
@@ -131,7 +151,7 @@ def _straight_batched(args: Any, dims: Any) -> Any:
     return straight_p.bind(*front(args, dims)), 0
 
 
-def _straight_lowered(ctx: Any, original: Any, value: Any, *tokens: Any) -> Any:
+def _straight_lowered(ctx: Any, original: Any, value: Any) -> Any:
     """Place what a callback gives on one device as what it was given is placed on several."""
     context = ctx.module_context.axis_context
     if isinstance(context, sharding_impls.ShardingContext) and context.num_devices > 1:
@@ -140,7 +160,7 @@ def _straight_lowered(ctx: Any, original: Any, value: Any, *tokens: Any) -> Any:
     return [value]
 
 
-straight_p.def_impl(lambda original, value, *tokens: value)
+straight_p.def_impl(lambda original, value: value)
 straight_p.def_abstract_eval(_straight_aval)
 ad.primitive_jvps[straight_p] = lambda primals, tangents: (straight_p.bind(*primals), tangents[0])
 batching.primitive_batchers[straight_p] = _straight_batched
@@ -197,25 +217,55 @@ batching.primitive_batchers[tap_p] = _tap_batched
 mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split(args, positions)[1])
 
 
-def _call_batched(args: Any, dims: Any, **params: Any) -> Any:
-    results = jax.lax.map(lambda row: call_p.bind(*row, **params), front(args, dims))
+def _call_batched(args: Any, dims: Any, *, avals: Any, mapped: Any, **params: Any) -> Any:
+    rows = tuple(dim is not None for dim in dims)
+    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
+    shown = [one if dim is None else batching.moveaxis(one, dim, 0) for one, dim in zip(args, dims, strict=True)]
+    results = call_p.bind(
+        *shown, avals=tuple(one.update(shape=(size, *one.shape)) for one in avals), mapped=(rows, *mapped), **params
+    )
     return results, (0,) * len(results)
 
 
-def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any) -> Any:
-    results, _, _ = callback.emit_python_callback(
-        ctx, lambda *arrays: tuple(function(*map(np.asarray, arrays))), None, list(args), ctx.avals_in,
-        ctx.avals_out, has_side_effect=True, returns_token=False,
+def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence[Sequence[bool]]) -> Any:
+    """Return a function of arrays of NumPy whose first axes are mapped over, which calls `function` for each row.
+
+    avals: of its results.  mapped: for each axis, from the first on, which arrays have it.
+    """
+    if not mapped:
+        return function
+    inner = _by_row(function, [one.update(shape=one.shape[1:]) for one in avals], mapped[1:])
+
+    def call(*arrays: Any) -> list[Any]:
+        results = [np.empty(one.shape, one.dtype) for one in avals]
+        size = next(len(one) for one, has_row in zip(arrays, mapped[0], strict=True) if has_row)
+        for i in range(size):
+            row = [one[i, ...] if has_row else one for one, has_row in zip(arrays, mapped[0], strict=True)]
+            for result, value in zip(results, inner(*row), strict=True):
+                result[i] = value
+        return results
+
+    return call
+
+
+def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> Any:
+    call = _by_row(function, avals, mapped)
+    results, token, _ = callback.emit_python_callback(
+        ctx, lambda *arrays: tuple(call(*map(np.asarray, arrays))), ctx.tokens_in.get(CALLBACKS), list(args),
+        ctx.avals_in, ctx.avals_out, has_side_effect=True, returns_token=True,
         sharding=callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
     )  # fmt: skip
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({CALLBACKS: token})))
     return results
 
 
-def _call(*arrays: Any, function: Callable[..., Any], avals: Any) -> list[Any]:
-    return [jax.numpy.asarray(one) for one in function(*map(np.asarray, arrays))]
+def _call(*arrays: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> list[Any]:
+    results = _by_row(function, avals, mapped)(*map(np.asarray, arrays))
+    raise_failure()
+    return [jax.numpy.asarray(one) for one in results]
 
 
 call_p.def_impl(_call)
-call_p.def_effectful_abstract_eval(lambda *args, function, avals: (list(avals), {callback._IOEffect}))
+call_p.def_effectful_abstract_eval(lambda *args, avals, **params: (list(avals), {CALLBACKS}))
 batching.primitive_batchers[call_p] = _call_batched
-mlir.register_lowering(call_p, _call_lowered)
+mlir.register_lowering(call_p, _call_lowered, cacheable=False)

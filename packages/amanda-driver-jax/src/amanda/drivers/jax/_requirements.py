@@ -36,9 +36,17 @@ ESSENTIAL = {
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
 
+FUNCTIONS_OF_OPS = {
+    "lax.lax:_reduction_jaxpr": "functions of scatter, reduce_window and select_and_scatter",
+    "lax.lax:_trace_composite_to_jaxpr": "decompositions of lax.composite",
+    "lax.lax:_variadic_reduction_jaxpr": "functions of lax.reduce",
+    "pallas.pallas_call:_trace_kernel_to_jaxpr": "Pallas kernels",
+}
+"""Traces functions that are parts of an op, and whose ops are none of the program's."""
 OPTIONAL = {
+    "custom_partitioning:custom_partitioning.__call__": "functions with a partitioning are not reported",
     "export._export:Exported.call": "exported programs are not reported",
-    "pallas.pallas_call:_trace_kernel_to_jaxpr": "ops inside of Pallas kernels are seen",
+    **{name: f"ops inside of {what} are seen" for name, what in FUNCTIONS_OF_OPS.items()},
     "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
 }
 """Without one of these, what it says; the log tells it."""

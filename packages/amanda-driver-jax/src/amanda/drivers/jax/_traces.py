@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import jax
-from jax._src import core
+from jax._src import core, dtypes
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
@@ -79,6 +79,11 @@ def made() -> list[Any]:
 def is_tensor(value: Any) -> bool:
     """Return True for an array, a symbol of one, or an array of NumPy, which JAX takes as its own."""
     return isinstance(value, ARRAYS)
+
+
+def is_numeric(value: Any) -> bool:
+    """Return True for an array of which NumPy has the values: not of keys, and not of float0."""
+    return is_tensor(value) and not dtypes.issubdtype(value.dtype, dtypes.extended) and value.dtype != dtypes.float0
 
 
 def primal(value: Any) -> Any:

@@ -1,0 +1,75 @@
+"""Signals that come while a program calls Python: XLA makes an error of its own of what their handlers raise there."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import unwrap
+from typing import Any
+
+_handler_of, _set_handler = unwrap(signal.getsignal), unwrap(signal.signal)  # those of C, ten times as fast
+_NUMBERS = sorted(signal.valid_signals())
+
+
+class _Thread(threading.local):
+    """in_routine: True while a routine runs, whose caller takes exceptions."""
+
+    in_routine = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Context in which an exception of a handler is raised at once, as in a routine that waits for a user."""
+    _thread.in_routine = True
+    try:
+        yield
+    finally:
+        _thread.in_routine = False
+
+
+@contextmanager
+def collecting(failures: list[BaseException]) -> Iterator[None]:
+    """Context in which exceptions of handlers are put into a list, unless they come to a routine.
+
+    It does nothing on other threads than the main one, to which Python brings signals.
+    """
+    handlers: dict[int, Callable[..., Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        pairs = ((number, _handler_of(number)) for number in _NUMBERS)
+        handlers = {number: handler for number, handler in pairs if callable(handler)}
+    if not handlers:
+        yield
+        return
+    originals, is_open = dict(handlers), True
+
+    def collect(number: int, frame: Any) -> Any:
+        try:
+            return originals[number](number, frame)
+        except BaseException as error:
+            if _thread.in_routine or not is_open:
+                raise
+            failures.append(error)
+
+    for number in handlers:
+        _set_handler(number, collect)
+    try:
+        yield
+    finally:
+        is_open = False
+        _restore(handlers, collect)
+
+
+def _restore(handlers: dict[int, Callable[..., Any]], collect: Callable[..., Any]) -> None:
+    """Put handlers back, all of them also where the first raises meanwhile."""
+    try:
+        while handlers:
+            number = next(iter(handlers))
+            if _handler_of(number) is collect:
+                _set_handler(number, handlers[number])
+            del handlers[number]
+    finally:
+        if handlers:
+            _restore(handlers, collect)
