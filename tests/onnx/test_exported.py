@@ -150,7 +150,12 @@ def exported(name: str) -> Exported:
     return Exported(module, example, program.model_proto)
 
 
-@pytest.fixture(params=MODELS)
+LARGER = ("vit", "efficientnet", "convnext")
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.long if name in LARGER else ()) for name in MODELS]
+)
 def model(request: pytest.FixtureRequest) -> Exported:
     return exported(request.param)
 

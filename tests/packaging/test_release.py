@@ -74,6 +74,16 @@ def test_pushes_and_pull_requests_run_the_suite() -> None:
     assert sessions <= set(" ".join(matrix["command"]).split())
 
 
+def test_what_takes_hours_runs_each_night() -> None:
+    workflow = yaml.load((ROOT / ".github/workflows/nightly.yml").read_text(), yaml.BaseLoader)
+    assert "schedule" in workflow["on"]
+    commands = " ".join(workflow["jobs"]["session"]["strategy"]["matrix"]["command"]).split()
+    sessions = {"suites", "opdb", "zoo", "zoo_tf", "fuzz", "soak", "jax", "mindspore"}
+    assert sessions <= set(commands)
+    suites = tomllib.loads((ROOT / "tests/suites/suites.toml").read_text())
+    assert set(suites) <= set(commands)
+
+
 def test_distributions_bound_the_core_by_its_minor() -> None:
     core = Version(settings(ROOT / "packages/amanda-core")["project"]["version"])
     bounds = f"amanda-core>={core.major}.{core.minor},<{core.major}.{core.minor + 1}"

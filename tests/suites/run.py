@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,15 +51,19 @@ class Suite:
     installed: bool = False
     env: dict[str, str] = field(default_factory=dict)
     known: list[dict[str, str]] = field(default_factory=list)
+    jobs: int = 2
+    every: int = 1
+    """About one test of so many runs."""
 
     def folder(self) -> Path:
-        """Return the folder with the tests: the installed package, or its sdist, downloaded and unpacked."""
+        """Return the folder that `tests` begin in: that of installed packages, or of the unpacked sdist."""
         distribution = self.install[0]
         if self.installed:
             spec = find_spec(distribution)
             assert spec is not None
             assert spec.origin is not None
-            return Path(spec.origin).parent
+            # Not the package itself, whose modules would stand before those of the same names: keras.random.
+            return Path(spec.origin).parents[1]
         target = CACHE / distribution
         if not target.exists():
             with TemporaryDirectory() as downloads:
@@ -69,8 +74,9 @@ class Suite:
         (unpacked,) = target.iterdir()
         return unpacked
 
-    def run(self, mode: str, tests: Iterable[str], jobs: int) -> Outcomes:
-        """Run tests in a mode, in `jobs` processes, and return their outcomes."""
+    def run(self, mode: str, tests: Iterable[str]) -> Outcomes:
+        """Run tests in a mode, and return their outcomes."""
+        start = time.monotonic()
         support = [ROOT / "tests" / "suites", ROOT / "packages" / "amanda-driver-torch" / "tests" / "support"]
         env = {
             **os.environ,
@@ -84,11 +90,11 @@ class Suite:
             settings = Path(home, "pytest.ini")
             settings.write_text("[pytest]\npython_files = test_*.py *_test.py\n")
             plugins = ("-p", "scoped_tests", "-p", "no:cacheprovider", "--config-file", str(settings))
-            options = ("--under", mode, "--outcomes", str(outcomes), "--timeout", str(TIMEOUT_SECONDS))
+            options = ("--under", mode, "--outcomes", str(outcomes), "--every", str(self.every))
             # A process that dies fails the test that it runs, and xdist starts another in its place.
             command = [
                 sys.executable, "-m", "pytest", "-q", "--rootdir=.", "--continue-on-collection-errors",
-                f"--numprocesses={jobs}",
+                f"--numprocesses={self.jobs}", f"--timeout={TIMEOUT_SECONDS}",
             ]  # fmt: skip
             output = children.run(
                 [*command, *plugins, *options, *tests], limit=LIMIT_SECONDS, cwd=self.folder(), env=env
@@ -97,7 +103,11 @@ class Suite:
                 raise RuntimeError(
                     f"pytest wrote no outcomes of {self.name}:\n{output.stdout}{output.stderr}"
                 )
-            return {test: tuple(outcome) for test, outcome in json.loads(outcomes.read_text()).items()}
+            found = {test: tuple(outcome) for test, outcome in json.loads(outcomes.read_text()).items()}
+        counts = Counter(outcome for outcome, _ in found.values())
+        took = f"{(time.monotonic() - start) / 60:.1f} min"
+        write(f"{self.name}, {mode}: {counts['passed']} passed, {counts['failed']} failed, {took}")
+        return found
 
     def is_known(self, test: str, mode: str) -> bool:
         """Return True if suites.toml says why a test fails in a mode."""
@@ -121,20 +131,20 @@ def suites() -> dict[str, Suite]:
     return {name: Suite(name, **settings) for name, settings in table.items()}
 
 
-def new_failures(suite: Suite, alone: Outcomes, mode: str, jobs: int) -> dict[str, str]:
+def new_failures(suite: Suite, alone: Outcomes, mode: str) -> dict[str, str]:
     """Return the messages of tests that pass without tools and fail in a mode, also when run again.
 
     A test that fails without tools when it runs again depends on something else, and is not counted.
     """
     passing = {test for test, (outcome, _) in alone.items() if outcome == "passed"}
     failures = {
-        test: message for test, (outcome, message) in suite.run(mode, suite.tests, jobs).items()
+        test: message for test, (outcome, message) in suite.run(mode, suite.tests).items()
         if outcome == "failed" and test in passing
     }  # fmt: skip
     if not failures:
         return {}
     files = sorted({test.partition("::")[0] for test in failures})
-    again, without = suite.run(mode, files, jobs), suite.run("nothing", files, jobs)
+    again, without = suite.run(mode, files), suite.run("nothing", files)
     return {
         test: again[test][1] for test in failures
         if again.get(test, ("", ""))[0] == "failed" and without.get(test, ("", ""))[0] == "passed"
@@ -158,7 +168,7 @@ def report(suite: Suite, alone: Outcomes, failures: Mapping[str, Mapping[str, st
         for text, number in Counter(kind(message) for message in unknown.values()).most_common():
             example = next(test for test, message in unknown.items() if kind(message) == text)
             write(f"{suite.name}, {mode}: {number} x {text}\n    {example}")
-    for entry in suite.known:
+    for entry in suite.known if suite.every == 1 else []:
         if not any(matches(entry, test, mode) for mode, messages in failures.items() for test in messages):
             write(f"{suite.name}: passes, but is listed as known: {entry['test']}")
             unexpected = True
@@ -179,17 +189,18 @@ def main() -> int:
         "names", nargs="*", metavar="SUITE", help=f"all if none is named: {', '.join(available)}"
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (default: 2)")
+    parser.add_argument("--every", type=int, default=1, help="run about one test of so many (default: all)")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(available):
         parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {', '.join(available)}")
     table = Table("suite", "pass", "fail", *(f"new under {mode}" for mode in MODES[1:]))
     unexpected = False
     for suite in [available[name] for name in arguments.names or available]:
-        console.print(f"{suite.name} ...", style="dim")
-        alone = suite.run("nothing", suite.tests, arguments.jobs)
+        suite.jobs, suite.every = arguments.jobs, arguments.every
+        alone = suite.run("nothing", suite.tests)
         if not any(outcome == "passed" for outcome, _ in alone.values()):
             raise RuntimeError(f"no test of {suite.name} passes without tools: {alone}")
-        failures = {mode: new_failures(suite, alone, mode, arguments.jobs) for mode in MODES[1:]}
+        failures = {mode: new_failures(suite, alone, mode) for mode in MODES[1:]}
         unexpected |= report(suite, alone, failures, table)
     console.print(table)
     return int(unexpected)

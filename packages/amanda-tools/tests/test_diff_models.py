@@ -66,6 +66,8 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "resnet": timm_model("resnet10t"), "mobilenet": timm_model("mobilenetv3_small_050"),
     "convnext": timm_model("convnext_atto"), "deit": timm_model("deit_tiny_patch16_224", img_size=32),
 }  # fmt: skip
+QUICK = ("bert", "llama", "resnet", "mobilenet")
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MODELS]
 
 
 def change(module: Any, chance: random.Random) -> None:
@@ -95,6 +97,7 @@ def compared(model: nn.Module, other: nn.Module, given: Tensor) -> DiffResult:
         return diff(lambda: model(given), lambda: other(given), control="float64")
 
 
+@pytest.mark.long
 def test_planted_differences_are_named_at_their_op(transformers: Any) -> None:
     named, wrong = 0, []
     for seed, name in enumerate([*MODELS, *MODELS]):
@@ -110,7 +113,7 @@ def test_planted_differences_are_named_at_their_op(transformers: Any) -> None:
     assert named >= 19, wrong
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_found_in_unchanged_pairs(name: str, transformers: Any) -> None:
     model, given = made(name, transformers)
     assert compared(model, copy.deepcopy(model), given).first_difference is None
@@ -124,7 +127,7 @@ def test_nothing_is_found_in_unchanged_pairs(name: str, transformers: Any) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")  # of the exporter
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_planted_differences_from_an_exported_model_are_named(name: str, transformers: Any) -> None:
     """The session of ONNX Runtime is of the unchanged model, which agrees; two changes do not."""
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -126,13 +126,15 @@ def test_experts_of_a_mixture_cost_what_they_do_one_by_one(transformers: Any) ->
         num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
     found = []
-    for experts in ("grouped_mm", "eager"):
+    for experts, backend in (("grouped_mm", None), ("grouped_mm", "aot_eager"), ("eager", None)):
         torch.manual_seed(0)
         model = transformers.MixtralForCausalLM._from_config(config, experts_implementation=experts)
-        result = counted(lambda model=model: model(torch.arange(32)[None]).logits.sum().backward())
-        found.append((result.total("macs", "forward"), result.total("macs", "backward")))
-        assert not result.missing
-    assert found[0] == found[1]
+        run, tool = model if backend is None else torch.compile(model, backend=backend), FlopsTool()
+        with amanda.apply(tool, compiled="instrument"):
+            run(torch.arange(32)[None]).logits.sum().backward()
+        found.append((tool.result.total("macs", "forward"), tool.result.total("macs", "backward")))
+        assert not tool.result.missing
+    assert found[0] == found[1] == found[2]
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], int]] = {
@@ -205,6 +207,33 @@ def test_a_script_that_is_counted_computes_once() -> None:
     assert program.norm.num_batches_tracked == 1
     torch.manual_seed(0)
     torch.jit.script(Counting())(x)
+    assert torch.equal(after, torch.rand(1))
+
+
+class Remembering(nn.Module):
+    """A script that changes a list and a dict of its module, and the random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.jit.Attribute([], list[Tensor])
+        self.named = torch.jit.Attribute({}, dict[str, Tensor])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x * 2)
+        self.named["square"] = x @ x
+        torch.manual_seed(5)
+        return x + torch.tensor([1.0, 2.0])
+
+
+def test_a_script_with_effects_is_not_run_to_be_counted() -> None:
+    program = torch.jit.script(Remembering())
+    place = next(
+        place for place in counted(lambda: program(torch.ones(2, 2))).places if place.type == "forward"
+    )
+    after = torch.rand(1)
+    assert [type(value) for value in [*program.seen, *program.named.values()]] == [Tensor, Tensor]
+    assert place.macs is None
+    torch.manual_seed(5)
     assert torch.equal(after, torch.rand(1))
 
 

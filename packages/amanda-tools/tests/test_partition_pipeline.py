@@ -67,7 +67,7 @@ def test_stages_train_to_the_bits_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["bert", "resnet18"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("resnet18", marks=pytest.mark.long)])
 def test_models_train_to_the_bits_of_one_process(
     name: str, stages: int, tmp_path: Path, transformers: Any
 ) -> None:
@@ -80,8 +80,7 @@ def test_models_train_to_the_bits_of_one_process(
     [
         ("tied", 2),
         ("recurrent", 2),
-        ("gpt2", 2),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("tied", 3), ("gpt2", 4))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("tied", 3), ("gpt2", 2), ("gpt2", 4))),
     ],
 )
 def test_gradients_of_tied_parameters_add_up_over_stages(
