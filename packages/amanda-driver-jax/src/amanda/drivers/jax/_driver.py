@@ -25,6 +25,7 @@ from ._loops import calls_in_condition, run_loop
 from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, variable_of
 from ._primitives import ORIGINALS
 from ._requirements import check
+from ._stacks import follow_scans
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, is_staged, is_tangent, is_within_jit, note
 from ._twins import run_twice, wants_backward
@@ -71,6 +72,7 @@ class JaxDriver(Arrays, EagerDriver):
         follow_backward(self.attributes)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
+        follow_scans(self.attributes)
         self.attributes.on_restore(leave)
         self.attributes.on_restore(ORIGINALS.clear)
         follow()
