@@ -1,14 +1,14 @@
-"""Derivatives outside of jit have each bit of the bare program under tools that look at forward and backward ops."""
+"""Derivatives outside of jit have each bit of the bare program under tools that look."""
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import amanda
-import jax
-import jax.numpy as jnp
 
 X = jnp.linspace(-2.0, 2.0, 13)
 V = jnp.cos(jnp.arange(13.0))

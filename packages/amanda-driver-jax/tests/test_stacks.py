@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from amanda.tools.prune import PruneTool
-from amanda.tools.quantize import QuantizeTool
 from flax import nnx
 
 import amanda
-import jax
-import jax.numpy as jnp
+from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
 
 STACK = np.random.default_rng(0).normal(size=(3, 6, 6)).astype(np.float32)
 X = jnp.ones((2, 6))
@@ -31,7 +31,6 @@ def scanned(params: Any, x: Any) -> Any:
 
 def mapped(params: Any, x: Any) -> Any:
     return jax.vmap(lambda layer, x: jnp.tanh(x @ layer["kernel"]), (0, None))(params["layers"], x)
-
 
 
 def scanned_under_vmap(params: Any, x: Any) -> Any:
@@ -132,7 +131,8 @@ def test_layers_of_equinox_are_pruned_and_finalized_by_slice(wrap: Any) -> None:
         value = wrap(model)(X)
     finalized = tool.finalize(model).model
     np.testing.assert_array_equal(
-        finalized.layers.linear.weight, np.stack([half(np.asarray(one)) for one in model.layers.linear.weight])
+        finalized.layers.linear.weight,
+        np.stack([half(np.asarray(one)) for one in model.layers.linear.weight]),
     )
     np.testing.assert_allclose(value, wrap(finalized)(X), rtol=1e-5)
 
@@ -164,11 +164,24 @@ def test_sequence_that_is_scanned_is_no_weight() -> None:
     weight, sequence = jnp.asarray(STACK[0]), {"x": jnp.ones((4, 2, 6))}
 
     def net(params: Any, batch: Any) -> Any:
-        return jax.lax.scan(lambda h, x: (jnp.tanh(x["x"] @ params["w"] + h), None), jnp.zeros((2, 6)), batch)[0]
+        return jax.lax.scan(
+            lambda h, x: (jnp.tanh(x["x"] @ params["w"] + h), None), jnp.zeros((2, 6)), batch
+        )[0]
 
     with amanda.apply(tool):
         jax.jit(net)({"w": weight}, sequence)
     assert [one.path for one in tool.weights] == ["params.w"]
+
+
+scan = jax.lax.scan
+
+
+def test_scan_that_was_imported_before_has_a_mask_for_each_slice() -> None:
+    tool = PruneTool(sparsity=0.5)
+    with amanda.apply(tool):
+        net = jax.jit(lambda p: scan(lambda h, w: (jnp.tanh(h @ w["kernel"]), None), X, p["layers"]))
+        net(params_of(STACK))
+    assert len(list(tool.weights)) == 3
 
 
 def test_scan_keeps_its_cache_in_a_scope() -> None:

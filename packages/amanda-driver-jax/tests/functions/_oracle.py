@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import amanda
-import jax
-import jax.numpy as jnp
 
 from ._samples import Sample
 
@@ -97,7 +97,11 @@ def modes(sample: Sample) -> Iterator[tuple[str, Callable[[], Any]]]:
             given = list(arrays)
             for i, one in zip(real, chosen, strict=True):
                 given[i] = one
-            found = [one for one in jax.tree_util.tree_leaves(call(*given)) if jnp.issubdtype(one.dtype, jnp.inexact)]
+            found = [
+                one
+                for one in jax.tree_util.tree_leaves(call(*given))
+                if jnp.issubdtype(one.dtype, jnp.inexact)
+            ]
             return sum(jnp.real(one * jnp.cos(one)).sum() for one in found)
 
         yield "grad", lambda: jax.grad(loss, tuple(range(len(real))))(*(arrays[i] for i in real))
@@ -106,7 +110,8 @@ def modes(sample: Sample) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
-    """Yield where a function computes otherwise.  counts: of calls, by "mode tool"; of calls with other last bits."""
+            results = jax.tree_util.tree_leaves(call(*given))
+            found = [one for one in results if jnp.issubdtype(one.dtype, jnp.inexact)]
     for mode, run in modes(sample):
         try:
             bare = _leaves(run)
@@ -126,7 +131,9 @@ def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
                 continue
             key = f"{mode} {name}: other bits"
             counts[key] = counts.get(key, 0) + 1
-            if name == "look" or not by < 1e-4:  # with routines XLA fuses otherwise, which changes last digits
+            if (
+                name == "look" or not by < 1e-4
+            ):  # with routines XLA fuses otherwise, which changes last digits
                 yield Difference(sample, mode, name, f"{by:.1e}")
 
 
@@ -153,7 +160,9 @@ def _difference(bare: list[Any], found: list[Any]) -> float | None:
         if not np.issubdtype(one.dtype, np.inexact) and one.dtype.kind != "V":
             by = max(by, 0.0 if np.array_equal(one, other) else np.inf)
             continue
-        one, other = (np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (one, other))
+        one, other = (
+            np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (one, other)
+        )
         if not np.array_equal(np.isfinite(one), np.isfinite(other)):
             return np.inf
         finite = np.isfinite(one)

@@ -8,27 +8,26 @@ from importlib import import_module
 from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+_DISTRIBUTIONS = "norm beta gamma t poisson logistic laplace cauchy expon uniform chi2 pareto bernoulli multivariate_normal"
 MODULES = (
-    "jax.numpy", "jax.numpy.linalg", "jax.numpy.fft", "jax.scipy.special", "jax.scipy.linalg", "jax.scipy.signal",
-    "jax.scipy.ndimage", "jax.scipy.fft", "jax.scipy.integrate", "jax.scipy.cluster.vq",
-    *(f"jax.scipy.stats.{one}" for one in ("norm", "beta", "gamma", "t", "poisson", "logistic", "laplace", "cauchy",
-                                           "expon", "uniform", "chi2", "pareto", "bernoulli", "multivariate_normal")),
-    "jax.nn", "jax.nn.initializers", "jax.lax", "jax.lax.linalg", "jax.random", "jax.image", "jax.ops", "optax",
-    "optax.losses",
+    *(f"jax.{name}" for name in "numpy numpy.linalg numpy.fft scipy.special scipy.linalg scipy.signal".split()),
+    *(f"jax.scipy.{name}" for name in "ndimage fft integrate cluster.vq".split()),
+    *(f"jax.scipy.stats.{name}" for name in _DISTRIBUTIONS.split()),
+    *(f"jax.{name}" for name in "nn nn.initializers lax lax.linalg random image ops".split()),
+    "optax", "optax.losses",
 )  # fmt: skip
 LEFT = frozenset(
-    {
-        "jax.numpy.save", "jax.numpy.savez", "jax.numpy.load", "jax.numpy.fromfile", "jax.numpy.set_printoptions",
-        "jax.numpy.printoptions", "jax.numpy.get_printoptions", "jax.numpy.array_repr", "jax.numpy.array_str",
-        "jax.numpy.from_dlpack", "jax.numpy.frombuffer", "jax.numpy.fromstring", "jax.numpy.empty",
-        "jax.numpy.empty_like", "jax.lax.infeed", "jax.lax.outfeed", "jax.lax.create_token", "jax.lax.empty",
-    }
-)  # fmt: skip
+    f"jax.{name}"
+    for name in (
+        "numpy.save numpy.savez numpy.load numpy.fromfile numpy.set_printoptions numpy.printoptions "
+        "numpy.get_printoptions numpy.array_repr numpy.array_str numpy.from_dlpack numpy.frombuffer "
+        "numpy.fromstring numpy.empty numpy.empty_like lax.infeed lax.outfeed lax.create_token lax.empty"
+    ).split()
+)
 """Functions of files, of text, or of memory that nothing has written."""
 
 
@@ -60,12 +59,17 @@ def _pool() -> Iterator[tuple[Any, ...]]:
     key = jax.random.key(0)
     singles = (_F, _S, _V, _I, _B, 3, (3, 4), [_F, _G], _V[0], _F.astype(np.complex64), _IMAGE, "ij->ji")
     yield from ((one,) for one in singles)
-    firsts, seconds = (_F, _S, _V, _I, _B, _F[0, 0]), (_G, _S, _V, _V[:3], _I, _B, 1, 2.0, 0, (0, 1), (4, 3), None)
+    firsts, seconds = (
+        (_F, _S, _V, _I, _B, _F[0, 0]),
+        (_G, _S, _V, _V[:3], _I, _B, 1, 2.0, 0, (0, 1), (4, 3), None),
+    )
     yield from product(firsts, seconds)
     yield from ((key, one) for one in ((3, 4), _V, 3, _F, 0.5))
     yield from ((key, one, other) for one in (_V, (3, 4), 0.5, 3) for other in (_V, (2,), 1.0, (3, 4), 0.5))
     yield from product(((3, 4), 3), (_F, 1.0, np.float32))
-    yield from product((_F, _V, _I, _S, _B), (_G, _V, 0, _I, 1, (0, 0)), (_F, _V, 1, 0, 2, _I, (2, 2), (1, 1)))
+    yield from product(
+        (_F, _V, _I, _S, _B), (_G, _V, 0, _I, 1, (0, 0)), (_F, _V, 1, 0, 2, _I, (2, 2), (1, 1))
+    )
     yield (_F, (6, 8), "linear")
     yield (_IMAGE, _KERNEL, (1, 1), "SAME")
     yield (_IMAGE, _KERNEL)
@@ -119,7 +123,12 @@ def functions() -> dict[str, Callable[..., Any]]:
         module = import_module(path)
         for name in sorted(vars(module)):
             function = getattr(module, name)
-            if name.startswith("_") or name.endswith("_p") or inspect.isclass(function) or not callable(function):
+            if (
+                name.startswith("_")
+                or name.endswith("_p")
+                or inspect.isclass(function)
+                or not callable(function)
+            ):
                 continue
             full = f"{path}.{name}"
             if full not in LEFT and not any(function is one for one in found.values()):
@@ -143,7 +152,9 @@ def samples(name: str, wanted: int = 2) -> tuple[Sample, ...]:
                 results = [one for one in jax.tree_util.tree_leaves(function(*args)) if not callable(one)]
         except Exception:
             continue
-        if results and all(isinstance(one, (jax.Array, np.ndarray, np.generic, int, float)) for one in results):
+        if results and all(
+            isinstance(one, (jax.Array, np.ndarray, np.generic, int, float)) for one in results
+        ):
             kinds.add(kind)
             made.append(Sample(name, function, args))
         if len(made) == wanted:

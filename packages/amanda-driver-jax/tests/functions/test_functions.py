@@ -11,8 +11,8 @@ from ._oracle import differences
 from ._samples import functions, samples
 
 SAMPLE = (
-    "jax.numpy.einsum", "jax.numpy.clip", "jax.numpy.histogram", "jax.nn.dot_product_attention", "jax.lax.top_k",
-    "jax.random.categorical",
+    "jax.numpy.einsum", "jax.numpy.clip", "jax.numpy.histogram", "jax.nn.dot_product_attention",
+    "jax.lax.top_k", "jax.random.categorical",
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what JAX says of functions that it is about to remove

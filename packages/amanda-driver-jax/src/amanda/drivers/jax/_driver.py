@@ -33,9 +33,11 @@ from ._variants import followed, guard, reads_of, report
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
-     "checkpoint", "remat", "compute_on", "remat_opt", "remat2", "custom_vjp_call_jaxpr", "custom_lin", "run_state", "eval_jaxpr",
+     "checkpoint", "remat", "compute_on", "remat_opt", "remat2", "custom_vjp_call_jaxpr", "custom_lin",
+     "run_state", "eval_jaxpr",
      "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call", "custom_vmap_call",
-     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "amanda_gate", "amanda_join", "name", "optimization_barrier"}
+     "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "amanda_gate",
+     "amanda_join", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
 _RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
@@ -238,6 +240,10 @@ def _run_twice(
     def bare() -> list[Any]:
         with unseen():
             results = original(primitive, *args, **params)
+        for store in (
+            one for function in params.get("subfuns", ()) for one in function.stores if one is not None
+        ):
+            store.reset()  # of a function with rules: JAX takes it to be called once
         return list(results) if several else [results]
 
     results = run_twice(args, bare, lambda values: list(run(values)) if several else [run(values)], True)

@@ -125,7 +125,6 @@ class Job:
             return given
         return tuple(np.asarray(changed[place]) for place in self._places)
 
-
     def _check_static(self, changed: Sequence[Any]) -> None:
         for before, after in zip(self._static, changed, strict=True):
             if isinstance(before, jax.ShapeDtypeStruct) and after is not before:

@@ -21,7 +21,9 @@ from ._twins import is_linear, run_twice, wants_backward
 from ._variants import Program, with_inputs
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
-PARTITIONED = "JAX keeps the function with its partitioning, as a part of one primitive; call the function itself"
+PARTITIONED = (
+    "JAX keeps the function with its partitioning, as a part of one primitive; call the function itself"
+)
 IN_ONE = "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 

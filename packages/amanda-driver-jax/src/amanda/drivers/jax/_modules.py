@@ -328,8 +328,8 @@ def follow_conversion(value: Any, made: Any, subjects: Sequence[Place]) -> None:
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
     """Return the slot of an array that the model holds which is called; None for others.
 
-    Outside of models it is the slot of a leaf of an argument.  That of an array of which one slice is read at each
-    round, or for each row, is a stack.
+    Outside of models it is the slot of a leaf of an argument.  That of an array of which one slice is read at
+    each round, or for each row, is a stack.
     """
     own = _whole_slot(value, subjects)
     array, parts = slices_of(value)

@@ -220,9 +220,14 @@ mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split(arg
 def _call_batched(args: Any, dims: Any, *, avals: Any, mapped: Any, **params: Any) -> Any:
     rows = tuple(dim is not None for dim in dims)
     size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
-    shown = [one if dim is None else batching.moveaxis(one, dim, 0) for one, dim in zip(args, dims, strict=True)]
+    shown = [
+        one if dim is None else batching.moveaxis(one, dim, 0) for one, dim in zip(args, dims, strict=True)
+    ]
     results = call_p.bind(
-        *shown, avals=tuple(one.update(shape=(size, *one.shape)) for one in avals), mapped=(rows, *mapped), **params
+        *shown,
+        avals=tuple(one.update(shape=(size, *one.shape)) for one in avals),
+        mapped=(rows, *mapped),
+        **params,
     )
     return results, (0,) * len(results)
 

@@ -1,10 +1,10 @@
-"""Stacks of weights: a scan reads one at each round, and a function that is mapped over reads one for each row."""
+"""Stacks of weights: a scan reads a slice at each round, a function that is mapped over one for each row."""
 
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +60,15 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def follow_scans(attributes: Attributes) -> None:
-    """Record what scans slice, with the number of the round."""
+    """Record what scans slice, with the number of the round.
+
+    JAX's public function calls another, which is replaced: programs have references to the public one.
+    """
     bodies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-    scan = _numbered(loops.scan, bodies)
-    attributes.set(jax.lax, "scan", scan)
-    attributes.set(loops, "scan", scan)
+    cells = dict(zip(loops.scan.__code__.co_freevars, loops.scan.__closure__ or (), strict=True))
+    cell = cells["fun"]
+    attributes.on_restore(partial(setattr, cell, "cell_contents", cell.cell_contents))
+    cell.cell_contents = _numbered(cell.cell_contents, bodies)
 
 
 def _numbered(original: Callable[..., Any], bodies: weakref.WeakKeyDictionary[Any, Any]) -> Any:
@@ -141,5 +145,5 @@ def reading(numbers: Mapping[Any, tuple[int, ...]]) -> Iterator[None]:
 
 
 def numbers_of(stack: Any) -> tuple[int, ...] | None:
-    """Return the numbers of the slice of a stack that the op reads whose routine runs; None outside of that."""
+    """Return the numbers of the slice of a stack that an op reads, in its routines; None outside of these."""
     return _thread.numbers.get(stack)

@@ -1,7 +1,7 @@
 """Ops that run twice where gradients are computed outside of jit: as JAX has them, and for the tools.
 
-A backward pass goes through the ops of the tools first. If a routine changes a gradient there, their gradients count;
-otherwise these are dropped, and JAX's are added in JAX's order. So a tool that looks leaves each bit.
+A backward pass goes through the ops of the tools first. If a routine changes a gradient there, these count;
+otherwise they are dropped, and JAX's are added in JAX's order. So a tool that looks leaves each bit.
 """
 
 import threading
@@ -63,7 +63,7 @@ class Twins:
         ]
 
     def join(self, values: Sequence[Any], gated: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return the results of the function; a backward pass comes to its ops as well, which gave `others`."""
+        """Return the results of the function; a backward pass comes also to its ops, which gave `others`."""
         joined: dict[int, Any] = {}  # of one result each: its gradients are added at one place
         for value, one, other in zip(values, gated, others, strict=True):
             if id(value) not in joined and one is not value and is_linear(other):

@@ -53,7 +53,7 @@ class Holders:
         return None
 
     def parts(self, holder: Any) -> Sequence[Any]:
-        """Return the holders of the weights in a stack, of which an op reads one at each execution; else none."""
+        """Return the holders of the weights in a stack, of which an op reads one at a time; else none."""
         return ()
 
     def current(self, holder: Any) -> Any:

@@ -25,7 +25,7 @@ class Slots(Holders):
         return holder.parts() if hasattr(holder, "parts") else ()
 
     def current(self, holder: Any) -> Any:
-        """Return the slot of the slice that a round of a scan reads, or a row of a function that is mapped."""
+        """Return the slot of the slice that is read in a round of a scan, or for a row that is mapped."""
         return holder.current()
 
     def value(self, holder: Any, part: Any) -> Any:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, holders_of, origin, source, tensors_of, weight_input
+from amanda.tools.kit import (
+    ELSEWHERE,
+    Origin,
+    WeightInput,
+    holders_of,
+    origin,
+    source,
+    tensors_of,
+    weight_input,
+)
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import Groups, QuantizeError
 from amanda.tools.quantize._options import Options
@@ -110,7 +119,7 @@ class QuantizedOp:
     def _of_slices(
         self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
     ) -> Quantizer | None:
-        """Return a quantizer of a value at an op that reads slices of a stack, one for each; None elsewhere."""
+        """Return the quantizer for the first slice of a stack, and keep those of all; None elsewhere."""
         holder = read.holder
         parts = () if holder is None else holders_of(holder).parts(holder)
         if not parts:
@@ -130,7 +139,9 @@ class QuantizedOp:
             if groups is None:
                 return None
         make = partial(self._made, "weight", read, self._axes(context, read, value), groups=groups)
-        if (of_slices := self._of_slices(read, partial(make, value, context), (read.index, None))) is not None:
+        if (
+            of_slices := self._of_slices(read, partial(make, value, context), (read.index, None))
+        ) is not None:
             return of_slices
         if not read.is_part:
             return make(value, context)
