@@ -110,8 +110,7 @@ def modes(sample: Sample) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
-            results = jax.tree_util.tree_leaves(call(*given))
-            found = [one for one in results if jnp.issubdtype(one.dtype, jnp.inexact)]
+    """Yield where a function computes otherwise.  counts: of calls, by "mode tool"; of others in last bits."""
     for mode, run in modes(sample):
         try:
             bare = _leaves(run)
