@@ -74,6 +74,15 @@ def write_row_of_expanded() -> Tensor:
     return b
 
 
+def write_rows_that_overlap() -> Tensor:
+    b = torch.arange(12.0)
+    rows = b.as_strided((3, 3), (2, 1))
+    rows[0] = 7
+    rows.t()[2] = 5
+    b.unfold(0, 4, 2)[1:3] = 3
+    return torch.cat([b, rows.flatten()])
+
+
 def foreach_on_parts() -> Tensor:
     b = torch.zeros(6)
     torch._foreach_add_(list(b.split(2)), 1.0)
@@ -336,7 +345,8 @@ def hand_back_parameters() -> Tensor:
 
 PROGRAMS: list[Program] = [
     copy_into_slice, add_to_view, out_into_slice, fill_diagonal, add_to_chunk, write_base, write_other_view,
-    write_through_views_of_views, write_row_of_expanded, foreach_on_parts, complex_as_real, other_type,
+    write_through_views_of_views, write_row_of_expanded, write_rows_that_overlap, foreach_on_parts,
+    complex_as_real, other_type,
     numpy_array, weight_under_no_grad, in_inference_mode, while_disabled, gradient_of_what_is_copied,
     gradient_through_written_views, gradient_through_a_written_base, gradient_of_what_no_grad_hands_through,
     write_behind_expand, write_into_an_expanded_tensor, write_real_part, write_imaginary_part,
