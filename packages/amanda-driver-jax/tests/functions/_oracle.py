@@ -110,7 +110,7 @@ def modes(sample: Sample) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
-    """Yield where a function computes otherwise.  counts: of calls, by "mode tool"; of others in last bits."""
+    """Yield where a function computes otherwise.  counts: calls by "mode tool", and those with other bits."""
     for mode, run in modes(sample):
         try:
             bare = _leaves(run)

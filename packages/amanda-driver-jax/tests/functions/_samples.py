@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_DISTRIBUTIONS = "norm beta gamma t poisson logistic laplace cauchy expon uniform chi2 pareto bernoulli multivariate_normal"
+_NAMES = "norm beta gamma t poisson logistic laplace cauchy expon uniform chi2 pareto bernoulli"
 MODULES = (
-    *(f"jax.{name}" for name in "numpy numpy.linalg numpy.fft scipy.special scipy.linalg scipy.signal".split()),
-    *(f"jax.scipy.{name}" for name in "ndimage fft integrate cluster.vq".split()),
-    *(f"jax.scipy.stats.{name}" for name in _DISTRIBUTIONS.split()),
+    *(f"jax.{name}" for name in "numpy numpy.linalg numpy.fft scipy.special scipy.linalg".split()),
+    *(f"jax.scipy.{name}" for name in "signal ndimage fft integrate cluster.vq stats.multivariate_normal".split()),
+    *(f"jax.scipy.stats.{name}" for name in _NAMES.split()),
     *(f"jax.{name}" for name in "nn nn.initializers lax lax.linalg random image ops".split()),
     "optax", "optax.losses",
 )  # fmt: skip
