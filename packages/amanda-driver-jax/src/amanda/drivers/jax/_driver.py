@@ -104,8 +104,7 @@ class JaxDriver(Arrays, EagerDriver):
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
             run = partial(_carried, detour, params)
-            own = name == primitive.name and primitive.name in CUSTOM
-            if is_within_jit() or own or not wants_backward():
+            if is_within_jit() or primitive.name in CUSTOM or not wants_backward():
                 made = run(args)
             else:
                 made = _run_twice(original, primitive, args, params, run)
@@ -240,10 +239,6 @@ def _run_twice(
     def bare() -> list[Any]:
         with unseen():
             results = original(primitive, *args, **params)
-        for store in (
-            one for function in params.get("subfuns", ()) for one in function.stores if one is not None
-        ):
-            store.reset()  # of a function with rules: JAX takes it to be called once
         return list(results) if several else [results]
 
     results = run_twice(args, bare, lambda values: list(run(values)) if several else [run(values)], True)
