@@ -2,9 +2,9 @@
 
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
-tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, opdb_mindspore, fuzz, soak, mindspore, jax,
-pythons, torch_versions, tf_versions, types, lint, dist, wheels, release, templates, third_party, docs,
-recipes, suites, bench, paper, gpu.
+tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, opdb_jax, opdb_mindspore, fuzz, soak,
+mindspore, jax, pythons, torch_versions, tf_versions, types, lint, dist, wheels, release, templates,
+third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -304,15 +304,27 @@ def mindspore(session: nox.Session) -> None:
 @nox.session
 def jax(session: nox.Session) -> None:
     """Run the JAX driver's tests; arguments after -- go to pytest."""
+    _install_jax(session)
+    if session.posargs:
+        session.run("python", "-m", "pytest", *session.posargs)
+    else:
+        support(session, "JAX", JAX_VERSION, "the driver's tests", f"{JAX}/tests")
+
+
+@nox.session
+def opdb_jax(session: nox.Session) -> None:
+    """Call every public function of JAX and optax with and without tools; arguments after -- go to pytest."""
+    _install_jax(session)
+    tests = (f"{JAX}/tests/functions", "-m", "opdb", *session.posargs)
+    session.run("python", "-m", "pytest", *tests, env={"OMP_NUM_THREADS": "1"})
+
+
+def _install_jax(session: nox.Session) -> None:
     install(session, *group("torch"), but=BOUND_BY_MINDSPORE)
     needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", "keras", *group("drivers"))
     libraries = ("diffrax", "numpyro", "blackjax")
     install(session, *needed, *libraries, but=BOUND_BY_MINDSPORE)
     install(session, "--no-deps", *editable(CORE, TORCH, JAX, TOOLS))
-    if session.posargs:
-        session.run("python", "-m", "pytest", *session.posargs)
-    else:
-        support(session, "JAX", JAX_VERSION, "the driver's tests", f"{JAX}/tests")
 
 
 @nox.session(python=PYTHONS)

@@ -17,6 +17,7 @@ from jax._src.util import weakref_cache_key_types
 from ._contexts import BACKWARD, Programs, key_of, under
 from ._primitives import tap
 from ._traces import is_staged, is_tensor, primal
+from ._twins import Twins
 
 
 class _Thread(threading.local):
@@ -42,6 +43,7 @@ class Made:
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
+        self._run = Twins.watching()
         self._counts = {"outputs": 0, "inputs": 0}
         self._with_symbols: Callable[[list[Any]], Any] = lambda symbols: {}
         self._trace: Callable[[], Trace | None] = lambda: None
@@ -124,13 +126,13 @@ class Made:
             step = BackwardStep(self._driver, trace, op, 0, state)
             if not step.wanted:
                 return cotangents, []
-            grads = step.before(grads)
+            grads = self._run(step.before, grads)
             left, with_symbols = _apart((grads, trace.run))
             _thread.steps[self] = step, trace, with_symbols
         elif self in _thread.steps:
             step, trace, with_symbols = _thread.steps.pop(self)
             entered, trace.run = with_symbols(handed)
-            grads = step.after(grads, entered)
+            grads = self._run(step.after, grads, entered)
             if not trace.pending:
                 self._driver.finish(trace)
         return [_like(grads[i], one) for i, one in zip(positions, cotangents, strict=True)], left

@@ -22,19 +22,21 @@ from ._contexts import follow, key_of, leave, under, unseen
 from ._host import raise_failures, run_later
 from ._jit import IN_ONE, follow_jit
 from ._loops import calls_in_condition, run_loop
-from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, variable_of
+from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, places_among, variable_of
 from ._primitives import ORIGINALS
 from ._requirements import check
+from ._stacks import follow_scans
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, is_staged, is_tangent, is_within_jit, note
+from ._twins import run_twice, wants_backward
 from ._variants import followed, guard, reads_of, report
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
      "checkpoint", "remat", "remat2", "remat_opt", "compute_on", "custom_vjp_call_jaxpr", "custom_lin",
      "run_state", "eval_jaxpr", "linear_call", "custom_linear_solve", "shard_map", "custom_transpose_call",
-     "custom_vmap_call", "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "name",
-     "optimization_barrier"}
+     "custom_vmap_call", "xla_pmap", "amanda_tap", "amanda_straight", "amanda_call", "amanda_gate",
+     "amanda_join", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
 _RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
@@ -71,6 +73,7 @@ class JaxDriver(Arrays, EagerDriver):
         follow_backward(self.attributes)
         raise_failures(self.attributes)
         enclose_modules(self.attributes, self._places)
+        follow_scans(self.attributes)
         self.attributes.on_restore(leave)
         self.attributes.on_restore(ORIGINALS.clear)
         follow()
@@ -99,10 +102,13 @@ class JaxDriver(Arrays, EagerDriver):
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            with under():
-                made = carried(detour, args, params)
+            run = partial(_carried, detour, params)
+            if is_within_jit() or primitive.name in CUSTOM or not wants_backward():
+                made = run(args)
+            else:
+                made = _run_twice(original, primitive, args, params, run)
             if name in CONVERSIONS:
-                follow_conversion(args[0], made, interceptor.subjects())
+                follow_conversion(args[0], made, places_among(interceptor.subjects()))
             return made
 
         return bind
@@ -149,12 +155,15 @@ class JaxDriver(Arrays, EagerDriver):
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine in Python into the program that is traced; None where it is called now."""
-        note(INSERTION)
-        if not is_staged():
-            return None
+        staged = is_staged()
         if action.differentiable or autodiff:
-            guard(action, facts)
+            note(INSERTION)
+            if staged:
+                guard(action, facts)
             return None
+        if not staged:
+            return None
+        note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
             pure = not reads.guards and not reads.written
@@ -193,7 +202,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def variable_of(self, value: Any) -> Any:
         """The array that a model holds, or the argument of the function that is traced."""
-        return variable_of(value, interceptor.subjects())
+        return variable_of(value, places_among(interceptor.subjects()))
 
     def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
         """Paths of weights in the outermost module, or in the arguments of a function."""
@@ -201,7 +210,7 @@ class JaxDriver(Arrays, EagerDriver):
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling module."""
-        return path(subjects)
+        return path(places_among(subjects))
 
 
 def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -212,6 +221,27 @@ def _call_tangent_rule(ops: str, rule: Callable[..., Any], args: Sequence[Any]) 
     if interceptor.active() is None:  # the function was traced before its derivative is taken
         report(ops, IN_ONE)
     return rule(*args)
+
+
+def _carried(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
+    with under():
+        return carried(detour, args, params)
+
+
+def _run_twice(
+    original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any],
+    run: Callable[[Sequence[Any]], Any],
+) -> Any:  # fmt: skip
+    """Run an op as JAX has it and, by `run`, for the tools."""
+    several = primitive.multiple_results
+
+    def bare() -> list[Any]:
+        with unseen():
+            results = original(primitive, *args, **params)
+        return list(results) if several else [results]
+
+    results = run_twice(args, bare, lambda values: list(run(values)) if several else [run(values)], True)
+    return results if several else results[0]
 
 
 def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:

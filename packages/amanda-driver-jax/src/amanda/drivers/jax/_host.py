@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import wraps
 from itertools import count
@@ -20,8 +20,10 @@ from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
 from ._contexts import Programs
+from ._modules import Stack, places_among, stacks_of
 from ._primitives import CALLBACKS, FAILURES, call, raise_failure, straight
 from ._signals import collecting, interrupting
+from ._stacks import reading
 from ._tensors import Arrays, fitting, without_derivative
 from ._traces import base, is_numeric, is_tensor
 
@@ -60,19 +62,21 @@ class Token:
     """Stands in a program for a routine, which is the tools' to keep: no program holds a tool.
 
     numbers: 1 if the routine is given the number of an execution, else 0.  observes: it changes nothing.
+    slices: how many arrays at the end are numbers of slices of stacks.
     """
 
-    def __init__(self, numbers: int, observes: bool, state: State, job: "Job") -> None:
-        self._numbers, self._observes = numbers, observes
+    def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "Job") -> None:
+        self._numbers, self._slices, self._observes = numbers, slices, observes
         programs = Programs.of(state.layer)
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return what takes the place of what it was given, or nothing for an observer."""
         job, programs = self._job(), self._programs()
-        number, given = arrays[: self._numbers], arrays[self._numbers :]
+        number, end = arrays[: self._numbers], len(arrays) - self._slices
+        given, slices = arrays[self._numbers : end], arrays[end:]
         if job is not None and programs is not None and programs.is_open and not FAILURES:
-            given = job(*number, given=given)
+            given = job(*number, given=given, slices=slices)
         return number if self._observes else (*number, *given)
 
 
@@ -83,19 +87,23 @@ class Job:
     """One routine of one op, called at each execution with arrays of NumPy.
 
     leaves, tree: what the routine is given, in which each tensor is to be an array.
+    stacks: what the op reads slices of, and along how many axes.
     """
 
     def __init__(
-        self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable
-    ) -> None:
+        self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable,
+        stacks: Mapping[Stack, int],
+    ) -> None:  # fmt: skip
         self._action, self._facts = copy(action), copy(facts)
         self._action.select = None
         self._facts.drop_values()
         self._static = list(map(_static, leaves))
         self._places = [i for i, leaf in enumerate(leaves) if is_numeric(leaf)]
-        self._tree, self._shapes = tree, shapes
+        self._tree, self._shapes, self._stacks = tree, shapes, stacks
 
-    def __call__(self, number: Any = None, *, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(
+        self, number: Any = None, *, given: tuple[Any, ...], slices: Sequence[Any] = ()
+    ) -> tuple[Any, ...]:
         """Run the routine; return the arrays that take the place of those that it was given."""
         leaves: list[Any] = list(self._static)
         for place, array in zip(self._places, given, strict=False):  # or one that an op depends on is given
@@ -104,7 +112,9 @@ class Job:
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
         run = {} if number is None else _ALL.setdefault(int(number), {})
         try:
-            with interrupting(), interceptor.Suspension():
+            numbers = iter(map(int, slices))
+            read = {one: tuple(next(numbers) for _ in range(count)) for one, count in self._stacks.items()}
+            with interrupting(), interceptor.Suspension(), reading(read):
                 results = run_routine(
                     _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
                 )
@@ -143,10 +153,14 @@ def run_later(
     arrays = [without_derivative(leaf) for leaf in leaves if is_numeric(leaf)]
     number = [_number(run, values)] if action.takes_run else []
     observes = action.observer or not arrays
-    token = Token(len(number), observes, State.current(), Job(action, facts, leaves, tree, shapes))
+    stacks = stacks_of(values, places_among(interceptor.subjects()))
+    slices = [one for numbers in stacks.values() for one in numbers]
+    counts = {one: len(numbers) for one, numbers in stacks.items()}
+    job = Job(action, facts, leaves, tree, shapes, counts)
+    token = Token(len(number), len(slices), observes, State.current(), job)
     gives = number if observes else [*number, *arrays]
     with core.set_current_trace(base()):
-        results = call(token, gives, *number, *(arrays or _dependence(values)))
+        results = call(token, gives, *number, *(arrays or _dependence(values)), *slices)
     if number:
         run[_EXECUTION], *results = results
     if observes:

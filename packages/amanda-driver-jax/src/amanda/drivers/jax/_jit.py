@@ -11,11 +11,13 @@ import jax
 from amanda import interceptor
 from amanda.backend import Attributes
 from jax._src import core, pjit
+from jax._src.tree_util import FlatTree
 
 from ._contexts import Programs, follow, key_of, under, unseen
 from ._primitives import ORIGINALS
 from ._requirements import FUNCTIONS_OF_OPS, wrap
 from ._traces import INSERTION, TAP, is_differentiated, is_tangent, is_within_jit, made, noting, part
+from ._twins import is_linear, run_twice, wants_backward
 from ._variants import Program, with_inputs
 
 AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
@@ -25,9 +27,13 @@ _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
 
 class _Part(NamedTuple):
-    """Stands for the program of a function of JAX's own that runs op by op.  infer: gives its program."""
+    """Stands for the program of a function of JAX's own that runs op by op.
+
+    infer: returns its program.  inputs: its arguments, in the form that JAX passes to the function.
+    """
 
     infer: Callable[[], Any]
+    inputs: Any
 
 
 class _Guarded(NamedTuple):
@@ -71,7 +77,10 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
                 program, flat = original(part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
             found = _Found(notes)
         elif _is_of_jax(fun, info):
-            return _Part(partial(original, fun, info, args, kwargs)), []
+            inputs = FlatTree.flatten_static_argnums_argnames(
+                args, kwargs, info.static_argnums, info.static_argnames
+            )
+            return _Part(partial(original, fun, info, args, kwargs), inputs), []
         else:
             interceptor.reset_root()
             state = activation.state
@@ -112,13 +121,7 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is _Part:
-            with noting() as notes:
-                results = jax.tree_util.tree_map(_as_array, fun(*args, **kwargs))
-            if notes.keys().isdisjoint({INSERTION, TAP}):  # the function itself, which XLA fuses
-                own = jax.tree_util.tree_leaves(results)
-                with unseen():
-                    results, *_ = original(*p.infer(), fun, args, kwargs)
-                ORIGINALS.note_all(results, own)
+            results = _run_part(p, fun, partial(original, fun=fun, args=args, kwargs=kwargs))
             return results, None, None, None, _NO_PROGRAM, None, None, ()
         own = made()
         if type(p) is _Guarded:
@@ -141,8 +144,37 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     return _run_python_pjit
 
 
+def _run_part(part: _Part, fun: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """Run a function of JAX's op by op for the tools.  run: runs a program with inputs."""
+    tree: Any = None
+    with unseen():
+        inputs = part.inputs.map(_as_array)
+
+    def function() -> list[Any]:
+        with unseen():
+            program, flat = part.infer()
+            results, *_ = run(program, [*flat[: len(program.consts)], *inputs.vals])
+        return jax.tree_util.tree_leaves(results)
+
+    def ops(values: Sequence[Any]) -> list[Any]:
+        nonlocal tree
+        args, kwargs = inputs.update(values).unflatten()
+        leaves, tree = jax.tree_util.tree_flatten(fun(*args, **kwargs))
+        with unseen():
+            return list(map(_as_array, leaves))
+
+    backward = wants_backward()
+    if backward:  # the gradients of symbols that it reads besides its arguments would come both ways
+        with unseen():
+            program, flat = part.infer()
+        backward = not any(map(is_linear, flat[: len(program.consts)]))
+    results = run_twice(inputs.vals, function, ops, backward)
+    return jax.tree_util.tree_unflatten(tree, results)
+
+
 def _as_array(value: Any) -> Any:
-    return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
+    """Return what JAX would make of an argument or a result of a function under jit."""
+    return value if isinstance(value, (jax.Array, jax.Ref)) else jax.numpy.asarray(value)
 
 
 def _reported(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:

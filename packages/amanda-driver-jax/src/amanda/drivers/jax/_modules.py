@@ -11,13 +11,17 @@ from functools import cache, partial, wraps
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 import jax
 from amanda import interceptor
 from amanda.backend import Attributes, State, TensorMap, digest
 from amanda.interceptor import Enclosure
+from amanda.plan import spread
 from jax._src import core
 
 from ._primitives import ORIGINALS
+from ._stacks import numbers_of, pass_on, slices_of
 from ._traces import argument_name, argument_of, is_within_jit
 
 BASES = (
@@ -182,7 +186,7 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if interceptor.active() is None:
             return original(self, *args, **kwargs)
-        outer = interceptor.subjects()
+        outer = places_among(interceptor.subjects())
         if outer and outer[-1].module is self:  # it calls the method that it inherits
             return original(self, *args, **kwargs)
         place = places.of(self, outer[-1] if outer else None)
@@ -201,6 +205,11 @@ def _called(place: Place, original: Any, module: Any, args: Any, kwargs: Any) ->
 
 def _place_within(outer: Place, inner: Place) -> tuple[int, bool]:
     return digest(inner.name), True
+
+
+def places_among(subjects: Sequence[Any]) -> list[Place]:
+    """Return the enclosing modules that are JAX's: a layer of Keras on PyTorch is a module of torch as well."""
+    return [one for one in subjects if type(one) is Place]
 
 
 def path(subjects: Sequence[Place]) -> str:
@@ -254,6 +263,61 @@ def slot(root: str, path: str) -> Slot:
     return Slot(root, path)
 
 
+class Stack(Slot):
+    """A slot of several weights in one array: each slice of it is a weight.
+
+    extents, axes: of the array, along which it is sliced, the outermost first.
+    """
+
+    __slots__ = ("axes", "extents")
+
+    def __init__(self, whole: Slot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
+        super().__init__(whole.root, whole.path)
+        self.extents, self.axes = extents, axes
+
+    def parts(self) -> "list[Part]":
+        """Return the slots of all slices."""
+        return [part_of(self, numbers) for numbers in np.ndindex(self.extents)]
+
+    def current(self) -> "Part | None":
+        """Return the slot of the slice that is read by the op whose routine runs; None outside of that."""
+        numbers = numbers_of(self)
+        return None if numbers is None else part_of(self, numbers)
+
+
+class Part(Slot):
+    """The slot of one slice of a stack: "layers.kernel[0]"."""
+
+    __slots__ = ("numbers", "stack")
+
+    def __init__(self, stack: Stack, numbers: tuple[int, ...]) -> None:
+        super().__init__(stack.root, stack.path + "".join(f"[{one}]" for one in numbers))
+        self.stack, self.numbers = stack, numbers
+
+    def place(self) -> tuple[Any, ...]:
+        """Return the index of the slice in the array."""
+        index: list[Any] = []
+        for number, axis in zip(self.numbers, self.stack.axes, strict=True):
+            free = [i for i, one in enumerate(index) if isinstance(one, slice)]
+            while len(free) <= axis:
+                free.append(len(index))
+                index.append(slice(None))
+            index[free[axis]] = number
+        return tuple(index)
+
+
+@cache
+def stack_of(whole: Slot, extents: tuple[int, ...], axes: tuple[int, ...]) -> Stack:
+    """Return the stack in a slot; there is one object for each."""
+    return Stack(whole, extents, axes)
+
+
+@cache
+def part_of(stack: Stack, numbers: tuple[int, ...]) -> Part:
+    """Return the slot of a slice; there is one object for each."""
+    return Part(stack, numbers)
+
+
 _CONVERTED: TensorMap[Slot] = TensorMap()
 """Weights in another element type, by the arrays or symbols that have it."""
 
@@ -263,13 +327,37 @@ def follow_conversion(value: Any, made: Any, subjects: Sequence[Place]) -> None:
     found = variable_of(value, subjects)
     if found is not None:
         _CONVERTED[ORIGINALS.of(made)] = found
+        pass_on(made, value)
 
 
 def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
     """Return the slot of an array that the model holds which is called; None for others.
 
-    Outside of models it is the slot of a leaf of an argument.
+    Outside of models it is the slot of a leaf of an argument.  That of an array of which one slice is read at
+    each round, or for each row, is a stack.
     """
+    own = _whole_slot(value, subjects)
+    array, parts = slices_of(value)
+    if not parts or isinstance(own, Stack):
+        return own
+    whole = _whole_slot(array, subjects) or own
+    if whole is None or isinstance(whole, Stack):
+        return whole
+    return stack_of(whole, tuple(one.size for one in parts), tuple(one.axis for one in parts))
+
+
+def stacks_of(values: Sequence[Any], subjects: Sequence[Place]) -> dict[Stack, list[Any]]:
+    """Return the stacks among what an op reads, with the symbols of the numbers of the slices."""
+    found = {}
+    for value in spread(values):
+        _, parts = slices_of(value)
+        stack = variable_of(value, subjects) if parts else None
+        if isinstance(stack, Stack):
+            found[stack] = [one.number for one in parts]
+    return found
+
+
+def _whole_slot(value: Any, subjects: Sequence[Place]) -> Slot | None:
     value = ORIGINALS.of(value)
     found = _CONVERTED.get(value)
     if found is not None:

@@ -13,10 +13,11 @@ import numpy as np
 
 import jax
 from amanda.backend import TensorMap
-from jax._src import callback, core, dtypes, effects
+from jax._src import callback, core, dtypes, effects, shard_alike, sharding_impls
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.lib.mlir.dialects import hlo
 
-from ._traces import TAP, argument_of, note, primal
+from ._traces import INSERTION, TAP, argument_of, note, primal
 
 if TYPE_CHECKING:
     from ._autodiff import Made
@@ -98,6 +99,7 @@ tap_p.multiple_results = call_p.multiple_results = True
 
 def straight(original: Any, value: Any) -> Any:
     """Return `value`, whose derivatives are those of `original`."""
+    note(INSERTION)
     if not isinstance(original, core.Tracer):
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
     return ORIGINALS.note(straight_p.bind(original, value), original)
@@ -133,7 +135,7 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
-def _front(args: Any, dims: Any) -> list[Any]:
+def front(args: Any, dims: Any) -> list[Any]:
     """Return arguments of which the first axis of each is mapped over."""
     size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
     return [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
@@ -146,14 +148,23 @@ def _straight_aval(original: Any, value: Any) -> Any:
 
 
 def _straight_batched(args: Any, dims: Any) -> Any:
-    return straight_p.bind(*_front(args, dims)), 0
+    return straight_p.bind(*front(args, dims)), 0
+
+
+def _straight_lowered(ctx: Any, original: Any, value: Any) -> Any:
+    """Place what a callback gives on one device as what it was given is placed on several."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, sharding_impls.ShardingContext) and context.num_devices > 1:
+        value = hlo.optimization_barrier([value])  # the callback itself stays on its device
+        _, value = shard_alike._group_shard(ctx, original, value, ctx.avals_in[0], ctx.avals_out[0])
+    return [value]
 
 
 straight_p.def_impl(lambda original, value: value)
 straight_p.def_abstract_eval(_straight_aval)
 ad.primitive_jvps[straight_p] = lambda primals, tangents: (straight_p.bind(*primals), tangents[0])
 batching.primitive_batchers[straight_p] = _straight_batched
-mlir.register_lowering(straight_p, lambda ctx, original, value: [value])
+mlir.register_lowering(straight_p, _straight_lowered)
 
 
 def _split(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
@@ -194,7 +205,7 @@ def _tap_transposed(
 
 
 def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
-    shown = tap_p.bind(*_front(args, dims), mapped=mapped + 1, **params)
+    shown = tap_p.bind(*front(args, dims), mapped=mapped + 1, **params)
     return shown, (0,) * len(shown)
 
 

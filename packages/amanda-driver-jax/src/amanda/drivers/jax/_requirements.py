@@ -30,7 +30,10 @@ ESSENTIAL = {
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
     "pjit": "UNSPECIFIED _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
+    "shard_alike": "_group_shard",
+    "sharding_impls": "ShardingContext",
     "source_info_util": "current",
+    "tree_util": "FlatTree.flatten_static_argnums_argnames",
     "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""

@@ -71,7 +71,10 @@ def _product(context: OpContext, inputs: Sequence[Any], numbers: Any) -> tuple[s
     A product of an array with the one contracted axis of a matrix is a `linear`, if a model holds the matrix.
     """
     (left, right), batch = numbers
-    held = [i for i in (0, 1) if context.get_variable(i) is not None]
+    variables = [context.get_variable(i) for i in (0, 1)]
+    held = [i for i in (0, 1) if variables[i] is not None]
+    if len(held) == 2 and len(single := [i for i in held if not hasattr(variables[i], "parts")]) == 1:
+        held = single  # the other is sliced: a sequence that the program goes along
     if len(held) != 1 or any(batch):
         return "matmul", None, None
     index = held[0]

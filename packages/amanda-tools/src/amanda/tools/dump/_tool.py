@@ -48,7 +48,8 @@ class DumpTool(TensorTool[_IndexedOp]):
     executions the first and each so many-th after it.  max_bytes, max_tensor_bytes: a tensor beyond them is
     a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
 
-    What waits is written now and then, at `result`, and when the program ends.  `amanda.tools.select` has it
+    The first entry is written at once, and what waits now and then, at the end of a scope, at `result`, and
+    when the program ends.  `amanda.tools.select` has it
     dump some ops alone.  Raises AmandaError for a
     folder that has other things in it.
     """
@@ -89,6 +90,11 @@ class DumpTool(TensorTool[_IndexedOp]):
         result = DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
         result.remarks = self.remarks
         return result
+
+    def scope_left(self) -> None:
+        """Write what waits."""
+        super().scope_left()
+        self._writer.flush()
 
     def clear(self) -> None:
         """Forget what was dumped, also in the folder, and start anew."""

@@ -56,6 +56,14 @@ class Holders:
         """Return the part that is all of a holder, where parts overlap; None where they do not."""
         return None
 
+    def parts(self, holder: Any) -> Sequence[Any]:
+        """Return the holders of the weights in a stack, of which an op reads one at a time; else none."""
+        return ()
+
+    def current(self, holder: Any) -> Any:
+        """Return the one of `parts` that the op reads whose routine runs; None where that is unknown."""
+        return None
+
     def value(self, holder: Any, part: Any) -> Any:
         """Return the present value of a part."""
         return holder

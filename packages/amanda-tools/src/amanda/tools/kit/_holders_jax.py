@@ -20,6 +20,14 @@ class Slots(Holders):
         """Return the slot, of which a weight is all, if in another element type."""
         return holder, None
 
+    def parts(self, holder: Any) -> Sequence[Any]:
+        """Return the slots of the slices of a stack; none of another slot."""
+        return holder.parts() if hasattr(holder, "parts") else ()
+
+    def current(self, holder: Any) -> Any:
+        """Return the slot of the slice that is read in a round of a scan, or for a row that is mapped."""
+        return holder.current()
+
     def value(self, holder: Any, part: Any) -> Any:
         """Raise HeldError: an array is in a slot only while a function runs."""
         raise HeldError(f"{holder!r} has a value only in a call; read it in the model, or in its parameters")
@@ -33,6 +41,7 @@ class Slots(Holders):
         import jax
         import numpy as np
 
+        changes = _by_slot(changes)
         setters = dict(_setters(model))
         if setters:
             found = _placed(list(setters), changes)
@@ -53,6 +62,23 @@ class Slots(Holders):
     def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
         """Raise HeldError: paths tell parameters, and `written` writes them."""
         raise HeldError(f"the parameters of {type(model).__name__} are told by their paths")
+
+
+def _by_slot(changes: Sequence[tuple[Any, Any, Changed]]) -> list[tuple[Any, Any, Changed]]:
+    """Return changes, with one of a whole stack for those of its slices."""
+    slices: dict[Any, list[tuple[Any, Changed]]] = {}
+    for holder, _, changed in changes:
+        if hasattr(holder, "stack"):
+            slices.setdefault(holder.stack, []).append((holder.place(), changed))
+    others = [one for one in changes if not hasattr(one[0], "stack")]
+    return [*others, *((stack, None, partial(_sliced, one)) for stack, one in slices.items())]
+
+
+def _sliced(changes: Sequence[tuple[Any, Changed]], value: Any) -> Any:
+    """Return an array with other slices."""
+    for place, changed in changes:
+        value[place] = changed(value[place].copy())
+    return value
 
 
 def _setters(model: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -116,6 +116,10 @@ class Weights(Generic[W]):
             if self._tool.selection(context):
                 self.leave(context, SELECTED)
             return None, None
+        parts = () if read.holder is None else holders_of(read.holder).parts(read.holder)
+        if parts:
+            forms = {one: self._form(context, value, one, read.layout) for one in parts}
+            return None, partial(_current, forms, read.holder)
         if not read.is_followed:
             return self._form(context, value, read.holder, read.layout), None
         find = partial(self._find, context, read.layout)
@@ -262,6 +266,11 @@ class Weights(Generic[W]):
         self.found = {key: one for key, one in self.found.items() if id(one) not in ours}
         self._forms = {key: one for key, one in self._forms.items() if not one.is_of(ours)}
         return found
+
+
+def _current(forms: Mapping[Any, Form | None], holder: Any, value: Any, origin: Origin | None) -> Form | None:
+    """Return what is kept for the slice of a stack that the op reads now."""
+    return forms.get(holders_of(holder).current(holder))
 
 
 class _Read:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, tensors_of, weight_input
+from amanda.tools.kit import (
+    ELSEWHERE,
+    Origin,
+    WeightInput,
+    holders_of,
+    origin,
+    source,
+    tensors_of,
+    weight_input,
+)
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import Groups, QuantizeError
 from amanda.tools.quantize._options import Options
@@ -80,6 +89,9 @@ class QuantizedOp:
         value: Any,
     ) -> Quantizer:  # fmt: skip
         """Return the quantizer of an activation, which is of the weight too that the op reads with it."""
+        of_slice = partial(self._made, name, None, (), value, context)
+        if read is not None and (of_slices := self._of_slices(read, of_slice, key)) is not None:
+            return of_slices
         if read is None or not (read.is_part and read.is_followed):
             return self._made(name, None, (), value, context)
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
@@ -104,6 +116,18 @@ class QuantizedOp:
         first = of_part(value, source(context, read.index))
         return self._made(name, None, (), value, context) if first is None else first
 
+    def _of_slices(
+        self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
+    ) -> Quantizer | None:
+        """Return the quantizer for the first slice of a stack, and keep those of all; None elsewhere."""
+        holder = read.holder
+        parts = () if holder is None else holders_of(holder).parts(holder)
+        if not parts:
+            return None
+        made = {one: make(f" of {one.path}") for one in parts}
+        self._parts[key] = lambda value, origin: made.get(holders_of(holder).current(holder))
+        return made[parts[0]]
+
     def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
         """Return the quantizer of the weight, or of the part of a parameter that is read, or None."""
         if read.varies and self._options.method.startswith("lsq"):
@@ -117,6 +141,10 @@ class QuantizedOp:
         if groups is None and self._options.per_channel:
             groups = _channels(context["shape"](value), _layout(context, read))
         make = partial(self._made, "weight", read, self._axes(context, read, value), groups=groups)
+        if (
+            of_slices := self._of_slices(read, partial(make, value, context), (read.index, None))
+        ) is not None:
+            return of_slices
         if not read.is_part:
             return make(value, context)
 

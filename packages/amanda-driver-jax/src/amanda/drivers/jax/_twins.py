@@ -1,0 +1,170 @@
+"""Ops that run twice where gradients are computed outside of jit: as JAX has them, and for the tools.
+
+A backward pass goes through the ops of the tools first. If a routine changes a gradient there, these count;
+otherwise they are dropped, and JAX's are added in JAX's order. So a tool that looks leaves each bit.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from amanda.backend import State
+from jax._src import core
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.util import weakref_cache_key_types
+
+from ._primitives import ORIGINALS, front
+from ._traces import INSERTION, TAP, noting
+
+gate_p = core.Primitive("amanda_gate")
+join_p = core.Primitive("amanda_join")
+
+
+class _Thread(threading.local):
+    """running: calls whose ops run, innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[Twins] = []
+
+
+_thread = _Thread()
+
+
+class Twins:
+    """One call of a function that runs twice.
+
+    changed: True if the gradients of the ops count.  is_inner: its ops are among those of another call.
+    """
+
+    def __init__(self) -> None:
+        self.changed = False
+        self.is_inner = bool(_thread.running)
+
+    def __enter__(self) -> "Twins":
+        _thread.running.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.running.pop()
+
+    def gate(self, values: Sequence[Any], ops: bool, inputs: Sequence[Any] = ()) -> list[Any]:
+        """Return inputs of the ops, or results of the function: gradients come through where they count.
+
+        inputs: of the function, whose gradients are the same as those of results that it hands on.
+        """
+        handed = [_tangent(one) for one in inputs]
+        return [
+            ORIGINALS.note(gate_p.bind(value, twins=self, ops=ops), value)
+            if is_linear(value) and not any(_tangent(value) is one is not None for one in handed)
+            else value
+            for value in values
+        ]
+
+    def join(self, values: Sequence[Any], gated: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Return the results of the function; a backward pass comes also to its ops, which gave `others`."""
+        joined: dict[int, Any] = {}  # of one result each: its gradients are added at one place
+        for value, one, other in zip(values, gated, others, strict=True):
+            if id(value) not in joined and one is not value and is_linear(other):
+                joined[id(value)] = join_p.bind(one, other, twins=self)
+        return [joined.get(id(value), value) for value in values]
+
+    @staticmethod
+    def watching() -> Callable[..., Any]:
+        """Return what calls the routines at a backward op of the calls that run now: it notes changes."""
+        return partial(_watched, tuple(_thread.running[:1]))
+
+
+def _watched(calls: Sequence[Twins], run: Callable[..., Any], *args: Any) -> Any:
+    with noting() as notes:
+        result = run(*args)
+    for twins in calls:
+        twins.changed |= INSERTION in notes
+    return result
+
+
+weakref_cache_key_types.add(Twins)
+
+
+def run_twice(
+    values: Sequence[Any], function: Callable[[], list[Any]], ops: Callable[[Sequence[Any]], list[Any]],
+    backward: bool,
+) -> list[Any]:  # fmt: skip
+    """Run ops for the tools; return the function's results where no routine changed a value.
+
+    values: inputs of both.  backward: whether the tools look at backward ops.
+    """
+    twins = Twins()
+    early = backward and not twins.is_inner and any(map(is_linear, values))
+    # A backward pass has to come to the ops first, so these have to run last.
+    results = function() if early else []
+    gated = twins.gate(results, False, values)
+    with noting() as notes, twins:
+        others = ops(twins.gate(values, True) if early else values)
+    if INSERTION in notes or (TAP in notes and not early):
+        twins.changed = True
+        return others
+    results = results if early else function()
+    ORIGINALS.note_all(results, others)
+    return twins.join(results, gated, others) if TAP in notes else results
+
+
+def wants_backward() -> bool:
+    """Return True if a tool that is in force here has routines at backward ops."""
+    layer = State.current().layer
+    return layer is not None and layer.wants_backward
+
+
+def _tangent(value: Any) -> Any:
+    while isinstance(value, batching.BatchTracer):
+        value = value.val
+    return value.tangent if isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)) else None
+
+
+def is_linear(value: Any) -> bool:
+    """Return True for a symbol of which a derivative may be taken."""
+    return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+
+
+def _gate_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    tangent = tangents[0]
+    if type(tangent) is not ad.Zero:
+        tangent = gate_p.bind(tangent, **params)
+    return gate_p.bind(*primals, **params), tangent
+
+
+def _gate_transposed(cotangent: Any, value: Any, *, twins: Twins, ops: bool) -> Any:
+    return [cotangent if twins.changed == ops else ad.Zero(value.aval.to_ct_aval())]
+
+
+def _join_jvp(primals: Any, tangents: Any, *, twins: Twins) -> Any:
+    values = join_p.bind(*primals, twins=twins)
+    if any(type(one) is ad.Zero for one in tangents):
+        return values, tangents[0]
+    return values, join_p.bind(*tangents, twins=twins)
+
+
+def _join_transposed(cotangent: Any, *_: Any, twins: Twins) -> Any:
+    twins.changed = False
+    return [cotangent, cotangent]
+
+
+def _join_batched(args: Any, dims: Any, *, twins: Twins) -> Any:
+    if dims[0] != dims[1]:
+        args, dims = front(args, dims), (0, 0)
+    return join_p.bind(*args, twins=twins), dims[0]
+
+
+gate_p.def_impl(lambda value, **params: value)
+gate_p.def_abstract_eval(lambda value, **params: value)
+ad.primitive_jvps[gate_p] = _gate_jvp
+ad.primitive_transposes[gate_p] = partial(ad.linear_transpose2, _gate_transposed)
+batching.primitive_batchers[gate_p] = lambda args, dims, **params: (gate_p.bind(*args, **params), dims[0])
+mlir.register_lowering(gate_p, lambda ctx, value, **params: [value])
+join_p.def_impl(lambda value, other, twins: value)
+join_p.def_abstract_eval(lambda value, other, twins: value)
+ad.primitive_jvps[join_p] = _join_jvp
+ad.primitive_transposes[join_p] = partial(ad.linear_transpose2, _join_transposed)
+batching.primitive_batchers[join_p] = _join_batched
+mlir.register_lowering(join_p, lambda ctx, value, other, twins: [value])

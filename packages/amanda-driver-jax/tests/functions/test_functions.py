@@ -1,0 +1,43 @@
+"""Public functions of JAX and optax compute under tools that change nothing what they compute alone.
+
+A sample runs with the tests, all of it by `nox -s functions_jax`.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from ._oracle import differences
+from ._samples import functions, samples
+
+SAMPLE = (
+    "jax.numpy.einsum", "jax.numpy.clip", "jax.numpy.histogram", "jax.nn.dot_product_attention",
+    "jax.lax.top_k", "jax.random.categorical",
+)  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what JAX says of functions that it is about to remove
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Generate a test for each function, where they are not deselected anyhow."""
+    if "name" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("markexpr") == "opdb"
+        metafunc.parametrize("name", list(functions()) if chosen else ["every function"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", SAMPLE)
+def test_functions_of_the_sample_compute_the_same(sampled: str) -> None:
+    counts: dict[str, int] = {}
+    found = [str(one) for sample in samples(sampled) for one in differences(sample, counts)]
+    assert found == []
+    assert counts["eager look"]
+
+
+@pytest.mark.opdb
+def test_functions_compute_the_same(name: str, record_property: Callable[[str, int], None]) -> None:
+    counts: dict[str, int] = {}
+    found = [str(one) for sample in samples(name) for one in differences(sample, counts)]
+    for what, count in counts.items():
+        record_property(what, count)
+    assert found == []
