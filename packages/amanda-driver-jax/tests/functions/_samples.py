@@ -14,7 +14,8 @@ import numpy as np
 
 _NAMES = "norm beta gamma t poisson logistic laplace cauchy expon uniform chi2 pareto bernoulli"
 MODULES = (
-    *(f"jax.{name}" for name in "scipy.signal numpy numpy.linalg numpy.fft scipy.special scipy.linalg".split()),
+    *(f"jax.{name}" for name in "numpy numpy.linalg numpy.fft scipy.signal scipy.special".split()),
+    "jax.scipy.linalg",
     *(f"jax.scipy.{name}" for name in "ndimage fft integrate cluster.vq stats.multivariate_normal".split()),
     *(f"jax.scipy.stats.{name}" for name in _NAMES.split()),
     *(f"jax.{name}" for name in "nn nn.initializers lax lax.linalg random image ops".split()),

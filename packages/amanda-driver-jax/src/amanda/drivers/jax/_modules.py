@@ -208,7 +208,7 @@ def _place_within(outer: Place, inner: Place) -> tuple[int, bool]:
 
 
 def places_among(subjects: Sequence[Any]) -> list[Place]:
-    """Return the enclosing modules that are JAX's: a layer of Keras on PyTorch is a module of torch as well."""
+    """Return those modules that are JAX's: a layer of Keras on PyTorch is a module of torch as well."""
     return [one for one in subjects if type(one) is Place]
 
 
