@@ -10,6 +10,7 @@ from leaves import same
 from torch import Tensor
 
 import amanda
+from amanda.testing import Fresh
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
@@ -337,3 +338,19 @@ def test_gradients_pass_what_was_assigned_by_index() -> None:
     with amanda.apply(Outputs("setitem")):
         for _ in range(4):
             same(program(), expected)
+
+
+def test_statistics_that_an_op_writes_and_saves_may_be_given_anew() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+
+    def program() -> list[torch.Tensor]:
+        mean, variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        normal, *_ = torch.ops.aten._native_batch_norm_legit(x, weight, bias, mean, variance, True, 0.1, 1e-5)
+        (gradient,) = torch.autograd.grad((normal * x).sum(), x)
+        return [normal, gradient, mean, variance]
+
+    bare = program()
+    with amanda.apply(Fresh(lambda value: value.clone() if isinstance(value, torch.Tensor) else value)):
+        found = program()
+    assert all(map(torch.equal, bare, found))

@@ -84,7 +84,7 @@ def _close(one: Any, other: Any, dtype: torch.dtype) -> bool:
 
 def _decoded(bits: bytes, dtype: torch.dtype) -> Tensor:
     wider = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.frombuffer(bytearray(bits), dtype=dtype).to(wider)
+    return torch.frombuffer(bytearray(bits), dtype=dtype).to(wider) if bits else torch.empty(0, dtype=wider)
 
 
 _OF_MEMORY = frozenset(

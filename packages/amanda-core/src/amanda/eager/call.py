@@ -173,8 +173,11 @@ class EagerOps(TensorOps):
         """Return True if `saved_of` could not find what an op that writes this value will save of it."""
         return True
 
-    def saved_of(self, values: Sequence[Any]) -> Saved:
-        """Return what the backward ops of the op that has just written these values have saved of them."""
+    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
+        """Return what the backward ops of the op that has just written these values have saved of them.
+
+        outputs: what the op gave, from which its backward ops are found as well.
+        """
         return Saved()
 
     def known_to_autodiff(

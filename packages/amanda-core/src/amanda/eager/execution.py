@@ -145,7 +145,7 @@ class EagerExecution(EagerOps):
             self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
         written = call.written(inputs, values)
         if written and saved is None and plan.gives_outputs:
-            saved = self.saved_of(written)
+            saved = self.saved_of(written, values)
         after = plan.actions(state.recall is not None).after
         changed = self._run_after(after, values, written, told, run, state, shapes, inputs, saved=saved)
         if self.views is not None:
@@ -291,7 +291,7 @@ class EagerExecution(EagerOps):
         if first < 0:
             first, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
-        saved = self.saved_of(written) if written else None
+        saved = self.saved_of(written, values) if written else None
         rest, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
         next_step = first + (returned is not NOT_CALLED)
         run: dict[str, Any] = {}

@@ -57,19 +57,31 @@ class SavedTensors(Saved):
 
 
 class Reached(Saved):
-    """Return what is found of it after the op, at the nodes of the tensors that the op wrote."""
+    """Return what is found of it after the op, at its nodes.
 
-    def __init__(self, written: list[torch.Tensor]) -> None:
+    made: tensors that the op made or wrote. A node may save what it has written and has no gradient, such as
+    the statistics of batch normalisation: those of the outputs are asked, too.
+    """
+
+    def __init__(self, written: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         self._written = written
+        self._nodes = set(map(_node_of, made)) - {None} if written else set()
 
     def keep(self) -> None:
         """Copy what was saved of the tensors that are written now."""
         with Suspension(), torch.no_grad():
-            for tensor in self._written:
-                for saved, value in _saved_at(tensor.grad_fn):
-                    if _shares(value, tensor):
+            for node in self._nodes:
+                for saved, value in _saved_at(node):
+                    if any(_shares(value, tensor) for tensor in self._written):
                         saved.register_hooks(torch.clone, _same)
-        self._written = []
+        self._written, self._nodes = [], set()
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # of a view from under no_grad whose base was written since, torch does not tell
+        return None
 
 
 def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -135,11 +135,13 @@ class TorchTensors:
         """Return True if the node is inside another, as a view's base has, or hooks of the user's save."""
         return value._is_view() or has_hooks()
 
-    def saved_of(self, values: Sequence[Any]) -> Saved:
-        """Return what the nodes that have written these tensors last have saved of them."""
+    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
+        """Return what the nodes of these tensors have saved of those that were written."""
         if not torch.is_grad_enabled():
             return Saved()
-        return Reached([value for value in values if isinstance(value, torch.Tensor)])
+        tensors = [value for value in written if isinstance(value, torch.Tensor)]
+        made = [value for value in outputs if isinstance(value, torch.Tensor)]
+        return Reached(tensors, [*tensors, *made])
 
     def kept(self, value: Any) -> Any:
         """A tensor without its graph, also one that it gets later; a leaf, such as a parameter, as it is.
