@@ -83,6 +83,7 @@ class Suite:
             **self.env,
             "PYTHONPATH": os.pathsep.join(map(str, support)),
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # parameters in the order of a set are the same in each process
             "CUDA_VISIBLE_DEVICES": "",
         }
         with TemporaryDirectory() as home:

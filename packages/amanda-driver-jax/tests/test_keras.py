@@ -55,3 +55,19 @@ def test_resnet50_is_seen_layer_by_layer() -> None:
     assert found["weights"] == {f"{name}.kernel": layer for name, layer in weights.items()}
     calls = Counter(found["calls"])
     assert all(calls[f"{name}: conv_general_dilated"] == 2 for name in convolutions)
+
+
+ON_PYTORCH = """
+import jax.numpy, keras, numpy, amanda
+from amanda.testing import Silent
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.ELU()])
+x = numpy.ones((2, 4), "float32")
+bare = model(x)
+with amanda.apply(Silent()):
+    assert (model(x) == bare).all()
+    jax.numpy.ones(3) + 1
+"""
+
+
+def test_layers_of_keras_on_pytorch_are_no_modules_of_jax() -> None:
+    run([sys.executable, "-c", ON_PYTORCH], check=True, env={**os.environ, "KERAS_BACKEND": "torch"})
