@@ -10,7 +10,7 @@ from amanda.backend import UnwrittenTensors
 from amanda.errors import RoutineError
 from jax._src import core
 
-from ._primitives import straight
+from ._primitives import ORIGINALS, straight
 from ._traces import base, is_staged, is_tensor, needs_gradient, primal
 
 
@@ -39,8 +39,11 @@ class Arrays(UnwrittenTensors):
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine on the values themselves, without what derivatives are computed by."""
-        given = [without_derivative(value) for value in values]
+        """Call a routine on the values themselves, without what derivatives are computed by.
+
+        A result of a function that ran twice is, to tools, what its ops gave.
+        """
+        given = [_given_by_ops(without_derivative(value)) for value in values]
         with core.set_current_trace(base()):
             result = func(*given, **kwargs)
         own = {id(lent): value for lent, value in zip(given, values, strict=True) if is_tensor(value)}
@@ -63,6 +66,11 @@ class Arrays(UnwrittenTensors):
         """Return which inputs are differentiated; None where none is."""
         needs = tuple(_each(value, needs_gradient) for value in inputs)
         return needs if "True" in str(needs) else None
+
+
+def _given_by_ops(value: Any) -> Any:
+    original = ORIGINALS.of(value) if isinstance(value, jax.Array) else value
+    return value if isinstance(original, core.Tracer) else original
 
 
 def without_derivative(value: Any) -> Any:

@@ -75,8 +75,12 @@ def part(
 
 
 def _is_of_trace(value: Any) -> bool:
-    """Return True for a symbol of the program that is traced, which nothing may hold once that has ended."""
-    return isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
+    """Return True for a symbol of the traced program, if JAX checks that nothing holds it after that.
+
+    Without the check it is held, for tools that follow a value out of the part.
+    """
+    is_checked = jax.config.jax_check_tracer_leaks
+    return is_checked and isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
 
 
 def made() -> list[Any]:

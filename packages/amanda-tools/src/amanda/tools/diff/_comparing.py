@@ -129,10 +129,18 @@ class Comparing:
             entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
             words = reading(((one, 0.0, True) for one in entries), self._runs[0].ops[furthest[0].op])
             return replace(self._comparison(furthest, worst, limit), read=words)
+        if types[0] != types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
+            others = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
+            inputs = [(one, self._nearest(one, other, others)) for one, other in inputs]
         read = [self._agreement(pair) for pair in inputs]
         pairs_read = ((pair[0], *one[1:]) for pair, one in zip(inputs, read, strict=True))
         words = reading(pairs_read, self._runs[0].ops[furthest[0].op])
         return replace(self._comparison(furthest, worst, limit, read), read=words)
+
+    def _nearest(self, one: Entry, partner: Entry, others: Iterable[Entry]) -> Entry:
+        """Return that of what an op of another type has read which is nearest to what an op has read."""
+        alike = [other for other in others if (other.role, other.shape) == (one.role, one.shape)]
+        return min([partner, *alike], key=lambda other: self._agreement((one, other))[1])
 
     def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
         """Leave out ops of another way to the same results, and put a cause before its effect.

@@ -67,10 +67,15 @@ def canonical(weight: Any, layout: str | None) -> Any:
 
 
 def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
-    """Return what `canonical` made of a weight of these extents in that weight's own layout."""
+    """Return what `canonical` made of a weight of these extents in that weight's own layout.
+
+    Without an M in the layout the array may have other extents, such as those of a larger window.
+    """
     if layout is None:
         return array
     way = unfolding(extents, layout)
+    if "M" not in layout:
+        return _turned(array, way.back)
     return _reshaped(_turned(_reshaped(array, way.turned), way.back), tuple(extents))
 
 
