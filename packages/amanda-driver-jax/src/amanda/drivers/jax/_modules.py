@@ -155,6 +155,8 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
             attributes.set(kind, name, _enclosed(vars(kind)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
+        if module.startswith("keras.") and not _keras_runs_on_jax():
+            return
         base = getattr(sys.modules[module], name)
         for kind in (base, *_heirs(base)):
             enclose(kind)
@@ -162,6 +164,11 @@ def enclose_modules(attributes: Attributes, places: Places) -> None:
 
     for module, name in BASES:
         attributes.when_imported(module, partial(enclose_base, module, name))
+
+
+def _keras_runs_on_jax() -> bool:
+    name: str = sys.modules["keras.src.backend.config"].backend()
+    return name == "jax"
 
 
 def _followed(base: Any, enclose: Callable[[type], None]) -> Any:
@@ -208,7 +215,7 @@ def _place_within(outer: Place, inner: Place) -> tuple[int, bool]:
 
 
 def places_among(subjects: Sequence[Any]) -> list[Place]:
-    """Return those modules that are JAX's: a layer of Keras on PyTorch is a module of torch as well."""
+    """Return the enclosing modules of JAX; modules of other frameworks may enclose these."""
     return [one for one in subjects if type(one) is Place]
 
 

@@ -117,6 +117,8 @@ def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     names = _names.get(outer)
     name = None if names is None else names.get(id(inner))
     if name is None or not _is_at(outer, name, inner):
+        if not isinstance(outer, torch.nn.Module):  # of another framework
+            return f"({type(inner).__name__})"
         names = _names[outer] = {id(one): path for path, one in reversed([*outer.named_modules()])}
         name = names.get(id(inner))
     return f"({type(inner).__name__})" if name is None else name
