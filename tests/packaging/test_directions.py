@@ -97,7 +97,7 @@ def test_a_driver_imports_the_interface_and_the_second_tier_of_rooms(distributio
     assert sorted(set(others) - second_tier()) == []
 
 
-@pytest.mark.parametrize("distribution", ["amanda-driver-mindspore", "amanda-driver-onnxruntime"])
+@pytest.mark.parametrize("distribution", ["amanda-driver-onnxruntime"])
 def test_an_ordinary_driver_needs_no_second_tier(distribution: str) -> None:
     assert second_tier().isdisjoint(from_the_core(distribution))
 

@@ -454,5 +454,5 @@ def test_kernels_that_a_layer_splits_have_masks(mode: str) -> None:
     tool = PruneTool(sparsity=0.5)
     with amanda.apply(tool):
         MODES[mode](model)(tf.ones((2, 3, 6, 4)))
-    assert {row[8] for row in tool.result.rows()} == {0.5}
+    assert {row[9] for row in tool.result.rows()} == {0.5}
     assert not tool.result.left

@@ -1,6 +1,6 @@
 """Public functions of JAX and optax compute under tools that change nothing what they compute alone.
 
-A sample runs with the tests, all of it by `nox -s functions_jax`.
+A sample runs with the tests, all of it by `nox -s opdb_jax`.
 """
 
 from collections.abc import Callable

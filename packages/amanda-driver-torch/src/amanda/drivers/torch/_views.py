@@ -101,8 +101,8 @@ class Part:
         self._whole = marks is None and _is_whole(tensor)
         self._flags: torch.Tensor | None = None
         if marks is not None:
-            flags = self._filled(False)
-            flags[_places(tensor)[marks]] = True  # where elements are one in memory, any of them
+            # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
+            _strided_as(self._filled(False), tensor).masked_fill_(marks, True)
 
     def with_(self, tensor: torch.Tensor) -> "Part":
         """Add the elements of another tensor in the storage."""
@@ -329,7 +329,7 @@ def _write_overlapping(
     size = view.untyped_storage().nbytes() // view.element_size()
     whole = (view if base is None else base).as_strided((size,), (1,), 0)
     whole = whole.detach() if base is None else whole
-    index = _places(view)[marks]
+    index = _strided_as(torch.arange(size, device=view.device), view)[marks]
     whole[index] = value[marks]
     flags = torch.zeros(size, dtype=torch.bool, device=view.device)
     flags[index] = True
@@ -368,12 +368,6 @@ def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         again = base.as_strided(view.size(), view.stride(), view.storage_offset())
     again = again.conj() if view.is_conj() != again.is_conj() else again
     return again._neg_view() if view.is_neg() != again.is_neg() else again
-
-
-def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where in its storage each element of a tensor lies."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return _strided_as(torch.arange(size, device=tensor.device), tensor)
 
 
 def _strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

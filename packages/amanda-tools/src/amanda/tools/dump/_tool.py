@@ -48,10 +48,9 @@ class DumpTool(TensorTool[_IndexedOp]):
     executions the first and each so many-th after it.  max_bytes, max_tensor_bytes: a tensor beyond them is
     a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
 
-    The first entry is written at once, and what waits now and then, at the end of a scope, at `result`, and
-    when the program ends.  `amanda.tools.select` has it
-    dump some ops alone.  Raises AmandaError for a
-    folder that has other things in it.
+    What waits is written now and then, at the end of a scope, at `result`, and when the program ends.
+    `amanda.tools.select` has it dump some ops alone.  Raises AmandaError for a folder that has other things
+    in it.
     """
 
     is_copied_when_used = False

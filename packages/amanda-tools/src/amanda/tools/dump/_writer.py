@@ -64,7 +64,7 @@ class Writer:
         self._texts: list[str] = []  # of the entries that have been written
         self._waiting: dict[str, NDArray[Any]] = {}
         self._bytes = self._shards = 0
-        self._due = monotonic()  # the first entry is written at once, so that a program that dies leaves some
+        self._due = monotonic() + _SECONDS
         self._changed = self._begun = False
 
     def add_op(self, op: Op) -> int:

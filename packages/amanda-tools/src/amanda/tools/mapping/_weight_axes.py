@@ -40,6 +40,8 @@ class WeightLayout(str):
 
 def write_weight_axes(context: OpContext) -> None:
     """Write `weight_groups`, and `weight_layout` unless the framework's half has written that."""
+    if "weight_index" not in context:  # a half that writes some of the keys alone
+        return
     index = context["weight_index"]
     is_convolution = index is not None and _CONVOLUTION.fullmatch(context["type"]) is not None
     if "weight_groups" not in context:
