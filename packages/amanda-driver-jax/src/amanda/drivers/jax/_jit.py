@@ -154,7 +154,7 @@ def _run_part(part: _Part, fun: Callable[..., Any], run: Callable[..., Any]) -> 
         with unseen():
             program, flat = part.infer()
             results, *_ = run(program, [*flat[: len(program.consts)], *inputs.vals])
-        return jax.tree_util.tree_leaves(results)
+        return list(jax.tree_util.tree_leaves(results))
 
     def ops(values: Sequence[Any]) -> list[Any]:
         nonlocal tree

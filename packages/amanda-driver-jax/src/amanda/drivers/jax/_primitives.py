@@ -63,7 +63,7 @@ class Originals:
         self._last.clear()
 
 
-class Callbacks(effects.Effect):
+class Callbacks(effects.Effect):  # type: ignore[misc]
     """Effect of calls of Python in the order of the program: JAX hands a token from each to the next.
 
     A type of Amanda's: JAX refuses its own, of `jax.io_callback`, in loops and branches that are mapped over.

@@ -97,7 +97,7 @@ def _body(f: Any) -> Callable[..., Any]:
     try:
         reference = weakref.ref(f)
     except TypeError:
-        reference = lambda: f  # noqa: E731 - stands for a reference
+        reference = lambda: f  # type: ignore[assignment] # noqa: E731 - stands for a reference
 
     @wraps(f)
     def body(carry: Any, numbered: _Numbered) -> Any:
@@ -105,7 +105,8 @@ def _body(f: Any) -> Callable[..., Any]:
         for one, array in zip(slices, _thread.stacks[-1], strict=True):
             if isinstance(one, jax.core.Tracer):
                 _SLICES[one] = Slice(array, numbered.number, 0, array.shape[0])
-        return reference()(carry, numbered.slices)
+        function: Any = reference()
+        return function(carry, numbered.slices)
 
     return body
 

@@ -53,10 +53,11 @@ def of_kernel(primitive: Any, count: int) -> Signature:
 
 def of_primitive(primitive: Any, count: int) -> Signature:
     """Of a primitive that is run by its name."""
-    own = _parameters(type(primitive).__call__)
+    kind: Any = type(primitive)
+    own = _parameters(kind.__call__)
     if len(own) != count:
         attributes = getattr(primitive, "attrs", None) or {}
-        names = attributes.get("input_names") or declared(type(primitive)).names
+        names = attributes.get("input_names") or declared(kind).names
         own = [(name, _NO_DEFAULT) for name in names]
     return _filled(own, count)
 

@@ -52,7 +52,8 @@ class MindSporeParameters(Holders):
         row = np.full(int(np.prod(whole[0])), fill, arrays[0].dtype)
         for array, (_, form) in zip(arrays, pieces, strict=True):
             _strided(row, form or whole)[...] = array
-        return _strided(row, part or whole).copy()
+        found: NDArray[Any] = _strided(row, part or whole).copy()
+        return found
 
     def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
         """Yield the identity of each parameter of a cell or a list, and what changes its values."""
