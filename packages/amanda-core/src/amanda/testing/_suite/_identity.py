@@ -236,7 +236,8 @@ class IdentityTests:
             sample.backward(x)
         before, first, second = relu.ids[:3]
         assert len({before, first, second}) == 3
-        assert relu.ids[3:] == [first, second] * 3
+        # Where a framework keeps what routines gave, none is called again.
+        assert relu.ids[3:] in ([first, second], [first, second] * 3)
 
     @needs("backward")
     def test_a_checkpoint_computes_the_same_executions_again(self, sample: Sample) -> None:
