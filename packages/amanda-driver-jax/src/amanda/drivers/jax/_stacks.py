@@ -20,7 +20,7 @@ from ._traces import is_tensor
 
 
 class Slice(NamedTuple):
-    """What a symbol is of an array.  number: along an axis, as a symbol.  size: of that axis."""
+    """A slice of an array.  number: its place along the axis, as a symbol.  size: of that axis."""
 
     array: Any
     number: Any

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Declared(NamedTuple):
-    """What the class of a primitive declares.
+    """The declaration of arguments in the class of a primitive.
 
     names: of the arguments.  written: positions of those that the operator writes.
     """
@@ -78,7 +78,7 @@ def _classes(module: str) -> Mapping[str, str]:
 
 
 class Writes(NamedTuple):
-    """What a call writes.
+    """The inputs that a call writes.
 
     inputs: positions of the inputs that are written.
     returned: those of them that the first outputs stand for.
