@@ -47,6 +47,9 @@ class CutGraph:
         self._graph = module.graph
         check_blocks(module)
         remove_copies_onto_themselves(self._graph)
+        for node in self._graph.find_nodes(op="get_attr"):
+            if not node.users:
+                self._graph.erase_node(node)
         name_as_in_stages(self._graph)
         (output,) = self._graph.find_nodes(op="output")
         self._output = output

@@ -1,7 +1,7 @@
 """A `Pipe` of `torch.distributed.pipelining` whose stages know each tensor of the model by one path.
 
-PyTorch's `pipeline` looks up a tied parameter by any of its paths, also by those of modules that a stage
-lacks, and then fails.
+PyTorch's `pipeline` looks up a tied parameter by any of its paths, in the order of a set, also by those that
+no op reads and by those of modules that a stage lacks, and then fails.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def _tensors_by_path(program: Any) -> Any:
 
     root, traced = nn.Module(), program.module()
     for node in traced.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            continue
         *names, last = node.target.split(".")
         source: Any = traced
         target: Any = root
