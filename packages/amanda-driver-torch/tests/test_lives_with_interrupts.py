@@ -1,16 +1,16 @@
 """Signals whose handlers raise, at any moment of a program in a scope."""
 
 import gc
-import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from interrupts import Interrupts, opened
 from programs import PROGRAMS, bits, checkpointed, functional
 from restoration import Restoration
 
@@ -28,39 +28,11 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-class Interrupts:
-    """Raises a KeyboardInterrupt at some moment within the next seconds, or not at all."""
-
-    def __init__(self) -> None:
-        self.armed, self.raised = False, 0
-        self._random = random.Random(0)
-
-    def handle(self, *_: Any) -> None:
-        if self.armed:
-            self.armed = False
-            self.raised += 1
-            raise KeyboardInterrupt
-
-    def around(self, program: Callable[[], Any], seconds: float) -> None:
-        """Run a program with an interrupt, which may come as it ends."""
-        signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, seconds))
-        try:
-            self.armed = True
-            program()
-            self.armed = False
-        except KeyboardInterrupt:
-            pass
-        finally:
-            self.armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
     made = Interrupts()
-    before = signal.signal(signal.SIGALRM, made.handle)
-    yield made
-    signal.signal(signal.SIGALRM, before)
+    with made.handling():
+        yield made
 
 
 # Those that enter no context of torch's, which an interrupt may leave open.
@@ -110,17 +82,11 @@ def test_an_interrupt_while_a_scope_opens_or_closes_leaves_torch_as_it_was(inter
     before = restoration()
     for _ in range(300):
         interrupts.around(program, 0.002)
-        for left in list(opened()):
+        for left in opened():
             left.stop()  # the interrupt came after `start` and before `stop`
         assert restoration() == before
     torch.relu(x)
     assert interrupts.raised > 50
-
-
-def opened() -> list[amanda.Scope]:
-    from amanda.scope.attachment import attachment
-
-    return attachment._scopes
 
 
 def test_a_signal_in_a_routine_reaches_the_user_with_a_note(acting: Any) -> None:

@@ -1,22 +1,15 @@
 """Memory is flat however long tools stay on; `nox -s soak` runs the long version."""
 
-import ctypes
-import gc
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from memory import counts, resident
 from programs import PROGRAMS, same_under
 
 import amanda
-from amanda.interceptor import Mark
-from amanda.plan.lifetime import mortality
-
-STATM = Path("/proc/self/statm")
-PAGE = 4096
 
 
 class Everywhere(amanda.Tool):
@@ -110,27 +103,6 @@ USES = (
     steps_of_one_model, shapes_that_vary, models_that_come_and_go, no_cache, scopes_that_open_and_close,
     graphs_that_are_dropped, routines_that_raise,
 )  # fmt: skip
-
-
-def counts() -> dict[str, int]:
-    """How much there is of what might grow."""
-    gc.collect()
-    return {
-        "objects": len(gc.get_objects()),
-        "layers": len(mortality.layers),
-        "subjects": len(mortality.ops),
-        "ops": sum(map(len, mortality.ops.values())),
-        "marks": Mark.alive(),
-        "ops of tools": sum(len(one._amanda.analysed) for layer in mortality.layers for one in layer.applied),
-    }
-
-
-def resident() -> int:
-    """Bytes in memory, once the allocator has given back what it can."""
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-    return int(STATM.read_text().split()[1]) * PAGE if STATM.exists() else 0
 
 
 def repeat(use: Iterator[None], times: int) -> None:

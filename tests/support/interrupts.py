@@ -1,0 +1,53 @@
+"""Signals whose handlers raise, at random moments."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from amanda import Scope
+from amanda.scope.attachment import attachment
+
+
+class Interrupts:
+    """Raises a KeyboardInterrupt at some moment within the next seconds, or not at all."""
+
+    def __init__(self) -> None:
+        self.armed, self.raised = False, 0
+        self._random = random.Random(0)
+
+    def handle(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            self.raised += 1
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Handle SIGALRM within the block."""
+        before = signal.signal(signal.SIGALRM, self.handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    def around(self, program: Callable[[], Any], seconds: float) -> None:
+        """Run a program with an interrupt, which may come as it ends."""
+        signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, seconds))
+        try:
+            self.armed = True
+            program()
+            self.armed = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def opened() -> list[Scope]:
+    """Return the scopes that are open: an interrupt may come between the last line and `__exit__`."""
+    return list(attachment._scopes)

@@ -1,0 +1,36 @@
+"""Memory of this process: what might grow in the course of many steps."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+from amanda.interceptor import Mark
+from amanda.plan.lifetime import mortality
+
+STATM = Path("/proc/self/statm")
+PAGE = 4096
+
+
+def counts() -> dict[str, int]:
+    """Return the numbers of objects that might grow."""
+    gc.collect()
+    return {
+        "objects": len(gc.get_objects()),
+        "layers": len(mortality.layers),
+        "subjects": len(mortality.ops),
+        "ops": sum(map(len, mortality.ops.values())),
+        "marks": Mark.alive(),
+        "ops of tools": sum(
+            len(tool._amanda.analysed) for layer in mortality.layers for tool in layer.applied
+        ),
+    }
+
+
+def resident() -> int:
+    """Return the bytes in memory, once the allocator has given back what it can."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    return int(STATM.read_text().split()[1]) * PAGE if STATM.exists() else 0
