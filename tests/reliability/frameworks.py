@@ -89,7 +89,8 @@ class Framework(NamedTuple):
     """A framework in one of its modes.
 
     start: imports it and returns a step, which gives the outputs of an input and, if the framework has
-    gradients, those of their sum by both weights.  options: of `amanda.apply`.
+    gradients, those of their sum by both weights.  options: of `amanda.apply`.  keeps: whether the framework
+    keeps what it compiled for a tool, also when the tool is gone.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Framework(NamedTuple):
     start: Callable[[], Step]
     options: dict[str, Any] = {}  # noqa: RUF012
     gradients: bool = True
+    keeps: bool = False
 
     def installed(self) -> bool:
         """Return True if the framework can be imported."""
@@ -213,7 +215,7 @@ FRAMEWORKS = {
     framework.name: framework
     for framework in (
         Framework("PyTorch", "torch", lambda: _torch(False)),
-        Framework("PyTorch, compiled", "torch", lambda: _torch(True), {"compiled": "instrument"}),
+        Framework("PyTorch, compiled", "torch", lambda: _torch(True), {"compiled": "instrument"}, keeps=True),
         Framework("TensorFlow", "tensorflow-cpu", lambda: _tensorflow(False)),
         Framework("TensorFlow, function", "tensorflow-cpu", lambda: _tensorflow(True)),
         Framework("ONNX Runtime", "onnxruntime", _onnxruntime, gradients=False),

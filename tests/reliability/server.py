@@ -13,7 +13,7 @@ from amanda.tools.flops import FlopsTool
 from amanda.tools.profile import ProfileTool
 
 THREADS = 8
-PAUSE = 0.02
+PAUSE = 0.05
 """Seconds between two requests of a thread, so that the latency is not that of a queue."""
 PHASES = ("before", "during", "after")
 
@@ -47,7 +47,7 @@ def attack(framework: Framework, step: Step, seconds: float) -> Outcome:
             tool = (ProfileTool, FlopsTool)[scopes % 2]()
             with framework.scope(tool):
                 values = step(X[0])
-            wrong[0] += differs(values, X[0]) + (not len(tool.result))
+            wrong[0] += differs(values, X[0]) + (not tool.result.rows())
             scopes += 1
         phase = PHASES[2]
         sleep(seconds / 4)

@@ -81,7 +81,8 @@ class Execution:
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
-        self._numbers.give_back(self.number)
+        if "number" in vars(self):  # a signal's handler may have raised in __init__
+            self._numbers.give_back(self.number)
 
     @classmethod
     def of(cls, number: int) -> Execution:
