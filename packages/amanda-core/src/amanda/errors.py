@@ -10,6 +10,7 @@ __all__ = [
     "ArtefactError",
     "DependencyCycleError",
     "DriverError",
+    "FileError",
     "MissingKeyError",
     "MutationError",
     "NamespaceError",
@@ -87,6 +88,17 @@ class DriverError(AmandaError, RuntimeError):
 
 class ArtefactError(AmandaError, ValueError):
     """A file of a model cannot be read, instrumented or written."""
+
+
+class FileError(AmandaError, OSError):
+    """A file or a folder cannot be read or written; the message names the path.
+
+    errno: that of the operating system's error, None where there was none.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class NotTraceableError(ArtefactError):

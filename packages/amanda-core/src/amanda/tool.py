@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from amanda import interceptor
-from amanda.errors import ToolError
+from amanda.errors import ScopeError, ToolError
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
 from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, InNamespace, Registry, Wrapper
 from amanda.scope.caller import caller
-from amanda.scope.scope import Scope, apply
+from amanda.scope.scope import Scope, apply, scopes_with
 
 __all__ = ["Scope", "Tool", "apply"]
 
@@ -80,6 +80,7 @@ class Tool:
     ) -> None:
         """Register an analysis routine: it runs once per op and may record actions.
 
+        In an open scope the ops that were analysed before are analysed anew at their next execution.
         backward: at backward ops.  require_outputs: after the op, when its outputs are known.
         guard: what the routine decides by beyond the op and its inputs' dtype, rank and device:
         "shape", or a callable from the list of inputs to a hashable; another value, another analysis.
@@ -118,10 +119,18 @@ class Tool:
             raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
-        self._amanda.version += 1
+        self._changed()
 
     def depends_on(self, *tools: Tool) -> None:
-        """Run the routines of `tools` before this tool's; they join when this one is applied."""
+        """Run the routines of `tools` before this tool's; they join when this one is applied.
+
+        Raises ToolError for what is no tool, and ScopeError while a scope with this tool is open.
+        """
+        if self._amanda.was_used and scopes_with(self):
+            raise ScopeError(
+                f"{type(self).__name__} is in an open scope, whose tools are settled: depends_on comes before "
+                "the scope opens"
+            )
         for tool in tools:
             if not isinstance(tool, Tool):
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
@@ -143,10 +152,10 @@ class Tool:
         """Call this tool's analysis routines only for ops whose context `admits` accepts.
 
         It is asked at each point, after the routines of the tools that this one depends on; several
-        restrictions hold together. `amanda.tools.select` has those that most want.
+        restrictions hold together, in an open scope from the next execution of each op on. `amanda.tools.select` has those that most want.
         """
         self._amanda.admissions.append(admits)
-        self._amanda.version += 1
+        self._changed()
 
     def wrap_routines(self, wrap: Wrapper) -> None:
         """Replace the routine of each action by the result of `wrap(context, type, routine)`.
@@ -155,7 +164,14 @@ class Tool:
         op itself run.
         """
         self._amanda.wrappers.append(wrap)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Note that routines or restrictions were added; open scopes analyse every op anew by them."""
         self._amanda.version += 1
+        if self._amanda.was_used:
+            for scope in scopes_with(self):
+                scope.renew()
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each selection that fitted no op, for the report of a closing scope.

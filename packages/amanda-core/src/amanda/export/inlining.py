@@ -204,7 +204,8 @@ def instrument(
     Only routines that are `@amanda.traceable` can be written; a tool tells by `amanda.is_static(context)`
     that they have to be.  Backward ops are not in a file, so their analyses do not run.
     A tool that has a `write_parts` of its own writes a folder of files instead.
-    Raises NotTraceableError, which lists the other routines, and ArtefactError.
+    Raises NotTraceableError, which lists the other routines, ArtefactError, and FileError where `out` cannot
+    be written.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)

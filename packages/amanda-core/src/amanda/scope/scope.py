@@ -174,6 +174,15 @@ class Scope(interceptor.Extent):
         if self.closed:  # meanwhile, on another thread
             let_go([reference])
 
+    def takes_part(self, tool: AnyTool) -> bool:
+        """Return True while the scope is open with a tool."""
+        return self._open and any(one is tool for one in self._joined)
+
+    def renew(self) -> None:
+        """Put the present routines of the tools in force from the next op on, on every thread."""
+        uninterrupted(lambda: let_go(list(self._activations)))
+        tell_switched()
+
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
         return self.__enter__()
@@ -252,6 +261,11 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
     ...     pass
     """
     return Scope(*tools, compiled=compiled)
+
+
+def scopes_with(tool: AnyTool) -> list[Scope]:
+    """Return the open scopes that have a tool."""
+    return [scope for scope in attachment.scopes if scope.takes_part(tool)]
 
 
 def _forked() -> None:

@@ -1,0 +1,128 @@
+"""Files that are written whole or not at all, under errors that name them.
+
+with replacing("flops.json") as part:
+    part.write_text(text)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from tempfile import TemporaryFile
+
+from amanda.errors import FileError
+
+__all__ = ["check_file_to_write", "check_folder_to_write", "is_part", "naming", "replacing", "write_file"]
+
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
+_LONGEST = 60
+"""Characters of a name that the name of its part has: 255 bytes are the most, and a character has up to 4."""
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write a file as `replacing` does, text as UTF-8; return its path. Raises FileError."""
+    with replacing(path) as part:
+        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return Path(path)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the path of a new file beside a file, which the new one replaces when the context is left.
+
+    After an exception, or if the process is killed, the file is as it was before.  A new file has the mode
+    that the umask leaves, a replaced one keeps its own.  What is no file, such as a pipe, is written itself.
+    Raises FileError in place of an OSError.
+    """
+    path = Path(path)
+    with naming(path):
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        if target.exists() and not target.is_file():
+            yield target
+            return
+        part = target.with_name(f".{target.name[:_LONGEST]}.{token_hex(4)}.part")
+        try:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            yield part
+            if target.exists():
+                with suppress(OSError):  # a file system without modes
+                    part.chmod(stat.S_IMODE(target.stat().st_mode))
+            store(part)
+            part.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+def store(path: Path) -> None:
+    """Have the disk store what was written, so that a crash of the system leaves no empty file."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None]:
+    """Raise a FileError that names a path in place of an OSError.
+
+    verb: what could not be done with the file: "written", "read".
+    """
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        parent = Path(path).parent
+        if isinstance(error, FileNotFoundError) and not parent.exists():
+            reason = f"there is no folder {parent}"
+        raise FileError(f"{path} cannot be {verb}: {reason}", error.errno) from error
+
+
+def is_part(name: str, of: str | None = None) -> bool:
+    """Return True for the name of a file that `replacing` began and a killed process left.
+
+    of: the name of the whole file; None for any.
+    """
+    found = _PART.fullmatch(name)
+    return found is not None and (of is None or found[1] == of[:_LONGEST])
+
+
+def check_file_to_write(path: str | os.PathLike[str]) -> None:
+    """Raise FileError where a file cannot be written: its folder lacks, or may not be written to."""
+    path = Path(path)
+    with naming(path):
+        if path.is_dir():
+            raise FileError(f"{path} cannot be written: it is a folder")
+        if not path.parent.is_dir():
+            raise FileError(f"{path} cannot be written: there is no folder {path.parent}")
+        if not path.exists() or path.is_file():
+            _check_writable(path.parent, path)
+
+
+def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
+    """Raise FileError where a folder cannot be made, or files cannot be made in it; make nothing."""
+    folder = Path(folder)
+    with naming(folder):
+        there = next((one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)), folder)
+        if not there.is_dir():
+            raise FileError(f"{folder} cannot be written: {there} is no folder")
+        _check_writable(there, folder)
+
+
+def _check_writable(folder: Path, path: Path) -> None:
+    """Make a file without a name in a folder: permissions alone do not tell of a read-only disk."""
+    try:
+        with TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        reason = f"the folder {folder} cannot be written to ({error.strerror or error})"
+        raise FileError(f"{path} cannot be written: {reason}", error.errno) from error
