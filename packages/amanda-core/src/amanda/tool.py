@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda import interceptor
-from amanda.errors import ScopeError, ToolError
+from amanda.errors import DependencyCycleError, ToolError
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
@@ -122,21 +122,18 @@ class Tool:
         self._changed()
 
     def depends_on(self, *tools: Tool) -> None:
-        """Run the routines of `tools` before this tool's; they join when this one is applied.
-
-        Raises ToolError for what is no tool, and ScopeError while a scope with this tool is open.
-        """
-        if self._amanda.was_used and scopes_with(self):
-            raise ScopeError(
-                f"{type(self).__name__} is in an open scope, whose tools are settled: depends_on comes before "
-                "the scope opens"
-            )
+        """Run the routines of `tools` before this tool's; they join when this one is applied, or is already."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
                 raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
-        self._amanda.dependencies.extend(tools)
-        self._amanda.version += 1
+        dependencies = self._amanda.dependencies
+        dependencies.extend(tools)
+        try:
+            self._changed()
+        except DependencyCycleError:  # the open scope stays as it is
+            del dependencies[len(dependencies) - len(tools) :]
+            raise
 
     def stands_for(self) -> Hashable:
         """Name the tools of which any one may stand for all, where several are applied together.
@@ -167,7 +164,7 @@ class Tool:
         self._changed()
 
     def _changed(self) -> None:
-        """Note that routines or restrictions were added; open scopes analyse every op anew by them."""
+        """Note that routines, restrictions or dependencies were added; open scopes analyse ops anew by them."""
         self._amanda.version += 1
         if self._amanda.was_used:
             for scope in scopes_with(self):

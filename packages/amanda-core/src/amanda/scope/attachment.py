@@ -64,6 +64,7 @@ class Attachment:
         self._intercepting: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
+        self._faulty: list[Faulty] = []
         self._broken: dict[str, str] = {}  # what of, and why
         self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
@@ -79,7 +80,7 @@ class Attachment:
                 self._threads.attach()
                 self._attach_loaded()
                 self._await_others()
-            elif self._broken:
+            elif self._faulty:  # what an import lacked may be there by now
                 self._attach_loaded()
             if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
                 self._broken["drivers"] = reason
@@ -155,7 +156,8 @@ class Attachment:
 
     def _attach_loaded(self) -> None:
         kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
-        self._broken = {plugin.name: plugin.message for plugin in self.installed.faulty_drivers()}
+        self._faulty = [*self.installed.faulty_drivers()]
+        self._broken = {plugin.name: plugin.message for plugin in self._faulty}
         for kind in kinds:
             self.attach(kind)
 

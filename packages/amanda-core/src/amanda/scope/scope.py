@@ -16,7 +16,7 @@ from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.plan.hooks import hooks
 from amanda.plan.layer import layer_of
-from amanda.plan.order import in_order
+from amanda.plan.order import in_order, same
 from amanda.plan.tools import AnyTool, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
@@ -79,16 +79,20 @@ class Scope(interceptor.Extent):
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
-                tool._amanda.was_used = True
-                for text in changed_options(tool):
-                    self.report.add(f"options of {type(tool).__name__}", text)
-                tool.scope_entered()
+                self._entered(tool)
             hooks.tell("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
             self._unsettled = False
             raise
         return self
+
+    def _entered(self, tool: AnyTool) -> None:
+        """Tell a tool that the scope has opened; report options that have changed since ops were analysed."""
+        tool._amanda.was_used = True
+        for text in changed_options(tool):
+            self.report.add(f"options of {type(tool).__name__}", text)
+        tool.scope_entered()
 
     def _enter(self) -> None:
         outer = State.current()
@@ -179,9 +183,18 @@ class Scope(interceptor.Extent):
         return self._open and any(one is tool for one in self._joined)
 
     def renew(self) -> None:
-        """Put the present routines of the tools in force from the next op on, on every thread."""
+        """Put the present routines and dependencies of the tools in force from the next op on, on every thread.
+
+        Raises DependencyCycleError; then nothing has changed.
+        """
+        before = self._joined
+        tools = [tool for tool in in_order(self._tools) if not any(same(tool, one) for one in before)]
+        joining = [tool for tool in tools if not scopes_with(tool)]
+        self._joined = (*joining, *before)
         uninterrupted(lambda: let_go(list(self._activations)))
         tell_switched()
+        for tool in joining:
+            self._entered(tool)
 
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
