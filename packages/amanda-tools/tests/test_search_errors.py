@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from amanda.errors import FileError
 from amanda.tools.search import Choice, Evolution, PolicyGradient, Random, Search, SearchError, SearchTool
 from amanda.tools.select import SelectionError
 
@@ -51,13 +52,13 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; it is one of"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, costs=["time"]), "a cost is 'time'; it is one of 'flops', 'size'"),
     (lambda tool: Search(tool, lambda: 1, costs=[lambda: 1, lambda: 2]), "give each a name of its own"),
-    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "whose folder does not exist"),
+    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "cannot be written: there is no folder none"),
     (lambda tool: tool.settle({"time": 1}), "a limit is 'time'; it is one of 'flops', 'size'"),  # type: ignore[dict-item]
     (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
     (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
     (lambda tool: Evolution(sample="few"), "sample is 'few'; give a number from 1 on"),  # type: ignore[arg-type]
     (lambda tool: Evolution(population=0), "population is 0; give a number from 1 on"),
-    (lambda tool: SearchTool(architecture=Path("none.json")), "none.json holds no architecture"),
+    (lambda tool: SearchTool(architecture=Path("none.json")), "none.json cannot be read: No such file"),
     (lambda tool: Choice([], type="conv2d"), "the choice at type=conv2d has candidates []"),
     (lambda tool: Choice(5, type="conv2d"), "has candidates 5; give a list of two or more"),  # type: ignore[arg-type]
     (lambda tool: Choice({"keep", "relu"}), "give a list of two or more"),  # type: ignore[arg-type]
@@ -127,6 +128,6 @@ def test_a_choice_of_no_name_is_an_error() -> None:
 
 @pytest.mark.parametrize(("wrong", "told"), WRONG)
 def test_bad_input_is_an_error(wrong: Any, told: str, tool: SearchTool) -> None:
-    with pytest.raises(SearchError) as caught:
+    with pytest.raises((SearchError, FileError)) as caught:
         wrong(tool)
     assert told in str(caught.value)

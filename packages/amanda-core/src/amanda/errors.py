@@ -11,6 +11,7 @@ __all__ = [
     "DependencyCycleError",
     "DriverError",
     "FileError",
+    "MissingFileError",
     "MissingKeyError",
     "MutationError",
     "NamespaceError",
@@ -99,6 +100,10 @@ class FileError(AmandaError, OSError):
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file is not there, or the folder that it is to be written to."""
 
 
 class NotTraceableError(ArtefactError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryFile
 
-from amanda.errors import FileError
+from amanda.errors import FileError, MissingFileError
 
 __all__ = ["check_file_to_write", "check_folder_to_write", "is_part", "naming", "replacing", "write_file"]
 
@@ -84,7 +84,8 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
         parent = Path(path).parent
         if isinstance(error, FileNotFoundError) and not parent.exists():
             reason = f"there is no folder {parent}"
-        raise FileError(f"{path} cannot be {verb}: {reason}", error.errno) from error
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        raise kind(f"{path} cannot be {verb}: {reason}", error.errno) from error
 
 
 def is_part(name: str, of: str | None = None) -> bool:
@@ -103,7 +104,7 @@ def check_file_to_write(path: str | os.PathLike[str]) -> None:
         if path.is_dir():
             raise FileError(f"{path} cannot be written: it is a folder")
         if not path.parent.is_dir():
-            raise FileError(f"{path} cannot be written: there is no folder {path.parent}")
+            raise MissingFileError(f"{path} cannot be written: there is no folder {path.parent}")
         if not path.exists() or path.is_file():
             _check_writable(path.parent, path)
 

@@ -48,9 +48,11 @@ class DumpTool(TensorTool[_IndexedOp]):
     executions the first and each so many-th after it.  max_bytes, max_tensor_bytes: a tensor beyond them is
     a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
 
-    What waits is written now and then, at the end of a scope, at `result`, and when the program ends.
+    What waits is written now and then, at the end of a scope, at `result`, and when the program ends.  Where
+    that fails, as on a full disk, a warning names the file, the program goes on, and later writings try again;
+    the result says what the folder lacks.
     `amanda.tools.select` has it dump some ops alone.  Raises AmandaError for a folder that has other things
-    in it.
+    in it, or cannot be written to.
     """
 
     is_copied_when_used = False
@@ -84,10 +86,13 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     @property
     def result(self) -> DumpResult:
-        """The entries that were dumped so far, all of which are written."""
+        """The entries that were dumped so far; they are written, or the remarks say why not."""
         self._writer.flush()
-        result = DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
+        writer = self._writer
+        result = DumpResult(writer.folder, writer.ops, writer.entries, writer.written)
         result.remarks = self.remarks
+        if writer.failure:
+            result.remarks = [*result.remarks, f"The folder lacks what came last: {writer.failure}."]
         return result
 
     def scope_left(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -9,6 +10,8 @@ from time import perf_counter
 from typing import Any, Literal
 
 import amanda
+from amanda.errors import FileError
+from amanda.files import check_file_to_write
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
 from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
@@ -17,7 +20,9 @@ from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
-from amanda.tools.search._trials_file import read_trials, write_trials
+from amanda.tools.search._trials_file import TrialsFile
+
+logger = logging.getLogger("amanda")
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
@@ -37,7 +42,8 @@ class Search:
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
     limits: the most of "flops" or "size"; architectures above it are not evaluated.
-    file: where trials are written, and from where `run` goes on.
+    file: where trials are written, and from where `run` goes on.  Searches in several processes may share
+    one: each has the trials of all.
     metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far
     it is.  compiled: as of `amanda.apply`.
 
@@ -94,29 +100,35 @@ class Search:
                 f"Search: the metric is called {metric!r} and the costs {names}; give each a name of its own"
             )
         self._costs = dict(zip(names, costs, strict=True))
-        self._limits, self._file, self._metric = dict(limits or {}), Path(file) if file else None, metric
+        self._limits, self._metric = dict(limits or {}), metric
         self._seed, self._progress = seed, progress
         # One scope for all trials, since a scope logs each warning once.
         self._scope = amanda.apply(tool, compiled=compiled)
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
-        if self._file is not None and not self._file.parent.is_dir():
-            raise SearchError(
-                f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first"
-            )
+        self._file = TrialsFile(Path(file), self._space, names) if file else None
+        self._written, self._unwritten = 0, ""
+        if self._file is not None:
+            try:
+                check_file_to_write(self._file.path)
+            except FileError as error:
+                raise SearchError(f"Search: file is {str(self._file.path)!r}: {error}") from error
         if isinstance(controller, OptunaController):
             self._trials = controller.begin(self._space, list(self._costs))
             if self._trials and self._file is not None:
-                told = f"file is {str(self._file)!r}, and the study has {len(self._trials)} trials"
+                told = f"file is {str(self._file.path)!r}, and the study has {len(self._trials)} trials"
                 raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
-        if self._file is not None and self._file.exists():
-            self._trials = read_trials(self._file, self._space, list(self._costs))
-            for trial in self._trials:
-                controller.tell(self._space, trial.architecture, trial.scores)
+        if self._file is not None:
+            self._take(self._file.read())
+            self._written = len(self._trials)
 
     @property
     def result(self) -> SearchResult:
         """The trials so far."""
-        return SearchResult(self._trials, self._metric, list(self._costs), self._stopped)
+        result = SearchResult(self._trials, self._metric, list(self._costs), self._stopped)
+        if self._unwritten:
+            lacking = len(self._trials) - self._written
+            result.remarks = [f"{lacking} trials are not in the file: {self._unwritten}."]
+        return result
 
     def run(self, trials: int | None = None, seconds: float | None = None) -> SearchResult:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
@@ -148,14 +160,36 @@ class Search:
                     told = " ".join(architecture.values())
                     progress.begin(trials or len(self._trials) + 1, told, len(self._trials))
                     trial = self._trial(architecture)
-                    self._trials.append(trial)
-                    self._controller.tell(self._space, architecture, trial.scores)
-                    if self._file is not None:
-                        write_trials(self._file, self._space, self._trials)
+                    self._take([*self._trials, trial])
+                    self._write()
                     progress.done(trial.error or f"{self._metric} {trial.metric:g}")
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
         return self.result
+
+    def _take(self, trials: list[Trial]) -> None:
+        """Keep trials, and tell the controller of those that are not among the present ones."""
+        known = set(map(id, self._trials))
+        self._trials = trials
+        for trial in trials:
+            if id(trial) not in known:
+                self._controller.tell(self._space, trial.architecture, trial.scores)
+
+    def _write(self) -> None:
+        """Add to the file what is not in it yet; a file that cannot be written is logged once, and tried again."""
+        if self._file is None:
+            return
+        number = self._written
+        try:
+            there = self._file.add(self._trials, number)
+        except FileError as error:
+            if not self._unwritten:
+                logger.warning("search: %s; the search goes on", error)
+            self._unwritten = str(error)
+            return
+        others = there[number : len(there) - len(self._trials) + number]
+        self._take([*self._trials[:number], *others, *self._trials[number:]])
+        self._written, self._unwritten = len(self._trials), ""
 
     def _next(self) -> dict[str, str] | None:
         """Return an architecture within the limits, a new one if nothing is trained; None without one."""

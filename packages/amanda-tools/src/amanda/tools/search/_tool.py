@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import amanda
+from amanda.files import write_file
 from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
+from amanda.tools.results import read_json, to_json
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_type
 from amanda.tools.search._choice import Choice
@@ -173,27 +174,14 @@ class SearchTool(amanda.Tool):
         return self.sites[0].library.finalized(model, self.sites)
 
     def save(self, path: str | Path) -> Path:
-        """Write the architecture as JSON, which the option `architecture` reads."""
+        """Write the architecture as JSON, which the option `architecture` reads. Raises FileError."""
         check_type("SearchTool.save: path", path, (str, Path), "the path of a file")
-        path = Path(path)
-        try:
-            path.write_text(json.dumps(self.architecture, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SearchError(f"SearchTool.save: {path} cannot be written: {error}") from error
-        return path
+        return write_file(path, to_json(self.architecture, indent=1) + "\n")
 
     def load(self, path: str | Path) -> None:
-        """Take the architecture of a file; raise SearchError for a file that has none."""
+        """Take the architecture of a file; raise SearchError for one that has none, FileError without a file."""
         check_type("SearchTool: architecture", path, (str, Path), "the path of a file that `save` wrote")
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            self.architecture = {str(name): str(label) for name, label in found.items()}
-        except (OSError, ValueError, AttributeError) as error:
-            if isinstance(error, SearchError):
-                raise
-            raise SearchError(
-                f"SearchTool: {path} holds no architecture, which `save` writes: {error}"
-            ) from error
+        self.architecture = read_json(path, "architecture, which `save` writes,", _architecture, SearchError)
 
     @property
     def result(self) -> ChoicesResult:
@@ -319,3 +307,9 @@ class SearchTool(amanda.Tool):
     @amanda.differentiable
     def _compute(self, *inputs: Any, site: Site, original: Original) -> Any:
         return site.compute(inputs, original, self.mixture)
+
+
+def _architecture(found: Any) -> dict[str, str]:
+    if not isinstance(found, Mapping) or not all(isinstance(label, str) for label in found.values()):
+        raise ValueError("it holds no object of labels by the names of ops")
+    return dict(found)

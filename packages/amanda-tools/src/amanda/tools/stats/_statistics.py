@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_KINDS = dict.fromkeys(("mean", "m2", "absolute", "least", "most"), float)
+"""Fields that are no whole numbers."""
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Of the finite ones among some numbers; of complex ones their magnitudes.
@@ -92,4 +96,4 @@ class Statistics:
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:
         """Return the statistics that `to_dict` described."""
         given = {name: value[name] for name in cls.__dataclass_fields__ if value[name] is not None}
-        return cls(**given)
+        return cls(**{name: _KINDS.get(name, int)(number) for name, number in given.items()})
