@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from tempfile import TemporaryFile
+from shutil import rmtree
+from tempfile import TemporaryFile, mkdtemp
 
-from amanda.errors import FileError, MissingFileError
+from amanda.errors import ArtefactError, FileError, MissingFileError
 
-__all__ = ["check_file_to_write", "check_folder_to_write", "is_part", "naming", "replacing", "write_file"]
+__all__ = [
+    "check_file_to_write", "check_folder_to_write", "is_part", "naming", "replacing", "replacing_all", "write_file",
+]  # fmt: skip
 
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
 _LONGEST = 60
@@ -52,7 +55,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             if target.exists():
                 with suppress(OSError):  # a file system without modes
                     part.chmod(stat.S_IMODE(target.stat().st_mode))
-            store(part)
+            _store(part)
             part.replace(target)
         except BaseException:
             with suppress(OSError):
@@ -60,7 +63,49 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise
 
 
-def store(path: Path) -> None:
+@contextmanager
+def replacing_all(target: Path, force: bool) -> Iterator[Path]:
+    """Give a path in a new folder; a file or folder there replaces the target, and files beside it, its data.
+
+    After an exception, such as KeyboardInterrupt, the target is as it was.  force: whether what is there is
+    replaced.  Raises ArtefactError where something is there, and FileError in place of an OSError.
+    """
+    with naming(target):
+        folder = Path(mkdtemp(prefix=f".{target.name[:_LONGEST]}.", dir=target.parent))
+        try:
+            new, old = folder / "new", folder / "old"
+            new.mkdir()
+            old.mkdir()
+            yield new / target.name
+            for path in new.rglob("*"):
+                if path.is_file():
+                    _store(path)
+            # The data that belong to a file come before it, so that it never lacks them.
+            names = sorted((one.name for one in new.iterdir()), key=lambda name: name == target.name)
+            for name in names:
+                if os.path.lexists(target.parent / name) and not force:
+                    there = target.parent / name
+                    raise ArtefactError(f"{there} is there already; force (--force) replaces it")
+            for name in names:
+                _exchange(new / name, target.parent / name, old / name)
+        finally:
+            rmtree(folder, ignore_errors=True)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    """Put a file or folder in another's place; a folder cannot replace one that is not empty."""
+    if not target.is_dir():
+        new.replace(target)
+        return
+    target.replace(old)
+    try:
+        new.replace(target)
+    except BaseException:
+        old.replace(target)
+        raise
+
+
+def _store(path: Path) -> None:
     """Have the disk store what was written, so that a crash of the system leaves no empty file."""
     handle = os.open(path, os.O_RDWR)
     try:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import ArtefactError, NotTraceableError
 from amanda.export.artefacts import Artefact, artefact_kind
-from amanda.export.targets import check_target, whole
+from amanda.export.targets import check_target
+from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
 from amanda.plan.layer import layer_of
 from amanda.plan.order import in_order
@@ -232,7 +233,7 @@ def instrument(
             inlining.leave_idle(tool)
         inlining.check(source)
         _check_state(ordered, source)
-        with whole(target, force) as path:
+        with replacing_all(target, force) as path:
             artefact.write(path, told)
     return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
 
@@ -260,7 +261,7 @@ def _in_parts(
             inlining = _inlining(in_order([one]))
             artefact.instrument(inlining)
 
-        with whole(target, force) as folder:
+        with replacing_all(target, force) as folder:
             folder.mkdir()
             tool.write_parts(source, folder, analyse, about)
     return Instrumented(target, f"{kind.kind} in parts", inlining.analysed, [], inlining.left)

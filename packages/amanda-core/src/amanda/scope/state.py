@@ -169,7 +169,9 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 def activated(state: State) -> AbstractContextManager[None]:
     """Put a state in force until the context is left; of its scopes, each until that closes."""
-    if state.layer is not None and not state.layer.is_current:  # a tool was changed since a thread was given it
+    if (
+        state.layer is not None and not state.layer.is_current
+    ):  # a tool was changed since a thread was given it
         state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:

@@ -76,11 +76,15 @@ class CachingTests:
     def test_a_routine_added_in_an_open_scope_takes_effect(self, sample: Sample) -> None:
         runs: list[str] = []
         model, x = sample.model(), sample.input()
-        made = tool(lambda context: context.insert_before_op(lambda *_: runs.append("one")), sample.name("relu"))
+        made = tool(
+            lambda context: context.insert_before_op(lambda *_: runs.append("one")), sample.name("relu")
+        )
         with amanda.apply(made) as scope:
             model(x)
             also(
-                made, lambda context: context.insert_before_op(lambda *_: runs.append("two")), sample.name("relu")
+                made,
+                lambda context: context.insert_before_op(lambda *_: runs.append("two")),
+                sample.name("relu"),
             )
             model(x)
             made.restrict(lambda _: False)

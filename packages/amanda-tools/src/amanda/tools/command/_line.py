@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from amanda.errors import AmandaError, UnknownToolError, did_you_mean, printable
+from amanda.errors import AmandaError, FileError, UnknownToolError, did_you_mean, printable
+from amanda.files import check_file_to_write
 from amanda.tools.command._spec import SpecError
 from amanda.tools.results import reading
 
@@ -108,6 +109,10 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
             raise click.BadParameter(f"{path} is a folder")
         if not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent} for {path.name}")
+        try:
+            check_file_to_write(path)
+        except FileError as error:
+            raise click.BadParameter(str(error)) from error
         return path
 
     return read

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from amanda.errors import AmandaError
+from amanda.files import check_file_to_write
 from amanda.tools.diff._align import alone, dotted, same_modules, within
 from amanda.tools.diff._bundle import write_bundle
 from amanda.tools.diff._comparing import Comparing, Expected
@@ -67,6 +68,8 @@ def diff(
     """
     if by not in (None, "op", "module"):
         raise AmandaError(f'by is {by!r}; it is "op", "module" or None')
+    if bundle is not None:
+        check_file_to_write(bundle)
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), a, b, inputs, compiled, max_bytes)
         for name, other_name in (mapping or {}).items():

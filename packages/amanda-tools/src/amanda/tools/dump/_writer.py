@@ -184,7 +184,11 @@ class Writer:
     def _remove(self) -> None:
         """Remove an older dump: its index, and what else has a name that a dump gives to files."""
         names = [path.name for path in self.folder.iterdir()]
-        for name in (INDEX, *filter(is_tensor_file, names), *(name for name in names if _is_left(name, part=True))):
+        for name in (
+            INDEX,
+            *filter(is_tensor_file, names),
+            *(name for name in names if _is_left(name, part=True)),
+        ):
             (self.folder / name).unlink(missing_ok=True)
 
 

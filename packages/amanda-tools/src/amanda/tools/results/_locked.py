@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from amanda.errors import FileError
@@ -17,7 +17,7 @@ _SUFFIX = ".lock"
 def locked(path: str | Path) -> Iterator[None]:
     """Keep other processes, and threads, from what they do under the same path; wait until they are done.
 
-    The lock is a hidden file beside the path, which stays there.
+    The lock is a hidden file beside the path, which is gone afterwards.
     Raises FileError where it cannot be made, and where another process has it for a minute.
     """
     from filelock import FileLock, Timeout
@@ -34,6 +34,8 @@ def locked(path: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
+        with suppress(OSError):  # Windows, where the file of a lock cannot be removed
+            Path(lock.lock_file).unlink()  # whoever waits for it makes it anew
         lock.release()
 
 

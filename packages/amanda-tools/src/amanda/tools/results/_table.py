@@ -115,7 +115,9 @@ def _column(told: Mapping[str, Any], values: Sequence[Any]) -> tuple[Column, Seq
     if not there or not all(isinstance(value, (int, float)) for value in there):
         if there:
             merge = ""
-        return Column(name, _text, bool(told.get("total", False)) and not there, unit=unit, merge=merge), values
+        return Column(
+            name, _text, bool(told.get("total", False)) and not there, unit=unit, merge=merge
+        ), values
     show: Any = partial(amount, unit=unit) if unit == "B" else "{:.1%}".format if unit == "share" else _number
     return Column(name, show, bool(told.get("total", False)), number=True, unit=unit, merge=merge), numbers
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 _KINDS = dict.fromkeys(("mean", "m2", "absolute", "least", "most"), float)
 """Fields that are no whole numbers."""
 
