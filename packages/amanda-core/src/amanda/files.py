@@ -19,7 +19,7 @@ from tempfile import TemporaryFile, mkdtemp
 from amanda.errors import ArtefactError, FileError, MissingFileError
 
 __all__ = [
-    "check_file_to_write", "check_folder_to_write", "is_part", "naming", "replacing", "replacing_all", "write_file",
+    "check_file_to_write", "check_folder_to_write", "file_beside", "is_part", "naming", "replacing", "replacing_all", "write_file",
 ]  # fmt: skip
 
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
@@ -131,6 +131,24 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
             reason = f"there is no folder {parent}"
         kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
         raise kind(f"{path} cannot be {verb}: {reason}", error.errno) from error
+
+
+def file_beside(path: Path, name: str, what: str) -> Path:
+    """Return the path of a file that another one, of a stranger perhaps, names as a part of it.
+
+    path: the other file, which may be a link to one among its parts, as in a cache of downloads.
+    what: the part, for messages: "the data of weight".
+    Raises ArtefactError for a file outside of its folder, also by a link, and for what is no regular file.
+    """
+    place = path.parent / name
+    homes = [path.parent.resolve(), path.resolve().parent]
+    leads_out = os.path.isabs(name) or ".." in Path(name).parts
+    if leads_out or not any(place.resolve().is_relative_to(home) for home in homes):
+        raise ArtefactError(f"{what} lie outside of its folder, in {name}")
+    with naming(place, "read"):
+        if not stat.S_ISREG(place.stat().st_mode):
+            raise ArtefactError(f"{what} lie in {name}, which is no regular file")
+    return place
 
 
 def is_part(name: str, of: str | None = None) -> bool:

@@ -119,7 +119,7 @@ class Tool:
             raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
-        self._changed()
+        _renew(self)
 
     def depends_on(self, *tools: Tool) -> None:
         """Run the routines of `tools` before this tool's; they join when this one is applied, or is already."""
@@ -130,7 +130,7 @@ class Tool:
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:
-            self._changed()
+            _renew(self)
         except DependencyCycleError:  # the open scope stays as it is
             del dependencies[len(dependencies) - len(tools) :]
             raise
@@ -152,7 +152,7 @@ class Tool:
         restrictions hold together, in an open scope from the next execution of each op on. `amanda.tools.select` has those that most want.
         """
         self._amanda.admissions.append(admits)
-        self._changed()
+        _renew(self)
 
     def wrap_routines(self, wrap: Wrapper) -> None:
         """Replace the routine of each action by the result of `wrap(context, type, routine)`.
@@ -161,14 +161,7 @@ class Tool:
         op itself run.
         """
         self._amanda.wrappers.append(wrap)
-        self._changed()
-
-    def _changed(self) -> None:
-        """Note that routines, restrictions or dependencies were added; open scopes analyse ops anew by them."""
-        self._amanda.version += 1
-        if self._amanda.was_used:
-            for scope in scopes_with(self):
-                scope.renew()
+        _renew(self)
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each selection that fitted no op, for the report of a closing scope.
@@ -353,6 +346,14 @@ class Tool:
     def preparing(self) -> AbstractContextManager[Any]:
         """Return a context for the run of `prepare`, for a tool that treats this run differently."""
         return nullcontext()
+
+
+def _renew(tool: Tool) -> None:
+    """Note that routines, restrictions or dependencies were added; open scopes analyse ops anew by them."""
+    tool._amanda.version += 1
+    if tool._amanda.was_used:
+        for scope in scopes_with(tool):
+            scope.renew()
 
 
 def _takes_context(callback: AnalysisRoutine) -> bool:

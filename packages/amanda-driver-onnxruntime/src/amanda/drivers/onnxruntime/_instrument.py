@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx
-from onnx import ModelProto
+from onnx import ModelProto, external_data_helper
 
 import amanda
 from amanda import interceptor
 from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import NotTraceableError
 
-from ._model import Model
+from ._model import Model, read_proto
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
@@ -28,9 +27,10 @@ def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProt
     once, traceable or not, and what they give is written in the model.  Inputs, outputs and what is not
     touched keep their names; local functions are inlined.  `model` is left as it is.
 
-    Raises NotTraceableError, which lists every routine that cannot be written, and why.
+    Raises NotTraceableError, which lists every routine that cannot be written, and why, and ArtefactError for
+    a file whose external data lie outside of its folder.
     """
-    source = model if isinstance(model, ModelProto) else onnx.load(str(model))
+    source = model if isinstance(model, ModelProto) else _read(Path(model))
     read = Model(source)
     read.infer_types(types_by_onnxruntime)
     identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in read.proto.graph.node))
@@ -49,6 +49,12 @@ def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProt
     if rewriting.refused:
         raise _not_traceable([_refusal(*one) for one in rewriting.refused])
     return written(source, rewriting) if rewriting.changed else copied(source)
+
+
+def _read(path: Path) -> ModelProto:
+    proto = read_proto(path)
+    external_data_helper.load_external_data_for_model(proto, str(path.parent))
+    return proto
 
 
 def namespace() -> Namespace:

@@ -10,6 +10,7 @@ from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored, unfolding
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._memory import FoundMemory
+from amanda.tools.kit._onnx_file import read_onnx
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs, unread_tensor
 from amanda.tools.kit._parameters import Held, parameters
@@ -42,6 +43,6 @@ __all__ = [
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
     "check_number", "check_one_of",
     "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
-    "packed_inputs", "parameter_inputs", "parameters", "rerun", "restored", "source", "spatial_axes",
+    "packed_inputs", "parameter_inputs", "parameters", "read_onnx", "rerun", "restored", "source", "spatial_axes",
     "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input", "windows_of",
 ]  # fmt: skip

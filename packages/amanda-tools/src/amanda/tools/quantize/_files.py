@@ -59,6 +59,9 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
             arrays = {name: np.array(one["values"], _dtype(one["dtype"]))
                       for name, one in about.pop("arrays").items()}  # fmt: skip
         check_schema(about, _NAME, _VERSION)
+        for name in ("options", "grids"):
+            if not isinstance(about.get(name, {}), Mapping):
+                raise ValueError(f"its {name} are {about[name]!r}")
     return arrays, about
 
 

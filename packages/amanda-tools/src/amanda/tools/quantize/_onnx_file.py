@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.files import replacing_all
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import read_onnx
 from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
@@ -81,7 +82,7 @@ def convert_file(
     """Write a copy of an ONNX file that computes with integers where `tool` simulates them."""
     target = _checked(source, tool, out, force)
     onnx = _onnx()
-    model = _readied(onnx.load(source), tool.options)
+    model = _readied(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
         plain = Path(folder, source.name)
         _save(model, plain)

@@ -8,6 +8,7 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
+from amanda.tools.results._fields import made_of
 from amanda.tools.results._files import check_schema, in_words, number_of, parsing, read_json, to_json
 from amanda.tools.results._gathering import gather
 from amanda.tools.results._keyed import KeyedResult, PlacesResult
@@ -22,6 +23,6 @@ from amanda.tools.results._text import NOTHING, amount, not_met, shortened
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",
     "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather",
-    "in_words", "is_lock", "load", "locked", "merge", "not_met", "number_of", "parsing", "read_json", "read_npz", "read_text",
+    "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing", "read_json", "read_npz", "read_text",
     "reading", "restored", "shortened", "to_json",
 ]  # fmt: skip

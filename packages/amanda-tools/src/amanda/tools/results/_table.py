@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from amanda.errors import AmandaError
 from amanda.plugins import tool_class
@@ -73,11 +73,13 @@ def load(path: str | Path) -> Result:
 
 
 def _shown(found: Mapping[str, Any]) -> Result:
-    """Return a result that can be shown and saved, so that a crafted file is refused where it is read."""
-    result = restored(found)
+    """Return a result that can be shown, saved and merged, so that a crafted file is refused here."""
+    result: Any = restored(found)
     result.to_dict()
     str(result)
-    return result
+    if hasattr(type(result), "merged"):
+        result.merged(result)
+    return cast(Result, result)
 
 
 def restored(found: Mapping[str, Any], like: Result | None = None) -> Result:

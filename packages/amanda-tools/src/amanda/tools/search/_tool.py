@@ -12,7 +12,7 @@ import amanda
 from amanda.files import write_file
 from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.results import read_json, to_json
+from amanda.tools.results import parsing, read_json, to_json
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_type
 from amanda.tools.search._choice import Choice
@@ -181,7 +181,8 @@ class SearchTool(amanda.Tool):
     def load(self, path: str | Path) -> None:
         """Take the architecture of a file; raise SearchError for one that has none, FileError without a file."""
         check_type("SearchTool: architecture", path, (str, Path), "the path of a file that `save` wrote")
-        self.architecture = read_json(path, "architecture, which `save` writes,", _architecture, SearchError)
+        with parsing(path, "architecture, which `save` writes,", SearchError):
+            self.architecture = read_json(path, "architecture", _architecture)
 
     @property
     def result(self) -> ChoicesResult:

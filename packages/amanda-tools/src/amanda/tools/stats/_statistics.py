@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_KINDS = dict.fromkeys(("mean", "m2", "absolute", "least", "most"), float)
-"""Fields that are no whole numbers."""
+from amanda.tools.results import made_of
 
 
 @dataclass(frozen=True)
@@ -95,4 +94,7 @@ class Statistics:
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:
         """Return the statistics that `to_dict` described."""
         given = {name: value[name] for name in cls.__dataclass_fields__ if value[name] is not None}
-        return cls(**{name: _KINDS.get(name, int)(number) for name, number in given.items()})
+        found = made_of(cls, given)
+        if min(getattr(found, name) for name in ("count", "nan", "inf", "negative_inf", "zeros", "m2")) < 0:
+            raise ValueError(f"its statistics are {dict(value)}")
+        return found
