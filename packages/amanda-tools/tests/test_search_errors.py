@@ -52,7 +52,7 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; it is one of"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, costs=["time"]), "a cost is 'time'; it is one of 'flops', 'size'"),
     (lambda tool: Search(tool, lambda: 1, costs=[lambda: 1, lambda: 2]), "give each a name of its own"),
-    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "cannot be written: there is no folder none"),
+    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "there is no folder none"),
     (lambda tool: tool.settle({"time": 1}), "a limit is 'time'; it is one of 'flops', 'size'"),  # type: ignore[dict-item]
     (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
     (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),

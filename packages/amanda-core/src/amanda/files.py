@@ -19,7 +19,8 @@ from tempfile import TemporaryFile, mkdtemp
 from amanda.errors import ArtefactError, FileError, MissingFileError
 
 __all__ = [
-    "check_file_to_write", "check_folder_to_write", "file_beside", "is_part", "naming", "replacing", "replacing_all", "write_file",
+    "check_file_to_write", "check_folder_to_write", "file_beside", "is_part", "naming", "replacing",
+    "replacing_all", "write_file",
 ]  # fmt: skip
 
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
@@ -142,7 +143,7 @@ def file_beside(path: Path, name: str, what: str) -> Path:
     """
     place = path.parent / name
     homes = [path.parent.resolve(), path.resolve().parent]
-    leads_out = os.path.isabs(name) or ".." in Path(name).parts
+    leads_out = Path(name).is_absolute() or ".." in Path(name).parts
     if leads_out or not any(place.resolve().is_relative_to(home) for home in homes):
         raise ArtefactError(f"{what} lie outside of its folder, in {name}")
     with naming(place, "read"):

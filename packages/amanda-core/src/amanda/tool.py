@@ -122,7 +122,7 @@ class Tool:
         _renew(self)
 
     def depends_on(self, *tools: Tool) -> None:
-        """Run the routines of `tools` before this tool's; they join when this one is applied, or is already."""
+        """Run the routines of `tools` before this tool's; they join this one where it is applied."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
@@ -149,7 +149,8 @@ class Tool:
         """Call this tool's analysis routines only for ops whose context `admits` accepts.
 
         It is asked at each point, after the routines of the tools that this one depends on; several
-        restrictions hold together, in an open scope from the next execution of each op on. `amanda.tools.select` has those that most want.
+        restrictions hold together, in an open scope from the next execution of each op on.
+        `amanda.tools.select` has those that most want.
         """
         self._amanda.admissions.append(admits)
         _renew(self)

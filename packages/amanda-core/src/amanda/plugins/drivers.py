@@ -50,7 +50,7 @@ def loaded_drivers(again: bool = True) -> list[type[Driver]]:
 
 
 def faulty_drivers() -> list[Plugin]:
-    """The drivers that cannot be used though their framework has been imported, as `loaded_drivers` left it."""
+    """The drivers that `loaded_drivers` could not use though their framework has been imported."""
     return [candidate.plugin for candidate in _of_imported_frameworks(again=False) if candidate.kind is None]
 
 

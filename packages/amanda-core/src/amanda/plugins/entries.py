@@ -92,7 +92,7 @@ class ImportFailure(Exception):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return True for a lack of memory, open files or disk, also where a shared library could not be opened."""
+    """Return True for a lack of memory, open files or disk, also where it kept a library from opening."""
     if isinstance(error, ImportError):
         return any(os.strerror(number) in str(error) for number in _LACKS)
     return isinstance(error, (MemoryError, OSError)) and not isinstance(error, FileNotFoundError)

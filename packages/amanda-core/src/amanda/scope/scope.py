@@ -183,7 +183,7 @@ class Scope(interceptor.Extent):
         return self._open and any(one is tool for one in self._joined)
 
     def renew(self) -> None:
-        """Put the present routines and dependencies of the tools in force from the next op on, on every thread.
+        """Put the present routines and dependencies of the tools in force from the next op on.
 
         Raises DependencyCycleError; then nothing has changed.
         """

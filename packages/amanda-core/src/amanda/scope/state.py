@@ -84,7 +84,7 @@ class State:
                 scope.report.add_all(source, entries)
 
     def remaining(self) -> State:
-        """Return the state without closed scopes, with the present routines of tools; State() if none is left."""
+        """Return the state of the scopes that are open, with the present routines; State() if none is."""
         scopes = tuple(scope for scope in self.scopes if not scope.closed)
         is_current = self.layer is None or self.layer.is_current
         if len(scopes) == len(self.scopes) and (is_current or not scopes):

@@ -120,7 +120,7 @@ class Session:
             gathering.leave(self._saw_op)
 
     def _save(self) -> None:
-        """Write the present results for the root process; what fails, as on a full disk, is tried again later."""
+        """Write the present results for the root process; if that fails, the next time tries again."""
         with self._leaving:
             if self._saw_op and not self._is_closed():
                 try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INDEX, NAME, VERSION = "index.json", "dump", 1
+INCOMPLETE, FAILED = ".incomplete", "a failed write"
+"""An empty file in a folder that lacks what could not be written, and the reason why a tensor is left out."""
 _TENSORS = re.compile(r"tensors-\d{5,}\.(safetensors|npz)", re.ASCII)
 _OPENED = 4
 
@@ -25,7 +27,8 @@ _OPENED = 4
 class Dump:
     """The ops and entries of a folder's index; `array` reads a tensor that was kept.
 
-    op_by_op: names and lines of compiled callables that ran as eager code.
+    op_by_op: names and lines of compiled callables that ran as eager code.  incomplete: whether something
+    could not be written, as on a full disk.
     Raises AmandaError for a folder without an index, or with one of a newer version.
 
     >>> dump = Dump("dump")  # doctest: +SKIP
@@ -43,6 +46,8 @@ class Dump:
         self.op_by_op: list[tuple[str, str]]
         self.ops, self.entries, self.op_by_op = read_json(path, "index of a dump", _parts)
         self._check(path)
+        failed = any(entry.left_out == FAILED for entry in self.entries)
+        self.incomplete = failed or (self.folder / INCOMPLETE).exists()
         self._opened: OrderedDict[str, Arrays] = OrderedDict()
 
     def _check(self, path: Path) -> None:

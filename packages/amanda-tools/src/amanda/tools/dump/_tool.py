@@ -49,8 +49,8 @@ class DumpTool(TensorTool[_IndexedOp]):
     a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
 
     What waits is written now and then, at the end of a scope, at `result`, and when the program ends.  Where
-    that fails, as on a full disk, a warning names the file, the program goes on, and later writings try again;
-    the result says what the folder lacks.
+    that fails, as on a full disk, a warning names the file, the program goes on, and later writings try
+    again; the result says what the folder lacks.
     `amanda.tools.select` has it dump some ops alone.  Raises AmandaError for a folder that has other things
     in it, or cannot be written to.
     """
@@ -89,10 +89,8 @@ class DumpTool(TensorTool[_IndexedOp]):
         """The entries that were dumped so far; they are written, or the remarks say why not."""
         self._writer.flush()
         writer = self._writer
-        result = DumpResult(writer.folder, writer.ops, writer.entries, writer.written)
+        result = DumpResult(writer.folder, writer.ops, writer.entries, writer.written, writer.failure)
         result.remarks = self.remarks
-        if writer.failure:
-            result.remarks = [*result.remarks, f"The folder lacks what came last: {writer.failure}."]
         return result
 
     def scope_left(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
@@ -15,7 +16,7 @@ from amanda.errors import AmandaError
 from amanda.files import check_folder_to_write, is_part, naming, write_file
 from amanda.tools.dump._arrays import Format, write_arrays
 from amanda.tools.dump._entry import Entry, Kept, Op, op_to_dict
-from amanda.tools.dump._reader import INDEX, NAME, VERSION, Dump, is_tensor_file
+from amanda.tools.dump._reader import FAILED, INCOMPLETE, INDEX, NAME, VERSION, Dump, is_tensor_file
 from amanda.tools.results import is_lock, locked, to_json
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ logger = logging.getLogger("amanda")
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""
 _SECONDS, _PATIENCE = 2.0, 20.0
-FAILED = "a failed write"
-"""Reason for which a tensor is a summary alone."""
 _LOCK = Lock()
 """Of all writers, since one that has a lock of its own could not be copied before its first scope."""
 
@@ -41,8 +40,8 @@ class Writer:
     is made in the folder before the first writing; where another process has written by then, this one has
     a folder of its own in it.
 
-    Where a file cannot be written, that is logged once, the program goes on, and the next writing tries again;
-    tensors that memory has no room for until then are lost.
+    Where a file cannot be written, that is logged once, the program goes on, and the next writing tries
+    again; tensors that come to more than one file by then are lost.
 
     reports: those of the scopes whose ops are in the dump.  written: bytes of tensors in files.  failure:
     why something is not written; "" if all is.
@@ -129,6 +128,9 @@ class Writer:
     def _fail(self, error: Exception) -> None:
         """Note that nothing could be written; drop what waits if it is more than one file has."""
         self.failure = str(error)
+        if self._begun:
+            with suppress(OSError):
+                (self.folder / INCOMPLETE).touch()  # an empty file needs no space
         if not self._has_told:
             self._has_told = True
             logger.warning("dump: %s; the program goes on, and the next writing tries again", error)
@@ -154,6 +156,8 @@ class Writer:
         })  # fmt: skip
         text = f'{index[:-1]}, "entries": [{", ".join(self._texts)}]}}'
         write_file(self.folder / INDEX, text)
+        if self.failure:
+            (self.folder / INCOMPLETE).unlink(missing_ok=True)
         self._changed, self.failure = False, ""
         took = monotonic() - start
         self._due = monotonic() + max(_SECONDS, _PATIENCE * took)
@@ -186,6 +190,7 @@ class Writer:
         names = [path.name for path in self.folder.iterdir()]
         for name in (
             INDEX,
+            INCOMPLETE,
             *filter(is_tensor_file, names),
             *(name for name in names if _is_left(name, part=True)),
         ):
@@ -203,7 +208,8 @@ def _is_left(name: str, part: bool = False) -> bool:
     part: leave out locks, which others may hold.
     """
     whole = name[1:].rsplit(".", 2)[0]
-    return (is_part(name) and (whole == INDEX or is_tensor_file(whole))) or (is_lock(name) and not part)
+    is_begun = is_part(name) and (whole == INDEX or is_tensor_file(whole))
+    return is_begun or name == INCOMPLETE or (is_lock(name) and not part)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -43,6 +43,7 @@ __all__ = [
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
     "check_number", "check_one_of",
     "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
-    "packed_inputs", "parameter_inputs", "parameters", "read_onnx", "rerun", "restored", "source", "spatial_axes",
-    "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input", "windows_of",
+    "packed_inputs", "parameter_inputs", "parameters", "read_onnx", "rerun", "restored", "source",
+    "spatial_axes", "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input",
+    "windows_of",
 ]  # fmt: skip

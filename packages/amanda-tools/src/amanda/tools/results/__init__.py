@@ -23,6 +23,6 @@ from amanda.tools.results._text import NOTHING, amount, not_met, shortened
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",
     "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather",
-    "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing", "read_json", "read_npz", "read_text",
-    "reading", "restored", "shortened", "to_json",
+    "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing",
+    "read_json", "read_npz", "read_text", "reading", "restored", "shortened", "to_json",
 ]  # fmt: skip

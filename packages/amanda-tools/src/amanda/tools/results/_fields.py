@@ -15,8 +15,8 @@ _PLAIN = {str: (str,), int: (int,), float: (int, float), bool: (bool,), type(Non
 def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
     """Return `kind(**values)`, for a class whose annotations say of which types its fields are.
 
-    Raises ValueError for text, numbers or None in the place of another of these; TypeError for a missing or an
-    unknown field.
+    Raises ValueError for text, numbers or None in the place of another of these; TypeError for a missing or
+    an unknown field.
     """
     for name, types in _types(kind).items():
         value = values.get(name)

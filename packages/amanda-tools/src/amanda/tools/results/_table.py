@@ -58,8 +58,8 @@ class Table(Result):
             values.append(those)
         told_apart = {"schema", "version", "title", "notes", "columns", "rows"}
         return cls(
-            str(found["schema"]).removeprefix("amanda."), version, columns, list(zip(*values, strict=True)), title,
-            [str(note) for note in found["notes"]],
+            str(found["schema"]).removeprefix("amanda."), version, columns, list(zip(*values, strict=True)),
+            title, [str(note) for note in found["notes"]],
             {name: value for name, value in found.items() if name not in told_apart},
         )  # fmt: skip
 

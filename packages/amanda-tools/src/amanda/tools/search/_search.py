@@ -176,7 +176,7 @@ class Search:
                 self._controller.tell(self._space, trial.architecture, trial.scores)
 
     def _write(self) -> None:
-        """Add to the file what is not in it yet; a file that cannot be written is logged once, and tried again."""
+        """Add to the file what is not in it yet; if that fails, log it once, and try again next time."""
         if self._file is None:
             return
         number = self._written

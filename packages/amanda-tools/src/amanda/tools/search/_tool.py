@@ -179,7 +179,7 @@ class SearchTool(amanda.Tool):
         return write_file(path, to_json(self.architecture, indent=1) + "\n")
 
     def load(self, path: str | Path) -> None:
-        """Take the architecture of a file; raise SearchError for one that has none, FileError without a file."""
+        """Take the architecture of a file; raise SearchError for one that has none, FileError without one."""
         check_type("SearchTool: architecture", path, (str, Path), "the path of a file that `save` wrote")
         with parsing(path, "architecture, which `save` writes,", SearchError):
             self.architecture = read_json(path, "architecture", _architecture)

@@ -23,8 +23,9 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
     model.safetensors has `weight_packed`, `weight_scale`, `weight_shape` and for unsymmetric integers
     `weight_zero_point` in the place of each quantised weight; config.json has the `quantization_config`,
     beside what `model.config` says if the model is of transformers.  The format is "pack-quantized".
-    Returns the folder.  Raises FileError, and QuantizeError for a tool that has met another model, for quantised weights of
-    others than linear layers, for AWQ's scales of inputs that are not folded, and as `convert` does.
+    Returns the folder.  Raises QuantizeError for a tool that has met another model, for quantised weights of
+    others than linear layers, for AWQ's scales of inputs that are not folded, and as `convert` does; and
+    FileError.
     """
     import torch
     from safetensors import SafetensorError
