@@ -139,6 +139,45 @@ def test_a_bad_driver_is_logged_once_and_stops_no_other(run: Run) -> None:
     assert lines[-1] == "4"
 
 
+FAILING_ONCE = """
+import amanda, goodframe
+fails = [{error}]
+class Failing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "fake_good" and fails:
+            raise fails.pop()
+sys.meta_path.insert(0, Failing)
+def reasons(scope): return [entry.reason for entry in scope.report]
+with amanda.apply(amanda.Tool()) as outer:
+    print("outer", reasons(outer))
+    with amanda.apply(amanda.Tool()) as inner:
+        print("inner", reasons(inner))
+with amanda.apply(amanda.Tool()) as later:
+    print("later", reasons(later))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ('OSError(24, "Too many open files")', "free memory, open files or disk"),
+        ("MemoryError()", "free memory, open files or disk"),
+        ('ImportError("libgood.so: cannot open shared object file: Too many open files")', "free memory"),
+        ('ImportError("no module named good")', "pip install --upgrade fake-good"),
+        ('FileNotFoundError(2, "No such file")', "pip install --upgrade fake-good"),
+    ],
+)
+def test_a_driver_whose_import_failed_once_is_used_by_the_next_scope(
+    run: Run, error: str, advice: str
+) -> None:
+    out = run.code(FAILING_ONCE.format(error=error)).splitlines()
+    told = {line.split()[0]: line for line in out if not line.startswith("LOG")}
+    assert advice in told["outer"]
+    assert told["inner"] == "inner []"
+    assert told["later"] == "later []"
+
+
 def test_a_scope_reports_the_drivers_that_cannot_be_used(run: Run) -> None:
     out = run.code(
         "import amanda, brokenframe, oldframe, goodframe\n"
