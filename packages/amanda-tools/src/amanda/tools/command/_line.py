@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +120,8 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
 
 
 def _said(name: str, text: str, status: int, error: BaseException | None = None) -> int:
-    sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
+    with suppress(OSError):  # a file on the full disk that the message is about, perhaps
+        sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
     return status
 
 

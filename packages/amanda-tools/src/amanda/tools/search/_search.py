@@ -117,9 +117,7 @@ class Search:
             if self._trials and self._file is not None:
                 told = f"file is {str(self._file.path)!r}, and the study has {len(self._trials)} trials"
                 raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
-        if self._file is not None:
-            self._take(self._file.read())
-            self._written = len(self._trials)
+        self._read()
 
     @property
     def result(self) -> SearchResult:
@@ -144,6 +142,7 @@ class Search:
         if seconds is not None:
             check_real("Search.run: seconds", seconds)
         begun, self._stopped = perf_counter(), ""
+        self._read()
         if self._tool.mixture:
             raise SearchError(
                 "Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False"
@@ -175,6 +174,17 @@ class Search:
             if id(trial) not in known:
                 self._controller.tell(self._space, trial.architecture, trial.scores)
 
+    def _read(self) -> None:
+        """Take the trials that others have added to the file since it was read or written last."""
+        if self._file is not None:
+            there = self._file.read()
+            self._insert(there[self._written :])
+
+    def _insert(self, others: list[Trial]) -> None:
+        """Keep trials of others, which are in the file behind those that it had before."""
+        self._take([*self._trials[: self._written], *others, *self._trials[self._written :]])
+        self._written += len(others)
+
     def _write(self) -> None:
         """Add to the file what is not in it yet; if that fails, log it once, and try again next time."""
         if self._file is None:
@@ -187,8 +197,7 @@ class Search:
                 logger.warning("search: %s; the search goes on", error)
             self._unwritten = str(error)
             return
-        others = there[number : len(there) - len(self._trials) + number]
-        self._take([*self._trials[:number], *others, *self._trials[number:]])
+        self._insert(there[number : len(there) - len(self._trials) + number])
         self._written, self._unwritten = len(self._trials), ""
 
     def _next(self) -> dict[str, str] | None:
