@@ -136,10 +136,10 @@ def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
             else:
                 tool.load_state_dict(read_arrays(path))
         except Exception as error:  # of what a crafted file tells, too
-            reason = getattr(error, "strerror", None) or error
-            raise SpecError(
-                f"--state {text}: {path} is no state of {name} that can be read: {reason}"
-            ) from error
+            told = str(error)
+            if path.name not in told:
+                told = f"{path} is no state of {name} that can be read: {told}"
+            raise SpecError(f"--state {text}: {told}") from error
 
 
 def read_arrays(path: Path) -> Mapping[str, Any]:

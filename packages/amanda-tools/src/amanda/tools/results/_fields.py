@@ -26,7 +26,7 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 @cache
-def _types(kind: type) -> dict[str, tuple[type, ...]]:
+def _types(kind: Any) -> dict[str, tuple[type, ...]]:
     """Return the types of the values that each field of plain types may have."""
     found = {}
     for name, hint in get_type_hints(kind).items():

@@ -69,7 +69,7 @@ def check_file(path: Path) -> None:
 def read_text(path: Path) -> bytes:
     """Content of a file of text, which may be gzipped.
 
-    Raises TooLargeError, OSError, and EOFError or zlib.error for a gzip file that is damaged.
+    Raises TooLargeError, OSError, and ValueError for a gzip file that is damaged.
     """
     check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
@@ -82,8 +82,8 @@ def read_text(path: Path) -> bytes:
         with gzip.GzipFile(fileobj=BytesIO(raw)) as inflated:
             while text.write(inflated.read(_CHUNK)):
                 check_size(path, text.tell(), TEXT)
-    except gzip.BadGzipFile as error:
-        raise zlib.error(str(error)) from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"it is a gzip file that ends too early or is damaged ({error})") from error
     return text.getvalue()
 
 
