@@ -14,7 +14,7 @@ class StageChain:
     """Sessions of the files that `PartitionTool` wrote into a folder, run in the order of `partition.json`.
 
     options, providers: of each session, as onnxruntime.InferenceSession has them.
-    Raises ArtefactError for a folder without such a file.
+    Raises FileError for a folder without such a file, ArtefactError for another file of this name.
     """
 
     def __init__(

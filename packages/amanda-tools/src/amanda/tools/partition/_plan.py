@@ -38,7 +38,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Return the plan in a file that a result was saved to.  Raises PartitionError for another file."""
+        """Return the plan in a file that a result was saved to; raise PartitionError for another file."""
         return read_json(path, "file that partition saved, partition.json", cls._of, PartitionError)
 
     @classmethod

@@ -18,7 +18,8 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
     Raises ValueError for text, numbers or None in the place of another of these; TypeError for a missing or
     an unknown field.
     """
-    for name, types in _types(kind).items():
+    hashable: Any = kind
+    for name, types in _types(hashable).items():
         value = values.get(name)
         if name in values and (not isinstance(value, types) or (type(value) is bool and bool not in types)):
             raise ValueError(f"its {name} is {value!r}")
