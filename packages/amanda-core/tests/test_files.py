@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import resource
 import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import children
 import pytest
+from disk import full_disk
 
 from amanda.errors import AmandaError, ArtefactError, FileError, MissingFileError
 from amanda.files import (
@@ -27,17 +26,6 @@ from amanda.files import (
     replacing_all,
     write_file,
 )
-
-
-@contextmanager
-def full_disk(left: int = 10) -> Iterator[None]:
-    """Let no file grow beyond some bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (left, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
@@ -70,7 +58,7 @@ def test_a_process_that_is_killed_leaves_the_file_as_it_was(tmp_path: Path) -> N
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as part:
+    with contextlib.suppress(KeyboardInterrupt), replacing(tmp_path / "a") as part:
         part.write_text("half")
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
@@ -113,9 +101,8 @@ def test_a_long_name_has_a_part_within_the_limit(tmp_path: Path) -> None:
 
 def test_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
     write_file(tmp_path / "file", "")
-    for path, reason in (
-        (tmp_path, "Is a directory"), (tmp_path / "file" / "a", "Not a directory"), (Path("/proc/a"), "No such"),
-    ):  # fmt: skip
+    inside = tmp_path / "file" / "a"
+    for path, reason in ((tmp_path, "Is a dir"), (inside, "Not a dir"), (Path("/proc/a"), "No such file")):
         with pytest.raises(FileError, match=reason) as caught:
             write_file(path, "text")
         assert str(path) in str(caught.value)
@@ -173,14 +160,16 @@ def test_a_file_of_a_cache_whose_files_are_links_is_read(tmp_path: Path) -> None
 
 def test_a_file_and_its_data_replace_others_together(tmp_path: Path) -> None:
     target = write_file(tmp_path / "a", "before")
-    for left in (False, True):
-        with pytest.raises((FileError, ArtefactError)), replacing_all(target, force=left) as path:
+
+    def write(force: bool, size: int) -> None:
+        with replacing_all(target, force) as path:
             path.write_text("after")
-            if left:
-                with full_disk():
-                    (path.parent / "a.data").write_text("data" * 100)
-        assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"a": "before"}
-    with replacing_all(target, force=True) as path:
-        path.write_text("after")
-        (path.parent / "a.data").write_text("data")
+            (path.parent / "a.data").write_text("data" * size)
+
+    with pytest.raises(ArtefactError, match="is there already"):
+        write(force=False, size=1)
+    with pytest.raises(FileError, match="a cannot be written: File too large"), full_disk():
+        write(force=True, size=100)
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"a": "before"}
+    write(force=True, size=1)
     assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"a": "after", "a.data": "data"}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import stat
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import children
 import pytest
 import torch
+from disk import full_disk
 from torch import nn
 
 import amanda
@@ -42,17 +42,6 @@ from amanda.tools.view import main as view
 from amanda.tools.view import to_page
 
 X = torch.linspace(-1, 1, 32).reshape(1, 32)
-
-
-@contextlib.contextmanager
-def full_disk(left: int = 10) -> Iterator[None]:
-    """Let no file grow beyond some bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (left, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")
