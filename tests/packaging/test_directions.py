@@ -167,6 +167,7 @@ def is_offered(name: str) -> bool:
         "backend",
         "context",
         "errors",
+        "files",
         "interceptor",
         "namespace",
         "plugins",
