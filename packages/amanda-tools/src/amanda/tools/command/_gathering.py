@@ -16,7 +16,10 @@ from amanda.files import write_file
 from amanda.tools._libraries import rich
 from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._spec import Tooling
-from amanda.tools.results import Result, can_merge, merge, read_json, restored, to_json
+from amanda.tools.results import Result, can_merge, merge, read_json, reading, restored, to_json
+
+_MORE = 1 << 28
+"""Bytes by which a file may grow between the question for its size and its reading."""
 
 
 class Gathering:
@@ -111,20 +114,24 @@ class Gathering:
 
     def _others(self, folder: Path) -> dict[str, Any]:
         """Return what other processes left, by their labels; note what cannot be read."""
-        found = {}
+        found: dict[str, Any] = {}
         for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem)):
             try:
-                found[path.stem] = read_json(path, "file of a process's results", self._left_by_other)
-            except AmandaError as error:
+                with reading(
+                    path.stat().st_size + _MORE
+                ):  # of this program, whatever it comes to
+                    found[path.stem] = read_json(path, "file of a process's results", self._left_by_other)
+            except (AmandaError, OSError) as error:
                 self._lost.append(f"the results of {path.stem} are lost: {error}")
         return found
 
     def _left_by_other(self, found: Any) -> Any:
         if len(found["tools"]) != len(self._tools) or not isinstance(found["ranks"], int):
             raise ValueError("it is of other tools")
-        for told in filter(None, found["tools"]):
-            told["saved"], told["result"], told["text"]
-        found["messages"], found["lost"] = map(str, found["messages"]), map(str, found["lost"])
+        if any({"saved", "result", "text"} - told.keys() for told in found["tools"] if told):
+            raise ValueError("a result in it lacks something")
+        for key in ("messages", "lost"):
+            found[key] = list(map(str, found[key]))
         return found
 
     def _tell(

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 import amanda
-from amanda.errors import FileError
+from amanda.errors import AmandaError, FileError
 from amanda.files import check_file_to_write
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
@@ -192,7 +192,7 @@ class Search:
         number = self._written
         try:
             there = self._file.add(self._trials, number)
-        except FileError as error:
+        except AmandaError as error:
             if not self._unwritten:
                 logger.warning("search: %s; the search goes on", error)
             self._unwritten = str(error)
