@@ -117,9 +117,7 @@ class Gathering:
         found: dict[str, Any] = {}
         for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem)):
             try:
-                with reading(
-                    path.stat().st_size + _MORE
-                ):  # of this program, whatever it comes to
+                with reading(path.stat().st_size + _MORE):  # of this program, whatever it comes to
                     found[path.stem] = read_json(path, "file of a process's results", self._left_by_other)
             except (AmandaError, OSError) as error:
                 self._lost.append(f"the results of {path.stem} are lost: {error}")
