@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
 from amanda.files import file_beside
 from amanda.tools.results import parsing
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, TensorProto
 
 
 def read_onnx(
@@ -28,11 +29,21 @@ def read_onnx(
     path = Path(path)
     with parsing(path, "ONNX model", kind):
         proto = onnx.load(path, load_external_data=False)
-        sparse = (part for one in proto.graph.sparse_initializer for part in (one.values, one.indices))
-        for tensor in (*external_data_helper._get_all_tensors(proto), *sparse):
+        for tensor in _tensors(proto):
             if external_data_helper.uses_external_data(tensor):
                 place = external_data_helper.ExternalDataInfo(tensor).location
                 file_beside(path, place, f"the data of {tensor.name}")
         if data:
             external_data_helper.load_external_data_for_model(proto, str(path.parent))
     return proto
+
+
+def _tensors(message: Any) -> Iterator[TensorProto]:
+    """Yield the tensors in a model: initializers, attributes, those of bodies, functions and sparse ones."""
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in [value] if hasattr(value, "ListFields") else value:
+                if part.DESCRIPTOR.name == "TensorProto":
+                    yield part
+                else:
+                    yield from _tensors(part)
