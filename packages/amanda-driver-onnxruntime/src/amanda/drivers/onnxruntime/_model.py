@@ -48,7 +48,7 @@ class Model:
         self.proto = self._light(inlined, folder)
         graph = self.proto.graph
         for node in graph.node:
-            value = constant_of(node)
+            value = constant_of(node, folder)
             if value is not None:
                 self.constants[node.output[0]] = value
         self.opsets = {one.domain: one.version for one in self.proto.opset_import}
@@ -196,14 +196,17 @@ def referred(name: str, array: Array) -> TensorProto:
     return tensor
 
 
-def constant_of(node: onnx.NodeProto) -> Array | None:
-    """Return what a Constant node gives; None of another node, and where it is no dense tensor."""
+def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
+    """Return what a Constant node gives; None of another node, and where it is no dense tensor.
+
+    folder: that of its external data.
+    """
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
     value: Any = onnx.helper.get_attribute_value(attribute)
     if attribute.name == "value":
-        return array_of(value)
+        return array_of(value, folder)
     dtype = _CONSTANTS.get(attribute.name)
     return None if dtype is None else np.array(value, dtype)
 
