@@ -43,7 +43,11 @@ def branched(sin: Function, x: Any) -> Any:
 def nested(sin: Function, x: Any) -> Any:
     def body(state: Any) -> Any:
         return state[0] + 1, eqxi.while_loop(
-            lambda s: s[0] < 2, lambda s: (s[0] + 1, sin(s[1])), (0, state[1]), max_steps=4, kind="checkpointed"
+            lambda s: s[0] < 2,
+            lambda s: (s[0] + 1, sin(s[1])),
+            (0, state[1]),
+            max_steps=4,
+            kind="checkpointed",
         )[1]
 
     return eqxi.while_loop(lambda s: s[0] < 2, body, (0, x), max_steps=4, kind="checkpointed")[1]

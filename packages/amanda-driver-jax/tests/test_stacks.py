@@ -145,7 +145,9 @@ def test_each_slice_has_statistics(net: Callable[..., Any]) -> None:
             array = np.asarray(stack["layers"]["kernel"][i])
             statistics = found[tensor].statistics
             assert (found[tensor].executions, statistics.elements) == (2, 72)
-            np.testing.assert_allclose((statistics.least, statistics.most), (array.min(), array.max()), rtol=1e-5)
+            np.testing.assert_allclose(
+                (statistics.least, statistics.most), (array.min(), array.max()), rtol=1e-5
+            )
         assert f"output 0 [{i}]" in found
 
 

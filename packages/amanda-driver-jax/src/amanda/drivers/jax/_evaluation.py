@@ -114,7 +114,11 @@ def _checkpointed(function: Callable[..., Any], prevent_cse: Any, policy: Any) -
 
 
 def _checkpoint(*, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: Any) -> Program | None:
-    return None if differentiated or not isinstance(prevent_cse, bool) else _checkpointed(_function(jaxpr), prevent_cse, policy)
+    return (
+        None
+        if differentiated or not isinstance(prevent_cse, bool)
+        else _checkpointed(_function(jaxpr), prevent_cse, policy)
+    )
 
 
 def _jit(*, jaxpr: Any, **params: Any) -> Program | None:
