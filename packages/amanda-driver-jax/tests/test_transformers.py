@@ -1,4 +1,4 @@
-"""Transformers of Flax whose layers are scanned over: to the bit, with NaN found, pruned and quantised by layer."""
+"""Transformers of Flax whose layers are scanned over: bits, NaN at its op, masks and scales by layer."""
 
 from __future__ import annotations
 

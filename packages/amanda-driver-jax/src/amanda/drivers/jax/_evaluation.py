@@ -1,4 +1,4 @@
-"""Evaluation of programs that were traced apart: by `jax.make_jaxpr`, `jax.closure_convert`, loops of Equinox.
+"""Evaluation of programs that were traced apart, as by `jax.make_jaxpr` and loops of Equinox.
 
 JAX binds their ops one by one.  Loops and functions within them come as programs: those that were traced
 without the tools are traced anew.

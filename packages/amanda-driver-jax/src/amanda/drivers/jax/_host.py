@@ -174,7 +174,7 @@ def run_later(
 
 
 def _dependence(values: list[Any]) -> list[Any]:
-    """Return arrays without elements of all that an op is given: rows of any of it call back by themselves."""
+    """Return arrays without elements of all that an op is given: rows of any of it call back each."""
     given = {id(one): one for one in spread(values) if is_tensor(one) and one.dtype != dtypes.float0}
     return [_emptied(one) for one in given.values()]
 

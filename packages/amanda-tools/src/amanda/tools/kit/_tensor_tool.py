@@ -156,8 +156,9 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         if kind != "accumulate_grad":
+            see = self._see_slice if _SLICE in context else self._see
             context.insert_after_backward_op(
-                self._see_slice if _SLICE in context else self._see, record=self._record(context, "backward", kind), role="gradient",
+                see, record=self._record(context, "backward", kind), role="gradient",
                 dtype=context["dtype"], is_weights=weight_gradient(context),
             )  # fmt: skip
 
