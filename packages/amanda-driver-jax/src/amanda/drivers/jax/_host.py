@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import wraps
 from itertools import count
@@ -114,7 +115,8 @@ class Job:
         try:
             numbers = iter(map(int, slices))
             read = {one: tuple(next(numbers) for _ in range(count)) for one, count in self._stacks.items()}
-            with interrupting(), interceptor.Suspension(), reading(read):
+            slices_read = reading(read) if read else nullcontext()
+            with interrupting, interceptor.Suspension(), slices_read:
                 results = run_routine(
                     _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
                 )
