@@ -1,12 +1,12 @@
 """Signals that come while a program calls Python: XLA turns what their handlers raise into its own error."""
 
+# Its functions in C are ten times as fast as those of signal, which make enums.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import _signal  # its functions in C are ten times as fast as those of signal, which make enums
 
 _NUMBERS = sorted(signal.valid_signals())
 
