@@ -57,7 +57,7 @@ def test_nan_in_a_mapped_function_is_found_at_its_op(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_tool_that_looks_leaves_each_bit_of_a_mapped_function(name: str) -> None:
     bare = PROGRAMS[name](X)
-    with amanda.apply(looking()):
+    with amanda.apply(looking()), jax.check_tracer_leaks():
         value = PROGRAMS[name](X)
     np.testing.assert_array_equal(value, bare)
     assert value.sharding == bare.sharding

@@ -55,8 +55,9 @@ def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, 
 
     def program(*args: Any) -> list[Any]:
         nonlocal form
-        form = bind(*args, **params)
-        return list(form.vals)
+        made = bind(*args, **params)
+        form = made.update([None] * len(made.vals))  # it holds no symbol after the trace
+        return list(made.vals)
 
     def ops(values: Sequence[Any]) -> list[Any]:
         with noting() as notes:
