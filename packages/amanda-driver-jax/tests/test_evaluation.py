@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
 import amanda
 
@@ -22,6 +23,21 @@ Function = Callable[[Any], Any]
 
 def evaluated(function: Function) -> Function:
     return lambda x: jax.core.eval_jaxpr(jax.make_jaxpr(function)(x).jaxpr, [], x)[0]
+
+
+def interpreted(function: Function) -> Function:
+    """Return a function whose program is run by an interpreter that is none of JAX's."""
+
+    def run(x: Any) -> Any:
+        program = jax.make_jaxpr(function)(x).jaxpr
+        values = dict(zip(program.invars, [x], strict=True))
+        for one in program.eqns:
+            inputs = [values[i] if type(i) is not Literal else i.val for i in one.invars]
+            results = one.primitive.bind(*inputs, **one.params)
+            values |= zip(one.outvars, results if one.primitive.multiple_results else [results], strict=True)
+        return values[program.outvars[0]]
+
+    return run
 
 
 def converted(function: Function) -> Function:
@@ -61,6 +77,8 @@ PROGRAMS: dict[str, Callable[[Function, Any], Any]] = {
     "while": lambda sin, x: evaluated(lambda x: looped(sin, x))(x),
     "cond": lambda sin, x: evaluated(lambda x: branched(sin, x))(x),
     "checkpoint": lambda sin, x: evaluated(jax.checkpoint(sin))(x),
+    "function under jit in an interpreter": lambda sin, x: interpreted(jax.jit(sin))(x),
+    "scan in an interpreter": lambda sin, x: interpreted(lambda x: scanned(sin, x))(x),
     "closure_convert": lambda sin, x: converted(sin)(x),
     "scan in closure_convert": lambda sin, x: converted(lambda x: scanned(sin, x))(x),
     "loops of Equinox": nested,

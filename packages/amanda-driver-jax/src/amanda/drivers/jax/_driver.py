@@ -20,7 +20,7 @@ from jax._src.interpreters import partial_eval as pe
 from ._autodiff import Made, carried, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
 from ._contexts import follow, key_of, leave, under, unseen
-from ._evaluation import APART, evaluated, has_programs, holds_routines, traced_anew
+from ._evaluation import APART, caller_of_bind, evaluated, holds_routines, traced_anew, was_traced_apart
 from ._host import raise_failures, run_later
 from ._jit import IN_ONE, follow_jit
 from ._loops import calls_in_condition, run_loop, run_mapped
@@ -88,18 +88,18 @@ class JaxDriver(Arrays, EagerDriver):
             activation = interceptor.active()
             if activation is None:
                 return original(primitive, *args, **params)
-            evaluates = evaluated(sys._getframe(1))
-            if evaluates is not None:
-                if holds_routines(evaluates):  # its ops were the tools' when it was traced
-                    note(INSERTION)
-                    note(TAP)
-                    with unseen():
-                        return original(primitive, *args, **params)
-                if primitive.name in PROGRAMS and has_programs(params) and not is_tangent(args):
-                    program = traced_anew(primitive.name, params)
-                    if program is not None:
-                        return program(*args)
-                    activation.state.report(f"inside of {primitive.name}", APART)
+            caller = caller_of_bind(sys._getframe(1))
+            program = evaluated(caller)
+            if program is not None and holds_routines(program):  # its ops were the tools' as it was traced
+                note(INSERTION)
+                note(TAP)
+                with unseen():
+                    return original(primitive, *args, **params)
+            if primitive.name in PROGRAMS and not is_tangent(args) and was_traced_apart(caller, params):
+                run_anew = traced_anew(primitive.name, params)
+                if run_anew is not None:
+                    return run_anew(*args)
+                activation.state.report(f"inside of {primitive.name}", APART)
             if primitive.name == "shard_map" and not is_tangent(args):
                 if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound

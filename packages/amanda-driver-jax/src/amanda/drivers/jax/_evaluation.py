@@ -6,7 +6,7 @@ without the tools are traced anew.
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,17 +16,21 @@ from jax._src import ad_checkpoint, core, pjit
 _EVALUATES = core.eval_jaxpr.__code__
 _PASSES_ON = ad_checkpoint.remat_p.bind.__code__
 _PREFIX = "amanda_"
+_JAX = str(Path(jax.__file__).parent)
 _ROUTINES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_FUNCTIONS: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 Program = Callable[..., Sequence[Any]]
 
 APART = "it was traced apart, and its form is not known: call the function itself"
 
 
+def caller_of_bind(frame: FrameType) -> FrameType:
+    """Return the frame that binds a primitive, which a function of JAX may pass on."""
+    return frame.f_back if frame.f_code is _PASSES_ON and frame.f_back is not None else frame
+
+
 def evaluated(frame: FrameType) -> Any:
-    """Return the program that the caller of `bind` evaluates op by op; None for another caller."""
-    if frame.f_code is _PASSES_ON and frame.f_back is not None:
-        frame = frame.f_back
+    """Return the program that a frame evaluates op by op; None for another frame."""
     return frame.f_locals["jaxpr"] if frame.f_code is _EVALUATES else None
 
 
@@ -39,24 +43,41 @@ def holds_routines(program: Any) -> bool:
     return _ROUTINES[program]
 
 
-def has_programs(params: dict[str, Any]) -> bool:
-    """Return True for parameters of a primitive in which there are programs."""
-    return next(core.jaxprs_in_params(params), None) is not None
+def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
+    """Return True if the programs in parameters of a primitive come of another program, without the tools.
+
+    frame: of the caller of `bind`: an evaluation by JAX, or an interpreter of programs that is none of JAX's.
+    """
+    programs = list(core.jaxprs_in_params(params))
+    if not programs or any(map(holds_routines, programs)):
+        return False
+    return evaluated(frame) is not None or not frame.f_code.co_filename.startswith(_JAX)
 
 
 def traced_anew(name: str, params: dict[str, Any]) -> Program | None:
-    """Return a function that runs a loop, branches or a function as JAX's own functions do.
-
-    None for what has another form, and for what has routines in it.
-    """
-    if any(map(holds_routines, core.jaxprs_in_params(params))) or name not in _FORMS:
-        return None
-    return _FORMS[name](**params)
+    """Return a function that runs a loop, branches or a function as JAX's own do; None for others."""
+    return _FORMS[name](**params) if name in _FORMS else None
 
 
-def _function(program: Any) -> Callable[..., Any]:
-    """Return a program as a function: the same one each time, for JAX's caches."""
-    if program not in _FUNCTIONS:
+def _as_it_is(function: Program) -> Program:
+    return function
+
+
+def _checkpointed(function: Program, prevent_cse: bool, policy: Any) -> Program:
+    checkpointed: Program = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
+    return checkpointed
+
+
+def _jitted(function: Program, name: str) -> Program:
+    function.__name__ = name
+    jitted: Program = jax.jit(function)
+    return jitted
+
+
+def _function(program: Any, form: Callable[..., Any] = _as_it_is, *options: Any) -> Callable[..., Any]:
+    """Return a program as a function, in a form: one as long as the program lives, for JAX's caches."""
+    functions = _FUNCTIONS.setdefault(program, {})
+    if (form, options) not in functions:
         reference = weakref.ref(program)
 
         def function(*args: Any) -> Any:
@@ -65,8 +86,8 @@ def _function(program: Any) -> Callable[..., Any]:
                 return core.eval_jaxpr(closed, (), *args)
             return core.jaxpr_as_fun(closed)(*args)
 
-        _FUNCTIONS[program] = function
-    return _FUNCTIONS[program]
+        functions[form, options] = form(function, *options)
+    return functions[form, options]
 
 
 def _scan(
@@ -95,11 +116,12 @@ def _while(*, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts:
     def run(*args: Any) -> Sequence[Any]:
         count = cond_nconsts + body_nconsts
         cond_consts, body_consts, carry = args[:cond_nconsts], args[cond_nconsts:count], args[count:]
-        return jax.lax.while_loop(
+        results: Sequence[Any] = jax.lax.while_loop(
             lambda carry: condition(*cond_consts, *carry)[0],
             lambda carry: tuple(body(*body_consts, *carry)),
             tuple(carry),
         )
+        return results
 
     return run
 
@@ -108,32 +130,17 @@ def _cond(*, branches: Sequence[Any], **_: Any) -> Program:
     return lambda index, *operands: jax.lax.switch(index, list(map(_function, branches)), *operands)
 
 
-@cache
-def _checkpointed(function: Callable[..., Any], prevent_cse: Any, policy: Any) -> Program:
-    return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)  # type: ignore[no-any-return]
-
-
 def _checkpoint(*, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: Any) -> Program | None:
-    return (
-        None
-        if differentiated or not isinstance(prevent_cse, bool)
-        else _checkpointed(_function(jaxpr), prevent_cse, policy)
-    )
+    if differentiated or not isinstance(prevent_cse, bool):
+        return None
+    return _function(jaxpr, _checkpointed, prevent_cse, policy)
 
 
 def _jit(*, jaxpr: Any, **params: Any) -> Program | None:
-    placed = (params["in_shardings"], params["out_shardings"])
-    if any(one is not pjit.UNSPECIFIED for several in placed for one in several) or any(
-        params["donated_invars"]
-    ):
+    placed = (*params["in_shardings"], *params["out_shardings"])
+    if any(one is not pjit.UNSPECIFIED for one in placed) or any(params["donated_invars"]):
         return None
-    return _jitted(_function(jaxpr), params["name"])
-
-
-@cache
-def _jitted(function: Callable[..., Any], name: str) -> Program:
-    function.__name__ = name
-    return jax.jit(function)  # type: ignore[no-any-return]
+    return _function(jaxpr, _jitted, params["name"])
 
 
 _FORMS: dict[str, Callable[..., Program | None]] = {
