@@ -169,6 +169,7 @@ def is_offered(name: str) -> bool:
         "errors",
         "interceptor",
         "namespace",
+        "options",
         "plugins",
         "tool",
         "testing",

@@ -28,15 +28,17 @@ from amanda.tools.kit._weight_input import (
     weight_input,
 )
 from amanda.tools.kit._weight_result import WeightResult
-from amanda.tools.kit._weight_selection import WeightSelection
+from amanda.tools.kit._weight_selection import Globs, Selected, WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import ELSEWHERE, SEVERAL, Weights
 from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
-    "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Held",
+    "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Globs",
+    "Held",
     "HeldError", "Holders", "Leave", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
-    "Present", "Progress", "Rerun", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError",
+    "Present", "Progress", "Rerun", "Selected", "SelectedRows", "TensorMap", "TensorTool", "Tensors",
+    "TensorsError",
     "Unfolding",
     "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import amanda
+from amanda.options import Name, NonNegativeInt, PositiveInt, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import check_one_of, leaves, tensors_of
+from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.patch._frameworks import (
     BY_KEYWORD,
@@ -49,24 +50,24 @@ class PatchTool(amanda.Tool):
     Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """
 
+    @checked(error=PatchError)
     def __init__(
         self,
         module: list[str] | str | None = None,
         side: Side = "output",
-        index: int | None = 0,
-        type: list[str] | str | None = None,
+        index: NonNegativeInt | None = 0,
+        type: list[Name] | Name | None = None,
         set: Any = None,
         add: Any = None,
         scale: Any = None,
         positions: list[int] | int | None = None,
         heads: list[int] | int | None = None,
-        num_heads: int | None = None,
+        num_heads: PositiveInt | None = None,
         axis: int = 1,
-        steps: list[int] | int | None = None,
+        steps: list[NonNegativeInt] | NonNegativeInt | None = None,
         differentiable: bool = False,
     ) -> None:
         super().__init__()
-        check_one_of("side", side, get_args(Side), PatchError)
         if module is None and type is None:
             raise PatchError("no module and no type; give a module such as 'model.layers.1', a type, or both")
         edits = {"set": set, "add": add, "scale": scale}

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from amanda.options import PositiveInt, Range, checked
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import Selected
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, tied
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
-from amanda.tools.quantize.weights._integers import IntegerTool, check_count, sums_of
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import Unpack
-
-    from amanda.tools.kit._weight_selection import Selected
 
 
 class AWQTool(IntegerTool, FoldingTool):
@@ -38,19 +38,17 @@ class AWQTool(IntegerTool, FoldingTool):
     >>> awq = AWQTool(bits=4, group_size=32)
     """
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        bits: int = 4,
-        group_size: int | None = 128,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        steps: int = 20,
+        steps: Annotated[int, Range(1, 10_000)] = 20,
         clip: bool = False,
         **selected: Unpack[Selected],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
-        check_count("steps", steps, "exponents, such as 20")
-        if not isinstance(clip, bool):
-            raise QuantizeError(f"clip is {clip!r}; give True or False")
         self._steps, self._clip = steps, clip
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:

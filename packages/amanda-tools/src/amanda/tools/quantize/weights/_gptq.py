@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from amanda.tools.kit import Progress
+from amanda.options import PositiveInt, Range, checked
+from amanda.tools.kit import Progress, Selected
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._grouping import Codes, dequantized, nearest, qparams
-from amanda.tools.quantize.weights._integers import IntegerTool, check_count
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
-
-    from amanda.tools.kit._weight_selection import Selected
 
 
 class GPTQTool(IntegerTool, CalibratedTool):
@@ -36,22 +35,18 @@ class GPTQTool(IntegerTool, CalibratedTool):
     >>> gptq = GPTQTool(bits=4, group_size=32)
     """
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        bits: int = 4,
-        group_size: int | None = 128,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        damping: float = 0.01,
-        block: int = 128,
+        damping: Annotated[float, Range(above=0, below=1)] = 0.01,
+        block: PositiveInt = 128,
         act_order: bool = False,
         **selected: Unpack[Selected],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
-        if not isinstance(damping, (int, float)) or not 0 < damping < 1:
-            raise QuantizeError(f"damping is {damping!r}; give a share between 0 and 1, such as 0.01")
-        check_count("block", block, "columns, such as 128")
-        if not isinstance(act_order, bool):
-            raise QuantizeError(f"act_order is {act_order!r}; give True or False")
         self._damping, self._block, self._act_order = damping, block, act_order
         self._turn: _Turn | None = None
 

@@ -1,0 +1,36 @@
+"""Options of tools and functions: their annotations say which values are right.
+
+>>> from amanda.options import NonNegativeInt, Share, checked
+>>> class Sampled(amanda.Tool):
+...     @checked
+...     def __init__(self, share: Share = 0.1, seed: NonNegativeInt = 0) -> None: ...
+>>> Sampled(share=2)
+Traceback (most recent call last):
+amanda.errors.OptionError: Sampled: share is 2; give a number from 0 to 1
+"""
+
+from amanda.options.checking import REQUIRED, Option, checked, mistake, options_of
+from amanda.options.kinds import Kind, Mismatch, kind_of, shown
+from amanda.options.ranges import (
+    AnyFloat,
+    File,
+    Folder,
+    Length,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NotEmpty,
+    OutputFolder,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Range,
+    Seed,
+    Share,
+)
+
+__all__ = [
+    "REQUIRED", "AnyFloat", "File", "Folder", "Kind", "Length", "Mismatch", "Name", "NonNegativeFloat",
+    "NonNegativeInt", "NotEmpty", "Option", "OutputFolder", "PositiveFloat", "PositiveInt", "PositiveShare",
+    "Range", "Seed", "Share", "checked", "kind_of", "mistake", "options_of", "shown",
+]  # fmt: skip
