@@ -12,6 +12,7 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.errors import ToolError
+from amanda.options import Name, checked
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
@@ -45,7 +46,8 @@ class Tool:
         self._amanda = Registry()
         return self
 
-    def __init__(self, namespace: str | None = None) -> None:
+    @checked
+    def __init__(self, namespace: Name | None = None) -> None:
         """Make a tool without routines; a subclass need not call this.
 
         namespace: leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
@@ -71,6 +73,7 @@ class Tool:
             )
         return super().__reduce_ex__(protocol)
 
+    @checked(error=ToolError)
     def add_inst_for_op(
         self,
         callback: AnalysisRoutine,
@@ -87,6 +90,7 @@ class Tool:
         """
         self._register(callback, backward, require_outputs, guard, closing=False)
 
+    @checked(error=ToolError)
     def add_closing_inst_for_op(
         self, callback: AnalysisRoutine, backward: bool = False, require_outputs: bool = False
     ) -> None:
@@ -139,6 +143,7 @@ class Tool:
         """
         return None
 
+    @checked(error=ToolError)
     def restrict(self, admits: Admission) -> None:
         """Call this tool's analysis routines only for ops whose context `admits` accepts.
 
@@ -148,6 +153,7 @@ class Tool:
         self._amanda.admissions.append(admits)
         self._amanda.version += 1
 
+    @checked(error=ToolError)
     def wrap_routines(self, wrap: Wrapper) -> None:
         """Replace the routine of each action by the result of `wrap(context, type, routine)`.
 

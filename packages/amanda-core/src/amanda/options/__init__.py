@@ -20,6 +20,7 @@ from amanda.options.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
     NotEmpty,
+    OutputFile,
     OutputFolder,
     PositiveFloat,
     PositiveInt,
@@ -27,10 +28,12 @@ from amanda.options.ranges import (
     Range,
     Seed,
     Share,
+    Where,
 )
 
 __all__ = [
     "REQUIRED", "AnyFloat", "File", "Folder", "Kind", "Length", "Mismatch", "Name", "NonNegativeFloat",
-    "NonNegativeInt", "NotEmpty", "Option", "OutputFolder", "PositiveFloat", "PositiveInt", "PositiveShare",
-    "Range", "Seed", "Share", "checked", "kind_of", "mistake", "options_of", "shown",
+    "NonNegativeInt", "NotEmpty", "Option", "OutputFile", "OutputFolder", "PositiveFloat", "PositiveInt",
+    "PositiveShare", "Range", "Seed", "Share", "Where", "checked", "kind_of", "mistake", "options_of",
+    "shown",
 ]  # fmt: skip

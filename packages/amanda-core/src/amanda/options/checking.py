@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from amanda.errors import AmandaError, OptionError
+from amanda.errors import AmandaError, OptionError, did_you_mean
 from amanda.options.kinds import Kind, Mismatch, kind_of, shown
 
 P = ParamSpec("P")
@@ -76,6 +76,7 @@ def _checked(target: Any, error: type[AmandaError]) -> Any:
 
     @functools.wraps(target)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         nonlocal call
         if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
             call = _Call(target, error)

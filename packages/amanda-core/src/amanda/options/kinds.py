@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from functools import lru_cache
 from numbers import Integral, Rational, Real
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from amanda.options.ranges import WHOLE, At, Length, Range
+from amanda.options.ranges import WHOLE, At, Length, Range, Where
 
 _SHOWN = 120
 _LISTS = (Sequence, list, Iterable, Collection)
@@ -61,11 +61,16 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(members[0], (*marks, *annotation.__metadata__))
+    where = next((mark for mark in marks if isinstance(mark, Where)), None)
+    if where is not None:
+        return _where(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
     if origin in (Union, types.UnionType):
         at = next((mark for mark in marks if isinstance(mark, At)), None)
         return _path(at) if at is not None else _union([_kind(member, marks) for member in members])
     if origin is Literal:
         return _literal(members)
+    if isinstance(annotation, TypeVar):
+        return _ANY if annotation.__bound__ is None else _kind(annotation.__bound__, marks)
     plain = origin or annotation
     if plain in _PLAIN:
         return _PLAIN[plain](marks)
@@ -102,6 +107,16 @@ def _named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
     article = "an" if noun[0] in "aeiouAEIO" else "a"
     many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
+
+
+def _where(kind: Kind, where: Where) -> Kind:
+    def accept(value: Any) -> Any:
+        value = kind.accept(value)
+        if not where.holds(value):
+            raise Mismatch
+        return value
+
+    return Kind(where.words, where.words, where.words, accept)
 
 
 def _callable(value: Any) -> bool:
@@ -169,8 +184,10 @@ def _str(marks: tuple[Any, ...]) -> Kind:
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
 
     def accept(value: Any) -> str:
-        if not isinstance(value, str) or not length.holds(len(value)):
-            raise Mismatch("" if value != "" else "it is empty")
+        if not isinstance(value, str):
+            raise Mismatch
+        if not length.holds(len(value)):
+            raise Mismatch("" if value else "it is empty")
         return value
 
     return Kind("a text", "text", "texts", accept)
@@ -181,8 +198,7 @@ def _any(marks: tuple[Any, ...]) -> Kind:
 
 
 def _path(at: At | None) -> Kind:
-    noun = {"file": "path of a file", "folder": "path of a folder", "output folder": "path of a folder"}
-    name = "path" if at is None else noun[at.is_there]
+    name = "path" if at is None else f"path of a {at.what.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
@@ -191,7 +207,7 @@ def _path(at: At | None) -> Kind:
         if not isinstance(text, str) or not text or "\0" in text:
             raise Mismatch("it is empty" if not text else "")
         try:
-            if at is not None and (trouble := _trouble_at(Path(text), at.is_there)):
+            if at is not None and (trouble := _trouble_at(Path(text), at.what)):
                 raise Mismatch(trouble)
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
@@ -206,6 +222,10 @@ def _trouble_at(path: Path, wanted: str) -> str:
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
     if wanted == "folder":
         return "" if path.is_dir() else "it is no folder" if path.exists() else "there is no such folder"
+    if wanted == "output file":
+        if path.is_dir():
+            return "it is a folder"
+        return "" if path.absolute().parent.is_dir() else f"there is no folder {path.parent}"
     nearest = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
     if not nearest.is_dir():
         return f"{nearest} is no folder"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 _MOST_INT = (1 << 63) - 1  # what frameworks' sizes, native counters and files hold
 
@@ -74,12 +75,24 @@ class Length:
 
 @dataclass(frozen=True)
 class At:
-    """What must be at a path: a "file" or a "folder" that is there, or an "output folder".
+    """What must be at a path: a "file" or a "folder" that is there, or an "output file" or "output folder".
 
-    An output folder need not be there; its nearest parent that is there must be a folder that can be written.
+    An output file need not be there, but its folder must.  An output folder need not be there either; its
+    nearest parent that is there must be a folder that can be written.
     """
 
-    is_there: Literal["file", "folder", "output folder"]
+    what: Literal["file", "folder", "output file", "output folder"]
+
+
+@dataclass(frozen=True)
+class Where:
+    """A condition that no other mark states, and words for what is right: `Where("an even number", is_even)`.
+
+    holds: returns True for a value that is right; called for values of the annotated type.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
 
 
 NotEmpty = Length(1)
@@ -96,4 +109,5 @@ AnyFloat = Annotated[float, Range(finite=False)]
 Name = Annotated[str, NotEmpty]
 File = Annotated[str | PathLike[str] | Path, At("file")]
 Folder = Annotated[str | PathLike[str] | Path, At("folder")]
+OutputFile = Annotated[str | PathLike[str] | Path, At("output file")]
 OutputFolder = Annotated[str | PathLike[str] | Path, At("output folder")]

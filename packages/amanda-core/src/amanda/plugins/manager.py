@@ -11,6 +11,7 @@ from typing import Any
 import pluggy
 
 from amanda.errors import OptionError, PluginError, UnknownToolError, did_you_mean
+from amanda.options import Name, checked
 from amanda.plan.hooks import hooks
 from amanda.plugins import drivers, hookspecs
 from amanda.plugins.drivers import (
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 
+@checked
 def list_tools(load: bool = False) -> list[Plugin]:
     """The tools that are installed.
 
@@ -58,7 +60,8 @@ def tool_class(name: str) -> type[Tool]:
     return kind
 
 
-def load_tool(name: str, /, **options: Any) -> Tool:
+@checked
+def load_tool(name: Name, /, **options: Any) -> Tool:
     """Make the tool that a distribution registers under a name, with these options.
 
     Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
+from amanda.options import checked
 from amanda.tools.dump._arrays import Arrays, read_arrays, shaped
 from amanda.tools.dump._entry import Entry, Op, op_from_dict
 from amanda.tools.results import check_schema, read_json
@@ -29,6 +30,7 @@ class Dump:
     >>> [dump.array(entry) for entry in dump if dump.ops[entry.op].type == "conv2d"]  # doctest: +SKIP
     """
 
+    @checked
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / INDEX

@@ -2,7 +2,7 @@
 
 from amanda.backend import TensorMap
 from amanda.tools.kit._callers import PerCaller
-from amanda.tools.kit._checks import attempt, check_finite, check_number, check_one_of
+from amanda.tools.kit._checks import attempt, check_finite, check_number
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
@@ -42,7 +42,7 @@ __all__ = [
     "Unfolding",
     "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
-    "check_number", "check_one_of",
+    "check_number",
     "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
     "packed_inputs", "parameter_inputs", "parameters", "rerun", "restored", "source", "spatial_axes",
     "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input", "windows_of",

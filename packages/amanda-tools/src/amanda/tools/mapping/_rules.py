@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from amanda import Namespace, OpContext, Tool
 from amanda.errors import ToolError
+from amanda.options import checked
 
 Rewrite = Callable[[OpContext], None]
 
@@ -41,9 +42,8 @@ class MappingTool(Tool):
 
     follows_dependents = True
 
+    @checked(error=RuleError)
     def __init__(self, rules: Sequence[Sequence[Any]]) -> None:
-        if isinstance(rules, (str, bytes)) or not isinstance(rules, Sequence):
-            raise RuleError(f"rules is {rules!r}; give a list of rules: [[namespace, before], ...]")
         self.rules = [_read(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
         for backward in (False, True):
             for require_outputs in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from amanda.options import checked
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.mapping._gradient import drop_unmade
 from amanda.tools.mapping._installed import installed_rules
@@ -39,6 +40,7 @@ class StandardMapping(MappingTool):
     rules: further mapping rules, which run after the standard ones.
     """
 
+    @checked
     def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
         # A framework's half is a module of its own: a function `standard(context)` that writes
         # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.errors import ArtefactError
+from amanda.options import Folder, checked
 
 
 class StageChain:
@@ -17,9 +18,10 @@ class StageChain:
     Raises ArtefactError for a folder without such a file.
     """
 
+    @checked(error=ArtefactError)
     def __init__(
         self,
-        folder: str | Path,
+        folder: Folder,
         options: Any = None,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:

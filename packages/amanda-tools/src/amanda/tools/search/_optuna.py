@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools._libraries import numpy as np
-from amanda.tools.search._checks import SearchError
 from amanda.tools.search._controllers import Architecture, Random, Space
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._result import Trial
 
 if TYPE_CHECKING:

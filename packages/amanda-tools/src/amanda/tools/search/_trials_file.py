@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._result import Trial
 
 Space = Mapping[str, tuple[str, ...]]

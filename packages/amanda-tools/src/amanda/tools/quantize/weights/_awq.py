@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools._libraries import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import Unpack
+
+Steps: TypeAlias = Annotated[int, Range(1, 10_000)]
 
 
 class AWQTool(IntegerTool, FoldingTool):
@@ -44,7 +46,7 @@ class AWQTool(IntegerTool, FoldingTool):
         bits: WeightBits = 4,
         group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        steps: Annotated[int, Range(1, 10_000)] = 20,
+        steps: Steps = 20,
         clip: bool = False,
         **selected: Unpack[Selected],
     ) -> None:
@@ -98,8 +100,13 @@ class AWQTool(IntegerTool, FoldingTool):
         return dequantized(*quantized(matrix, self.grid, size))
 
 
+@checked(error=QuantizeError)
 def awq_scales(
-    matrix: Tensor, magnitudes: Tensor, gram: Tensor, rounded: Callable[[Tensor], Tensor], steps: int = 20
+    matrix: Tensor,
+    magnitudes: Tensor,
+    gram: Tensor,
+    rounded: Callable[[Tensor], Tensor],
+    steps: Steps = 20,
 ) -> Tensor:
     """Return the scales of inputs, (K,), with the least squared error of the outputs.
 
@@ -125,8 +132,13 @@ def awq_scales(
     return best
 
 
+@checked(error=QuantizeError)
 def awq_clipped(
-    matrix: Tensor, gram: Tensor, rounded: Callable[[Tensor], Tensor], size: int, steps: int = 20
+    matrix: Tensor,
+    gram: Tensor,
+    rounded: Callable[[Tensor], Tensor],
+    size: PositiveInt,
+    steps: Steps = 20,
 ) -> Tensor:
     """Return a matrix whose groups of so many inputs are clipped to what gives the least squared error.
 

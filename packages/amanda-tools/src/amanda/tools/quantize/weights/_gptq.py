@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import Progress, Selected
@@ -15,6 +15,8 @@ from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
+
+Damping: TypeAlias = Annotated[float, Range(above=0, below=1)]
 
 
 class GPTQTool(IntegerTool, CalibratedTool):
@@ -41,7 +43,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         bits: WeightBits = 4,
         group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        damping: Annotated[float, Range(above=0, below=1)] = 0.01,
+        damping: Damping = 0.01,
         block: PositiveInt = 128,
         act_order: bool = False,
         **selected: Unpack[Selected],
@@ -140,10 +142,16 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return kind == (b.shape, b.dtype, b.device) and bool((a == b).all())
 
 
+@checked(error=QuantizeError)
 def gptq(
-    matrix: Tensor, hessian: Tensor, grid: Grid, group_size: int, damping: float = 0.01, block: int = 128,
+    matrix: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    group_size: PositiveInt,
+    damping: Damping = 0.01,
+    block: PositiveInt = 128,
     act_order: bool = False,
-) -> Codes:  # fmt: skip
+) -> Codes:
     """Return the integers of a matrix of weights, column by column.
 
     matrix: (outputs, K).  hessian: (K, K), 2 / n times the sum of products of pairs of the n inputs.

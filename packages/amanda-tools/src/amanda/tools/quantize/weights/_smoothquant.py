@@ -95,7 +95,8 @@ class SmoothQuantTool(FoldingTool):
         return self.written(model)
 
 
-def smoothing(most: Tensor, weight: Tensor, alpha: float = 0.5) -> Tensor:
+@checked(error=QuantizeError)
+def smoothing(most: Tensor, weight: Tensor, alpha: Share = 0.5) -> Tensor:
     """Return max|x|^alpha / max|w|^(1 - alpha) of each input channel, (channels,).
 
     most: (channels,), largest magnitudes of the inputs.  weight: (outputs, channels, ...).
