@@ -177,16 +177,19 @@ def options_of(target: Callable[..., Any]) -> dict[str, Option]:
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function; those that only type checkers can read are left out."""
+    """Return the annotations of a function; Any stands for names that are imported for type checkers alone."""
     function = inspect.unwrap(function)
-    found = {}
+    names, found = getattr(function, "__globals__", {}), {}
+    others: dict[str, Any] = {"Unpack": _Unpack}
     for name, annotation in getattr(function, "__annotations__", {}).items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
-        names = getattr(function, "__globals__", {})
-        try:
-            found.update(typing.get_type_hints(holder, names, {"Unpack": _Unpack}, include_extras=True))
-        except Exception:  # a name that is imported for type checkers alone
-            continue
+        while name not in found:
+            try:
+                found.update(typing.get_type_hints(holder, names, others, include_extras=True))
+            except NameError as error:
+                others[error.name] = Any
+            except Exception:  # such as an array of a type that is Any
+                found[name] = Any
     return found
 
 

@@ -86,13 +86,13 @@ class At:
 
 @dataclass(frozen=True)
 class Where:
-    """A condition that no other mark states, and words for what is right: `Where("an even number", is_even)`.
+    """Words for what is right, and a condition that no other mark states: `Where("an even number", is_even)`.
 
     holds: returns True for a value that is right; called for values of the annotated type.
     """
 
     words: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] = lambda value: True
 
 
 NotEmpty = Length(1)

@@ -41,7 +41,7 @@ class StandardMapping(MappingTool):
     """
 
     @checked
-    def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
+    def __init__(self, rules: Rules = ()) -> None:
         # A framework's half is a module of its own: a function `standard(context)` that writes
         # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
         # `weight_layout` where the table of `_weight_axes` has that.

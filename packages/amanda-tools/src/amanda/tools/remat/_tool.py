@@ -6,11 +6,11 @@ import logging
 import re
 from collections.abc import Hashable
 from time import perf_counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import amanda
 from amanda.errors import OptionError, ToolError
-from amanda.options import Name, NonNegativeInt, checked
+from amanda.options import Name, NonNegativeInt, Where, checked
 from amanda.tools.kit import Rerun, rerun
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.remat import _pytorch
@@ -24,6 +24,11 @@ logger = logging.getLogger("amanda")
 
 _KNOWN = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
+
+_BYTES = 'a number of bytes, or a text such as "2GiB" or "512 MB"'
+Budget: TypeAlias = Annotated[
+    NonNegativeInt | Name, Where(_BYTES, lambda budget: isinstance(budget, int) or _AMOUNT.fullmatch(budget))
+]
 
 
 class RematTool(amanda.Tool):
@@ -43,7 +48,7 @@ class RematTool(amanda.Tool):
     @checked
     def __init__(
         self,
-        budget: NonNegativeInt | Name | None = None,
+        budget: Budget | None = None,
         heuristic: HeuristicName = "h_dtr_eq",
         cost: Literal["time", "count"] = "time",
         strict: bool = False,
