@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 import types
 import typing
@@ -11,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
@@ -57,8 +56,10 @@ def allows(annotation: Any, value: Any, marks: tuple[Any, ...] = ()) -> bool:
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return allows(members[0], value, (*marks, *annotation.__metadata__))
-    if any(isinstance(mark, Where) and not mark.holds(value) for mark in marks):
-        return False
+    conditions = [mark for mark in marks if isinstance(mark, Where)]
+    if conditions:
+        others = tuple(mark for mark in marks if not isinstance(mark, Where))
+        return allows(annotation, value, others) and all(one.holds(value) for one in conditions)
     if origin in (Union, types.UnionType):
         return any(allows(member, value, marks) for member in members)
     if origin is Literal:
@@ -74,7 +75,7 @@ def allows(annotation: Any, value: Any, marks: tuple[Any, ...] = ()) -> bool:
     if annotation is float:
         if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)):
             return False
-        if abs(value) > 10**300 and isinstance(value, int):
+        if isinstance(value, int) and abs(value) > 10**300:
             return False
         if not isfinite(value):
             return not bounds.finite
@@ -83,6 +84,8 @@ def allows(annotation: Any, value: Any, marks: tuple[Any, ...] = ()) -> bool:
         return isinstance(value, str) and len(value) >= length.least
     if annotation in (Any, object):
         return True
+    if isinstance(annotation, TypeVar):
+        return annotation.__bound__ is None or allows(annotation.__bound__, value)
     plain = origin or annotation
     if plain in (list, Sequence, Collection, Iterable):
         is_list = isinstance(value, (list, tuple)) or (
@@ -93,6 +96,8 @@ def allows(annotation: Any, value: Any, marks: tuple[Any, ...] = ()) -> bool:
         if not is_list or not isinstance(value, (list, tuple)):
             return is_list
         return len(value) >= length.least and all(allows(members[0], one) for one in value)
+    if plain is tuple and members[-1] is Ellipsis:
+        return isinstance(value, (tuple, list))
     if plain is tuple:
         return (
             isinstance(value, (tuple, list))
@@ -106,8 +111,8 @@ def allows(annotation: Any, value: Any, marks: tuple[Any, ...] = ()) -> bool:
         return callable(value)
     if isinstance(plain, type) and issubclass(plain, os.PathLike):
         return isinstance(value, (str, Path)) and str(value) != ""
+    if getattr(plain, "_is_protocol", False):
+        return not isinstance(value, type) and all(
+            hasattr(value, one) for one in vars(plain) if one[0] != "_"
+        )
     return isinstance(value, plain) if isinstance(plain, type) else False
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number)

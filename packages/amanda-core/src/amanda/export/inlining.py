@@ -15,6 +15,7 @@ from amanda.errors import ArtefactError, NotTraceableError
 from amanda.export.artefacts import Artefact, artefact_kind
 from amanda.export.targets import check_target, whole
 from amanda.graph.analysis import GraphAnalysis
+from amanda.options import checked
 from amanda.plan.layer import layer_of
 from amanda.plan.order import in_order
 from amanda.plan.plan import Actions, Plan
@@ -188,6 +189,7 @@ class _Analysis(GraphAnalysis):
         return Actions()
 
 
+@checked
 def instrument(
     model: str | PathLike[str],
     *tools: Tool,

@@ -177,7 +177,7 @@ def options_of(target: Callable[..., Any]) -> dict[str, Option]:
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function; Any stands for names that are imported for type checkers alone."""
+    """Return the annotations of a function; Any stands for names that type checkers alone import."""
     function = inspect.unwrap(function)
     names, found = getattr(function, "__globals__", {}), {}
     others: dict[str, Any] = {"Unpack": _Unpack}

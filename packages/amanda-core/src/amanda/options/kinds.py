@@ -6,9 +6,10 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import islice
 from numbers import Integral, Rational, Real
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -84,11 +85,13 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
         return _noun("function", _callable)
     if plain is type:
         return _noun("class", lambda value: isinstance(value, type))
-    if isinstance(plain, type) and (not getattr(plain, "_is_protocol", False)):
-        if issubclass(plain, os.PathLike):
-            return _path(next((mark for mark in marks if isinstance(mark, At)), None))
-        return _noun(plain.__name__, lambda value: isinstance(value, plain))
-    return _ANY
+    if not isinstance(plain, type):
+        return _ANY
+    if issubclass(plain, os.PathLike):
+        return _path(next((mark for mark in marks if isinstance(mark, At)), None))
+    if getattr(plain, "_is_protocol", False):
+        return _protocol(plain)
+    return _noun(plain.__name__, lambda value: isinstance(value, plain))
 
 
 _cached = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind(annotation, ()))
@@ -107,6 +110,15 @@ def _named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
     article = "an" if noun[0] in "aeiouAEIO" else "a"
     many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
+
+
+def _protocol(plain: type) -> Kind:
+    methods = [name for base in plain.__mro__[:-1] for name in vars(base) if name[0] != "_"]
+
+    def holds(value: Any) -> bool:
+        return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
+
+    return _noun("object", holds, f" with {' and '.join(methods)}")
 
 
 def _where(kind: Kind, where: Where) -> Kind:
@@ -286,9 +298,11 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     def accept(value: Any) -> Any:
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
+        if takes_all and isinstance(value, Iterable) and not isinstance(value, Sequence):
+            value = list(
+                islice(value, length.most + 1)
+            )  # an iterator gives its items once, and may have no end
         if not isinstance(value, Set if is_set else Sequence):
-            if takes_all and isinstance(value, Iterable):
-                return value  # items of an iterator are not known before it is used
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
@@ -319,7 +333,8 @@ def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
 
 def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     if not members or members[-1] is Ellipsis:
-        return _list(Sequence, members[:1], marks)
+        items = _list(Sequence, members[:1], marks)
+        return replace(items, accept=lambda value: tuple(items.accept(value)))
     kinds = [kind_of(member) for member in members]
 
     def accept(value: Any) -> Any:

@@ -131,7 +131,9 @@ def open_run(source: Source, option: str) -> Run:
         )
     path = Path(source)
     if not path.exists():
-        raise AmandaError(f"{option}: {path} does not exist; give the folder of a dump or a file of statistics")
+        raise AmandaError(
+            f"{option}: {path} does not exist; give the folder of a dump or a file of statistics"
+        )
     if path.is_dir():
         return run_of(Dump(path))
     if path.name == "index.json":

@@ -24,7 +24,7 @@ class Rule(NamedTuple):
     after: Rewrite | None = None
 
 
-Rules: TypeAlias = Annotated[Sequence[Any], Where("a list of rules: [[namespace, before], ...]")]
+Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of rules: [[namespace, before], ...]")]
 
 
 class MappingTool(Tool):

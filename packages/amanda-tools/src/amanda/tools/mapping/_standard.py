@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable
 
 from amanda.options import checked
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.mapping._gradient import drop_unmade
 from amanda.tools.mapping._installed import installed_rules
-from amanda.tools.mapping._rules import MappingTool
+from amanda.tools.mapping._rules import MappingTool, Rules
 from amanda.tools.mapping._weight_axes import write_weight_axes
 
 UNINITIALISED = frozenset(

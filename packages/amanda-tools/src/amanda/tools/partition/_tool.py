@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
 import amanda
 from amanda.errors import ArtefactError, OptionError
-from amanda.options import Name, NonNegativeFloat, PositiveInt, Share, checked
+from amanda.options import Name, PositiveInt, Range, Share, checked
 from amanda.tools.partition._cut import Request, Schedule
 from amanda.tools.partition._parts import PartsResult
 from amanda.tools.partition._protect import ProtectedResult, ProtectTool
 from amanda.tools.partition._result import PartitionResult
 from amanda.tools.partition._stages import StagesTool
+
+Microbatches: TypeAlias = Annotated[int, Range(1, 1 << 14)]
+ByteCost: TypeAlias = Annotated[float, Range(0, 1e18)]
 
 ResultT = TypeVar("ResultT", PartitionResult, ProtectedResult)
 
@@ -50,11 +53,11 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         stages: PositiveInt | None = None,
         cost: Literal["flops", "time"] = "flops",
         method: Literal["order", "min_cut"] = "order",
-        microbatches: PositiveInt = 8,
+        microbatches: Microbatches = 8,
         schedule: Schedule = "1f1b",
         memory: PositiveInt | None = None,
         copies: PositiveInt | None = None,
-        byte_cost: NonNegativeFloat = 0.0,
+        byte_cost: ByteCost = 0.0,
         tolerance: Share = 0.05,
     ) -> None: ...
 
@@ -67,11 +70,11 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         stages: PositiveInt | None = None,
         cost: Literal["flops", "time"] = "flops",
         method: Literal["order", "min_cut"] = "order",
-        microbatches: PositiveInt = 8,
+        microbatches: Microbatches = 8,
         schedule: Schedule = "1f1b",
         memory: PositiveInt | None = None,
         copies: PositiveInt | None = None,
-        byte_cost: NonNegativeFloat = 0.0,
+        byte_cost: ByteCost = 0.0,
         tolerance: Share = 0.05,
         protect: Name | None = None,
     ) -> None:

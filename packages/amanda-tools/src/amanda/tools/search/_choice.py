@@ -59,7 +59,7 @@ class Choice:
         selection, found, candidates = text.partition("=")
         shared = selection.startswith(_SHARED)
         type, _, module = selection.removeprefix(_SHARED).partition("@")
-        if not found or not (type or module):
+        if not found or not (type or module) or "|" not in candidates:
             raise SearchError(f"SearchTool: choices has {text!r}; write type@module=candidate|candidate")
         return cls(candidates.split("|"), [type] if type else (), [module] if module else (), shared)
 

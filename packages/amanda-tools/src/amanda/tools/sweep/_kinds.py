@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from amanda.options import Name, NotEmpty, Range, Share, checked
@@ -32,7 +32,7 @@ class SparsitySweep(Sweep[float]):
     def __init__(
         self,
         evaluate: Callable[[], Any],
-        sparsities: Annotated[Sequence[Share], NotEmpty] = (0.3, 0.5, 0.7, 0.8, 0.9),
+        sparsities: Annotated[Iterable[Share], NotEmpty] = (0.3, 0.5, 0.7, 0.8, 0.9),
         metric: Name = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
@@ -72,7 +72,7 @@ class BitsSweep(Sweep[int]):
     def __init__(
         self,
         evaluate: Callable[[], Any],
-        bits: Annotated[Sequence[Annotated[int, Range(2, 16)]], NotEmpty] = (8, 6, 5, 4, 3, 2),
+        bits: Annotated[Iterable[Annotated[int, Range(2, 16)]], NotEmpty] = (8, 6, 5, 4, 3, 2),
         weights: bool = True,
         activations: bool = True,
         calibrate: Callable[[], Any] | None = None,

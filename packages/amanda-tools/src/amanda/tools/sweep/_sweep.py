@@ -59,7 +59,7 @@ class Sweep(Generic[Level]):
     ) -> None:
         if isinstance(cost, str) and left is None:
             raise SweepError(f"Sweep: cost is {cost!r} without left; give left too, a function, or None")
-        numeric = all(isinstance(one, Real) for one in levels)
+        numeric = all(isinstance(one, Real) and isfinite(one) for one in levels)
         if not levels or not numeric or len({f"{one:g}" for one in levels}) < len(levels):
             raise SweepError(
                 f"levels is {list(levels)}; give one number at least, all different in six digits"
