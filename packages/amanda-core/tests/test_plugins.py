@@ -283,8 +283,8 @@ def test_info_tells_the_options_of_a_tool(run: Run) -> None:
     assert done.returncode == 0
     assert "Has one option that it needs and one with a default." in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["limit", "int", "needed"] in lines
-    assert ["label", "str", "'ops'"] in lines
+    assert ["limit", "needed", "a", "whole", "number"] in lines
+    assert ["label", "'ops'", "a", "text"] in lines
 
 
 def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:

@@ -109,17 +109,12 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
-        if not callable(callback):
-            hint = "; give the routine without calling it: add_inst_for_op(self.analyse)"
-            raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}{hint}")
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
                 f"add_inst_for_op wants a routine of one argument, the context, and {name} cannot be called "
                 f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
             )
-        if guard not in (None, "shape", "read") and not callable(guard):
-            raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
         self._amanda.version += 1

@@ -1,12 +1,17 @@
 """Options of tools and functions: their annotations say which values are right.
 
->>> from amanda.options import NonNegativeInt, Share, checked
->>> class Sampled(amanda.Tool):
+In: the annotations of a constructor or function, and the arguments of a call.  Out: the arguments, with
+numbers of NumPy as Python's own, or an error that names option, value and what is right; words for pages.
+Called by constructors of tools and public functions, at each call; the command line reads texts by it.
+
+>>> import amanda
+>>> from amanda.options import Share, checked
+>>> class SampledTool(amanda.Tool):
 ...     @checked
-...     def __init__(self, share: Share = 0.1, seed: NonNegativeInt = 0) -> None: ...
->>> Sampled(share=2)
+...     def __init__(self, share: Share = 0.1) -> None: ...
+>>> SampledTool(share=2)
 Traceback (most recent call last):
-amanda.errors.OptionError: Sampled: share is 2; give a number from 0 to 1
+amanda.errors.OptionError: SampledTool: share is 2; give a number from 0 to 1
 """
 
 from amanda.options.checking import REQUIRED, Option, checked, mistake, options_of

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from amanda.errors import AmandaError, OptionError, did_you_mean
@@ -32,6 +33,23 @@ class Option:
     def kind(self) -> Kind:
         """Return what the option accepts."""
         return kind_of(self.annotation)
+
+    @property
+    def type_in_words(self) -> str:
+        """Return what the option accepts, in words; "" without an annotation."""
+        return "" if self.annotation is REQUIRED else self.kind.words
+
+    @property
+    def default_in_words(self) -> str:
+        """Return the default as Python writes it, of a path its text, or "needed"."""
+        if self.default is REQUIRED:
+            return "needed"
+        return str(self.default) if isinstance(self.default, PurePath) else repr(self.default)
+
+    def __str__(self) -> str:
+        kind = f": {self.type_in_words}" if self.type_in_words else ""
+        default = "" if self.default is REQUIRED else f" = {self.default_in_words}"
+        return f"{self.name}{kind}{default}"
 
 
 class _Decorator(Protocol):

@@ -90,7 +90,7 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if issubclass(plain, os.PathLike):
         return _path(next((mark for mark in marks if isinstance(mark, At)), None))
     if getattr(plain, "_is_protocol", False):
-        return _protocol(plain)
+        return _protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
     return _noun(plain.__name__, lambda value: isinstance(value, plain))
 
 

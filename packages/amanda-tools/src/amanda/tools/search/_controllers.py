@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from amanda.options import NonNegativeFloat, PositiveInt, Share, checked
 from amanda.tools._libraries import numpy as np
@@ -14,6 +14,7 @@ Space = Mapping[str, Sequence[str]]
 Architecture = dict[str, str]
 
 
+@runtime_checkable
 class Controller(Protocol):
     """Proposes architectures, and is told what comes of them.
 
