@@ -29,7 +29,7 @@ def page(benchmark_modules: None) -> ModuleType:
     return page  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "ops", "backward", "--quick", "--out", str(tmp_path)]
     done = children.run(command)

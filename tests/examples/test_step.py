@@ -11,7 +11,11 @@ SCRIPT = Path(__file__).parents[2] / "examples/step.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "macs"), [(["mobilenet_v2"], "300.8 M"), (["mobilenet_v2", "--train"], "891.5 M")]
+    ("arguments", "macs"),
+    [
+        pytest.param(["mobilenet_v2"], "300.8 M", marks=pytest.mark.long),
+        (["mobilenet_v2", "--train"], "891.5 M"),
+    ],
 )
 def test_flops_of_an_unmodified_model_are_told(arguments: list[str], macs: str) -> None:
     command = [sys.executable, "-m", "amanda", "run", "-t", "flops", "--", str(SCRIPT), *arguments]

@@ -51,7 +51,7 @@ def test_the_ids_of_models_are_those_of_another_process() -> None:
     assert ids(2) == first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_ids_of_models_are_those_of_the_pure_python_interceptor() -> None:
     # It does not see what torch's own methods reach through a closure (`a ** 2`) or super() (`unflatten`).
     others = ("functional", "transformer")

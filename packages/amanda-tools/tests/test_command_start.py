@@ -48,7 +48,7 @@ def test_no_tool_imports_a_library_before_it_is_used() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_processes_that_import_a_framework_themselves_are_merged(tmp_path: Path, method: str) -> None:
     start = f"""
 import multiprocessing

@@ -81,6 +81,13 @@ def test_a_copy_of_a_used_tool_is_independent_or_refused(name: str, tmp_path: Pa
             assert {**copied(result).to_dict(), "notes": []} == {**result.to_dict(), "notes": []}
 
 
+@pytest.mark.parametrize("name", [*LISTED, *(name for name in MADE if name not in LISTED)])
+def test_a_tool_that_no_scope_had_can_be_copied(name: str, tmp_path: Path) -> None:
+    tool = MADE.get(name, lambda folder: amanda.load_tool(name))(tmp_path)
+    for copied in COPIES.values():
+        use(copied(tool), network())
+
+
 def test_the_error_of_a_copy_says_what_to_do() -> None:
     tool = amanda.load_tool("flops")
     copy.deepcopy(tool)

@@ -157,7 +157,7 @@ def test_the_command_compares_functions_of_a_file(tmp_path: Path, capsys: pytest
     assert "did you mean compiles?" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_amanda_run_runs_compiled_code_where_it_is_asked_to(tmp_path: Path) -> None:
     program = tmp_path / "wrong_program.py"
     program.write_text(PROGRAM)

@@ -66,7 +66,7 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "resnet": timm_model("resnet10t"), "mobilenet": timm_model("mobilenetv3_small_050"),
     "convnext": timm_model("convnext_atto"), "deit": timm_model("deit_tiny_patch16_224", img_size=32),
 }  # fmt: skip
-QUICK = ("bert", "llama", "resnet", "mobilenet")
+QUICK = ("bert", "resnet")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MODELS]
 
 

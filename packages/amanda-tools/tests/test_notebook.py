@@ -20,6 +20,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # of another environment IPython warns
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the shell puts its own there
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
     shell.run_cell("%load_ext amanda")
     shell.run_cell("import torch; from torch import nn; model, x = nn.Linear(4, 2), torch.rand(3, 4)")

@@ -278,7 +278,7 @@ for compiled in (False, True):
     [
         ("keras", "random", 1),
         pytest.param("tf_keras", "plain", 1, marks=pytest.mark.long),
-        ("tf_keras", "random", 0),
+        pytest.param("tf_keras", "random", 0, marks=pytest.mark.long),
     ],
 )
 def test_training_on_two_devices_has_the_loss_curve_of_the_model(name: str, random: str, second: int) -> None:

@@ -65,9 +65,9 @@ def test_stages_train_to_the_bits_of_one_process(tmp_path: Path) -> None:
     assert made["differing"].startswith("the plans or the models of the ranks [1] and of rank 0")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["bert", pytest.param("resnet18", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", ["bert", "resnet18"])
 def test_models_train_to_the_bits_of_one_process(
     name: str, stages: int, tmp_path: Path, transformers: Any
 ) -> None:

@@ -453,7 +453,11 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "who"), [(2, "the ranks differ"), (3, "rank 1 differs from the other ranks")]
+    ("size", "who"),
+    [
+        (2, "the ranks differ"),
+        pytest.param(3, "rank 1 differs from the other ranks", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_that_differ_are_found(tmp_path: Path, size: int, who: str) -> None:
     (tmp_path / "train.py").write_text(RANK)

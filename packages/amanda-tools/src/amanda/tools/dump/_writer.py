@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""
 _SECONDS, _PATIENCE = 2.0, 20.0
+_LOCK = Lock()
+"""Of all writers, since one that has a lock of its own could not be copied before its first scope."""
 
 
 class Writer:
@@ -39,7 +41,7 @@ class Writer:
     def __init__(self, folder: Path, form: Format, overwrite: bool) -> None:
         folder = folder.absolute()  # the program may go elsewhere before all is written
         self.folder, self._form = folder, form
-        self._process, self._lock = os.getpid(), Lock()
+        self._process = os.getpid()
         self.ops: list[Op] = []
         self.reports: list[Report] = []
         self._check(overwrite)
@@ -69,7 +71,7 @@ class Writer:
 
     def add_op(self, op: Op) -> int:
         """Take an op in; its index."""
-        with self._lock:
+        with _LOCK:
             self.ops.append(op)
             return len(self.ops) - 1
 
@@ -80,7 +82,7 @@ class Writer:
 
     def add(self, kept: Kept, array: NDArray[Any] | None = None) -> None:
         """Take an entry in, with its tensor if that is kept."""
-        with self._lock:
+        with _LOCK:
             self._kept.append(kept if array is None else self._with_file(kept, array))
             self._changed = True
             full = self._bytes >= SHARD or monotonic() >= self._due
@@ -101,7 +103,7 @@ class Writer:
     def flush(self) -> None:
         """Write what waits, if this is the process that the dump belongs to."""
         if self._changed and os.getpid() == self._process:
-            with self._lock:
+            with _LOCK:
                 self._write()
 
     def _write(self) -> None:

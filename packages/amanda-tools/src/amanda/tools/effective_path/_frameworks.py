@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -315,15 +316,20 @@ def _read_by(
     moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type"),
     attributes: Callable[[amanda.OpContext], Mapping[str, Any]] = amanda.OpContext.get_attrs,
 ) -> Any:  # fmt: skip
-    def rule(context: amanda.OpContext) -> None:
-        context["effective path"] = moves, word(context), attributes(context)
+    return partial(_write_moves, moves, word, attributes)
 
-    return rule
+
+def _write_moves(moves: Any, word: Any, attributes: Any, context: amanda.OpContext) -> None:
+    context["effective path"] = moves, word(context), attributes(context)
+
+
+def _of_jax(op: OpValues) -> dict[str, Any]:
+    return _moves(op, _jax.moves(op))
 
 
 FRAMEWORKS = [
     ["pytorch", _read_by(_of_torch)], ["tensorflow", _read_by(_of_tensorflow)],
     ["onnxruntime", _read_by(_of_onnx, _word_of_onnx)],
-    ["jax", _read_by(lambda op: _moves(op, _jax.moves(op)), _jax.word, _jax.attributes)],
+    ["jax", _read_by(_of_jax, _jax.word, _jax.attributes)],
 ]  # fmt: skip
 """Mapping rules that write the moves of an op's framework, the key of the op's rule, and attributes."""

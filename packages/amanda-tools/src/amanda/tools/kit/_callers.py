@@ -24,6 +24,14 @@ class PerCaller(Generic[T]):
         self._states: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
         self._last: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
 
+    def __getstate__(self) -> tuple[amanda.Tool | None, Callable[[], T]]:
+        """Return what a copy has of it, without the states, which belong to threads of this process."""
+        return self._tool(), self._make
+
+    def __setstate__(self, state: tuple[amanda.Tool, Callable[[], T]]) -> None:
+        """Begin without states."""
+        self.__init__(*state)  # type: ignore[misc]
+
     def of(self, key: Any) -> T:
         """Return the state of a key, an object that can be referred to weakly, in this execution.
 

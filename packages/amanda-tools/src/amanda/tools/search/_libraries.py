@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import erf
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import amanda
@@ -104,8 +103,8 @@ class JaxLibrary(Library):
         "optimizer after each step"
     )
 
-    def __init__(self, attributes: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._attributes = attributes
+    def __init__(self, attributes: Mapping[str, Any] | None = None) -> None:
+        self._attributes = attributes or {}
 
     def at(self, context: amanda.OpContext) -> Library:
         """Return the functions for one op: the padding of a convolution may depend on shapes."""
@@ -303,15 +302,13 @@ def frameworks() -> MappingTool:
         "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
-        ["*", _put(Library())], ["pytorch", _put(TorchLibrary())],
-        ["tensorflow", _put(TensorFlowLibrary(graph))], ["tensorflow/*/eager", _put(TensorFlowLibrary())],
-        ["jax", _put(JaxLibrary())],
+        ["*", partial(_put, Library())], ["pytorch", partial(_put, TorchLibrary())],
+        ["tensorflow", partial(_put, TensorFlowLibrary(graph))],
+        ["tensorflow/*/eager", partial(_put, TensorFlowLibrary())],
+        ["jax", partial(_put, JaxLibrary())],
     ]  # fmt: skip
     return MappingTool(rules)
 
 
-def _put(library: Library) -> Callable[[amanda.OpContext], None]:
-    def rule(context: amanda.OpContext) -> None:
-        context["search"] = library
-
-    return rule
+def _put(library: Library, context: amanda.OpContext) -> None:
+    context["search"] = library

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
 from typing import Annotated, Any, Literal
-from weakref import WeakSet
+from weakref import ref
 
 import amanda
 from amanda.backend import when_imported
@@ -83,7 +83,7 @@ class SentinelTool(amanda.Tool):
         self._ranks = Ranks(self._name_of)
         self._alarms: list[Alarm] = []
         self._told: set[tuple[str, ...]] = set()
-        self._optimizers: WeakSet[Any] = WeakSet()
+        self._optimizers: set[ref[Any]] = set()
         self._dropped = 0
         self._closer: bool | None = None
         """True if the next step is watched whole, for the first NaN; False once that is done."""
@@ -151,9 +151,8 @@ class SentinelTool(amanda.Tool):
 
     def _spoilt(self) -> list[Alarm]:
         """Return an alarm if a parameter is not finite, which no watched step has told."""
-        every = [
-            x for optimizer in self._optimizers for group in optimizer.param_groups for x in group["params"]
-        ]
+        optimizers = [one for one in (weak() for weak in self._optimizers) if one is not None]
+        every = [x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]]
         floating = [x for x in every if _pytorch.is_plain(x) and (x.is_floating_point() or x.is_complex())]
         with amanda.disabled():
             norms = _pytorch.read([_pytorch.norm(x) for x in floating])
@@ -183,7 +182,7 @@ class SentinelTool(amanda.Tool):
 
     def _before_update(self, optimizer: Any, *given: Any) -> None:
         """Compare the ranks, which hold the same gradients by now."""
-        self._optimizers.add(optimizer)
+        self._optimizers.add(ref(optimizer))
         if not self._options[3] or get_ident() != self._thread:
             return
         begun, step = perf_counter(), self._counts.steps
