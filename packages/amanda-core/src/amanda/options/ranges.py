@@ -54,7 +54,7 @@ def _text(bound: float) -> str:
         whole = int(number)
         if whole == number and abs(whole) > 1 << 20 and abs(whole) & (abs(whole) - 1) == 0:
             return f"{'-' if whole < 0 else ''}2**{abs(whole).bit_length() - 1}{end}"
-    return f"{bound:g}"
+    return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
 
 
 WHOLE = Range(-_MOST_INT - 1, _MOST_INT)
