@@ -84,6 +84,8 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 PUBLIC = dict(public())
+WRONG["a tensor"] = lambda: torch.tensor(0.5)
+WRONG["a tensor of several"] = lambda: torch.ones(2, 2)
 
 
 class _Space(SearchTool):

@@ -88,7 +88,8 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
 
 def _checked(target: Any, error: type[AmandaError]) -> Any:
     if isinstance(target, type):
-        setattr(target, "__init__", _checked(target.__init__, error))  # noqa: B010
+        constructor = getattr(target, "__init__")  # noqa: B009
+        setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
         return target
     call: _Call | None = None
 
@@ -98,8 +99,8 @@ def _checked(target: Any, error: type[AmandaError]) -> Any:
         nonlocal call
         if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
             call = _Call(target, error)
-        args = call.checked_positions(args)
-        return target(*args, **call.checked_names(args, kwargs)) if kwargs else target(*args)
+        args = call.positions(args)
+        return target(*args, **call.names(args, kwargs)) if kwargs else target(*args)
 
     return with_checks
 
@@ -114,7 +115,7 @@ class _Call:
         self._error, self._qualname = error, function.__qualname__
         self._is_method = next(iter(parameters), "") == "self"
         self._positions: list[tuple[str, Kind | None]] = []
-        self._more: tuple[str, Kind | None] | None = None
+        self._more: tuple[str, Kind | None] = "", None
         self._names: dict[str, Kind | None] = {}
         self._others: Kind | None = None
         self._takes_others = False
@@ -131,38 +132,40 @@ class _Call:
                     self._positions.append((name, kind))
                 if parameter.kind is not parameter.POSITIONAL_ONLY:
                     self._names[name] = kind
+        self._count = len(self._positions)
 
-    def checked_positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments that are given by position."""
-        found = list(args)
+    def positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments that are given by position; Python itself refuses those that are too many."""
+        accepted = args
         for position, value in enumerate(args):
-            if position < len(self._positions):
-                name, kind = self._positions[position]
-            elif self._more is not None:
-                name, kind = self._more
-            else:
-                break  # Python itself counts them
+            name, kind = self._positions[position] if position < self._count else self._more
             if kind is not None:
-                found[position] = self._accepted(name, kind, value, args)
-        return tuple(found)
+                try:
+                    number = kind.accept(value)
+                except Mismatch as mismatch:
+                    raise self._mistake(args, name, value, kind, mismatch) from None
+                if number is not value:
+                    accepted = (*accepted[:position], number, *accepted[position + 1 :])
+        return accepted
 
-    def checked_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that are given by name; raise OptionError for a name that is no option."""
-        found = dict(kwargs)
         for name, value in kwargs.items():
-            if name not in self._names and not self._takes_others:
-                hint = did_you_mean(name, self._names.keys() - {"self"})
-                raise OptionError(f"{self._name(args)} got an unexpected keyword argument {name!r}; {hint}")
             kind = self._names.get(name, self._others)
             if kind is not None:
-                found[name] = self._accepted(name, kind, value, args)
-        return found
+                try:
+                    kwargs[name] = kind.accept(value)
+                except Mismatch as mismatch:
+                    raise self._mistake(args, name, value, kind, mismatch) from None
+            elif name not in self._names and not self._takes_others:
+                hint = did_you_mean(name, self._names.keys() - {"self"})
+                raise OptionError(f"{self._name(args)} got an unexpected keyword argument {name!r}; {hint}")
+        return kwargs
 
-    def _accepted(self, name: str, kind: Kind, value: Any, args: tuple[Any, ...]) -> Any:
-        try:
-            return kind.accept(value)
-        except Mismatch as mismatch:
-            raise mistake(self._name(args), name, value, kind, str(mismatch), self._error) from None
+    def _mistake(
+        self, args: tuple[Any, ...], name: str, value: Any, kind: Kind, why: Mismatch
+    ) -> AmandaError:
+        return mistake(self._name(args), name, value, kind, str(why), self._error)
 
     def _name(self, args: tuple[Any, ...]) -> str:
         """Return the name of what is called: of a constructor the class, which may be a user's subclass."""
@@ -205,7 +208,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
             try:
                 found.update(typing.get_type_hints(holder, names, others, include_extras=True))
             except NameError as error:
-                others[error.name] = Any
+                others[str(error.name)] = Any
             except Exception:  # such as an array of a type that is Any
                 found[name] = Any
     return found

@@ -6,7 +6,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
@@ -47,6 +47,7 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:  # an int of thousands of digits has none, nor a list nested too deep
         return f"a {type(value).__name__} that has no repr"
+    text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -122,6 +123,9 @@ def _protocol(plain: type) -> Kind:
 
 
 def _where(kind: Kind, where: Where) -> Kind:
+    if where == Where(where.words):  # words alone
+        return Kind(where.words, where.words, where.words, kind.accept)
+
     def accept(value: Any) -> Any:
         value = kind.accept(value)
         if not where.holds(value):
@@ -174,7 +178,7 @@ def _int(marks: tuple[Any, ...]) -> Kind:
 def _float(marks: tuple[Any, ...]) -> Kind:
     bounds = next((mark for mark in marks if isinstance(mark, Range)), Range())
 
-    def accept(value: Any) -> float:
+    def accept(value: Any) -> Any:
         if type(value) is not float and type(value) is not int:
             # A fraction is a number, but no framework and no file takes one.
             is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -299,15 +303,15 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
         if takes_all and isinstance(value, Iterable) and not isinstance(value, Sequence):
-            value = list(
-                islice(value, length.most + 1)
-            )  # an iterator gives its items once, and may have no end
+            value = list(islice(value, length.most + 1))  # an iterator may have no end
         if not isinstance(value, Set if is_set else Sequence):
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
         items = _accepted([item] * len(value), value)
-        return value if all(map(_is, items, value)) else type(value)(items) if is_set else items
+        if all(map(_is, items, value)):
+            return value
+        return set(items) if is_set else items
 
     nonempty = " that is not empty" if length.least == 1 else ""
     noun = "set" if is_set else "list"
@@ -334,7 +338,8 @@ def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
 def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     if not members or members[-1] is Ellipsis:
         items = _list(Sequence, members[:1], marks)
-        return replace(items, accept=lambda value: tuple(items.accept(value)))
+        words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
+        return Kind(words, items.text, many, lambda value: tuple(items.accept(value)))
     kinds = [kind_of(member) for member in members]
 
     def accept(value: Any) -> Any:

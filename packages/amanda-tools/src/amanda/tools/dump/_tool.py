@@ -18,7 +18,7 @@ from amanda.tools.dump._entry import Kept, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, measured
 from amanda.tools.dump._writer import Writer
-from amanda.tools.kit import OpRecord, OpTensor, TensorTool, parameter_inputs, tensors_of
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
 
 if TYPE_CHECKING:
@@ -70,8 +70,11 @@ class DumpTool(TensorTool[_IndexedOp]):
         format: Format = "safetensors",
         overwrite: bool = False,
     ) -> None:
-        self._keeps = {"input": inputs, "output": outputs, "weight": weights, "gradient": gradients}
-        super().__init__([role for role, keep in self._keeps.items() if keep != "no"], every, executions)
+        keeps: dict[Role, Keep] = {
+            "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
+        }  # fmt: skip
+        super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
+        self._keeps: dict[str, Keep] = {**keeps}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
         self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
         self._order = self._bytes = 0

@@ -16,7 +16,7 @@ from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._parts import Parts, makes_a_weight
 from amanda.tools.kit._progress import Progress
 from amanda.tools.kit._rerun import Rerun, rerun, undisturbed
-from amanda.tools.kit._tensor_tool import Dtype, Leave, OpRecord, OpTensor, TensorTool, op_tensors
+from amanda.tools.kit._tensor_tool import Dtype, Leave, OpRecord, OpTensor, Role, TensorTool, op_tensors
 from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import (
@@ -37,7 +37,7 @@ __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Globs",
     "Held",
     "HeldError", "Holders", "Leave", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
-    "Present", "Progress", "Rerun", "Selected", "SelectedRows", "TensorMap", "TensorTool", "Tensors",
+    "Present", "Progress", "Rerun", "Role", "Selected", "SelectedRows", "TensorMap", "TensorTool", "Tensors",
     "TensorsError",
     "Unfolding",
     "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",

@@ -76,6 +76,7 @@ class OpRecord:
     seen: dict[str, int] = field(default_factory=dict, init=False)
 
 
+Role = Literal["input", "weight", "output", "gradient"]
 RecordT = TypeVar("RecordT", bound=OpRecord)
 Key = tuple[int, int | None]
 """Ids of a forward op and of its backward op."""
@@ -94,7 +95,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     @checked
     def __init__(
         self,
-        roles: Collection[Literal["input", "weight", "output", "gradient"]],
+        roles: Collection[Role],
         every: PositiveInt = 1,
         executions: PositiveInt | None = None,
     ) -> None:

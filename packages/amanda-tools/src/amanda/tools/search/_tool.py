@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,7 +185,7 @@ class SearchTool(amanda.Tool):
         return path
 
     @checked(error=SearchError)
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | PathLike[str]) -> None:
         """Take the architecture of a file; raise SearchError for a file that has none."""
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))

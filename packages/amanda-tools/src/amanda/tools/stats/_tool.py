@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import amanda
 from amanda.options import PositiveInt, Range, Share, checked
-from amanda.tools.kit import OpRecord, OpTensor, TensorTool
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
@@ -64,7 +64,7 @@ class StatsTool(TensorTool[_OpStreams]):
         quantiles: Sequence[Share] = (0.01, 0.5, 0.99),
         bins: Annotated[int, Range(0, 1 << 24)] = 4096,
     ) -> None:
-        chosen = {"weight": weights, "output": activations, "gradient": gradients}
+        chosen: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
         super().__init__([role for role, is_chosen in chosen.items() if is_chosen], every)
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
