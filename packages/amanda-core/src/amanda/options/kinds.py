@@ -303,15 +303,19 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
         if takes_all and isinstance(value, Iterable) and not isinstance(value, Sequence):
-            value = list(islice(value, length.most + 1))  # an iterator may have no end
+            try:
+                items = iter(value)
+            except TypeError:  # a tensor of no axes says that it can be iterated
+                raise Mismatch from None
+            value = list(islice(items, length.most + 1))  # an iterator may have no end
         if not isinstance(value, Set if is_set else Sequence):
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
-        items = _accepted([item] * len(value), value)
-        if all(map(_is, items, value)):
+        accepted = _accepted([item] * len(value), value)
+        if all(map(_is, accepted, value)):
             return value
-        return set(items) if is_set else items
+        return set(accepted) if is_set else accepted
 
     nonempty = " that is not empty" if length.least == 1 else ""
     noun = "set" if is_set else "list"
