@@ -318,6 +318,7 @@ class Tool:
         """
         return sorted(self._amanda.loaded)
 
+    @checked(error=ToolError)
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take state that `state_dict` gave, also in another process; ops are analysed anew.
 

@@ -165,7 +165,7 @@ def _int(marks: tuple[Any, ...]) -> Kind:
                 raise Mismatch
             value = int(value)
         if not bounds.least <= value <= bounds.most:
-            raise Mismatch("it has more than 64 bits" if bounds.least < 0 or value > bounds.least else "")
+            raise Mismatch("" if WHOLE.least <= value <= WHOLE.most else "it has more than 64 bits")
         return int(value)
 
     stated = Range(

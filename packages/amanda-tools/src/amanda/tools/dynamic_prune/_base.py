@@ -46,6 +46,7 @@ class DynamicPruneTool(amanda.Tool):
         self.add_inst_for_op(self._enter)
         self.add_inst_for_op(self._leave, require_outputs=True)
 
+    @checked
     def train(self, mode: bool = True) -> None:
         """Switch training on or off."""
         self.training = mode

@@ -206,6 +206,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Return the gradient with 0 where the weight is dropped."""
         return gradient * mask
 
+    @checked(error=PruneError)
     def finalize(self, model: Any, semi_structured: bool = False) -> Any:
         """Write the masks into the weights of a model, which then computes the same without the tool.
 

@@ -102,6 +102,7 @@ class ChannelPruneTool(amanda.Tool):
             raise
         return result
 
+    @checked(error=PruneError)
     def finalize(self, model: Any, remove: bool = False, optimizer: Any = None) -> ChannelPruneResult:
         """Write masks into the weights of a model, or remove the channels.
 

@@ -52,6 +52,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         self._damping, self._block, self._act_order = damping, block, act_order
         self._turn: _Turn | None = None
 
+    @checked(error=QuantizeError)
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
         """Quantise weights in the order in which ops read them first, after which later inputs know of it.
 
