@@ -19,6 +19,7 @@ T = TypeVar("T")
 ClassT = TypeVar("ClassT", bound=type)
 
 REQUIRED: Any = inspect.Parameter.empty
+"""Default of an option that has none."""
 
 
 @dataclass(frozen=True)

@@ -96,18 +96,31 @@ class Where:
 
 
 NotEmpty = Length(1)
+"""At least one item or letter."""
 
 PositiveInt = Annotated[int, Range(1, _MOST_INT)]
+"""A whole number from 1 on."""
 NonNegativeInt = Annotated[int, Range(0, _MOST_INT)]
+"""A whole number from 0 on."""
 Seed = Annotated[int, Range(0, (1 << 64) - 1)]
+"""A whole number of 64 bits without a sign."""
 PositiveFloat = Annotated[float, Range(above=0)]
+"""A finite number above 0."""
 NonNegativeFloat = Annotated[float, Range(0)]
+"""A finite number from 0 on."""
 Share = Annotated[float, Range(0, 1)]
+"""A number from 0 to 1."""
 PositiveShare = Annotated[float, Range(above=0, most=1)]
+"""A number above 0 and at most 1."""
 AnyFloat = Annotated[float, Range(finite=False)]
-"""A float that may be nan or infinite; a plain `float` is finite."""
+"""A number that may be nan or infinite; a plain `float` is finite."""
 Name = Annotated[str, NotEmpty]
+"""A text that is not empty."""
 File = Annotated[str | PathLike[str] | Path, At("file")]
+"""The path of a file that is there."""
 Folder = Annotated[str | PathLike[str] | Path, At("folder")]
+"""The path of a folder that is there."""
 OutputFile = Annotated[str | PathLike[str] | Path, At("output file")]
+"""The path of a file to write, in a folder that is there."""
 OutputFolder = Annotated[str | PathLike[str] | Path, At("output folder")]
+"""The path of a folder to write into, which is made when needed."""

@@ -21,6 +21,7 @@ LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGa
 """Ops that look rows of a weight up."""
 
 Globs = list[Name] | Name | None
+"""Names, in which `*` and `?` stand for letters, or a single one; None for all."""
 
 
 class Selected(TypedDict, total=False):
