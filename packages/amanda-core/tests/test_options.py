@@ -84,7 +84,8 @@ def test_files_and_folders_are_where_they_must_be(tmp_path: Path) -> None:
     for annotation, path, why in (
         (File, tmp_path / "none", "no such file"), (File, tmp_path, "it is a folder"),
         (OutputFile, tmp_path / "none/new", "there is no folder"), (OutputFile, tmp_path, "it is a folder"),
-        (OutputFolder, file / "a", "is no folder"), (File, "x" * 5000, "name too long"),
+        (OutputFolder, file / "a", "is no folder"), (OutputFolder, "x" * 5000, "too long"),
+        (OutputFolder, "\ud800", "no text that files"), (File, "x" * 5000, "name too long"),
     ):  # fmt: skip
         with pytest.raises(Mismatch, match=why):
             kind_of(annotation).accept(path)

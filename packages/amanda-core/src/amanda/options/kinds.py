@@ -227,6 +227,8 @@ def _path(at: At | None) -> Kind:
                 raise Mismatch(trouble)
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
+        except UnicodeError:
+            raise Mismatch("it is no text that files may be called by") from None
         return value
 
     return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
@@ -242,6 +244,8 @@ def _trouble_at(path: Path, wanted: str) -> str:
         if path.is_dir():
             return "it is a folder"
         return "" if path.absolute().parent.is_dir() else f"there is no folder {path.parent}"
+    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+        return "a name in it is too long"
     nearest = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
     if not nearest.is_dir():
         return f"{nearest} is no folder"
@@ -261,7 +265,7 @@ def _literal(members: tuple[Any, ...]) -> Kind:
         )
         try:
             return by_value[next(kinds, type(value)), value]
-        except (KeyError, TypeError):
+        except Exception:  # an object may raise anything where it is compared
             near = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
             raise Mismatch(f"did you mean {near[0]!r}?" if near else "") from None
 
