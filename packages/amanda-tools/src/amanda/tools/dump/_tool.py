@@ -74,7 +74,7 @@ class DumpTool(TensorTool[_IndexedOp]):
             "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
         }  # fmt: skip
         super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
-        self._keeps: dict[str, Keep] = {**keeps}
+        self._keeps: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
         self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
         self._order = self._bytes = 0
