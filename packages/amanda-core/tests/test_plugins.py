@@ -230,8 +230,12 @@ def test_load_tool_makes_a_tool_with_its_options(run: Run) -> None:
     ("call", "error", "parts"),
     [
         ("'countr', limit=3", "UnknownToolError", ["did you mean counter?"]),
-        ("'counter'", "OptionError", ["'limit'", "limit: int, label: str = 'ops'"]),
-        ("'counter', limit=3, lable=''", "OptionError", ["'lable'", "limit: int, label: str = 'ops'"]),
+        ("'counter'", "OptionError", ["'limit'", "limit: a whole number, label: a text = 'ops'"]),
+        (
+            "'counter', limit=3, lable=''",
+            "OptionError",
+            ["'lable'", "limit: a whole number, label: a text = 'ops'"],
+        ),
         ("'broken'", "PluginError", ["fake-broken 0.3.0", "ModuleNotFoundError"]),
         ("'twin'", "PluginError", ["fake-twin-one 0.3.0", "fake-twin-two 0.3.0"]),
         ("'pretender'", "PluginError", ["makes a Pretender"]),
