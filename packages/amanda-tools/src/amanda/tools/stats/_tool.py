@@ -53,6 +53,7 @@ class StatsTool(TensorTool[_OpStreams]):
     """
 
     is_copied_when_used = False
+    by_slice = True
 
     @checked
     def __init__(
@@ -115,7 +116,7 @@ class StatsTool(TensorTool[_OpStreams]):
     ) -> Iterator[tuple[Accumulator, Any]]:
         for one in tensors:
             label = one.role if "weight" in one.role else f"{one.role} {one.flat_index}"
-            label += " (partial)" if is_partial(one.tensor) else ""
+            label += f" {one.slice}" * bool(one.slice) + " (partial)" * is_partial(one.tensor)
             stream = record.measured.get(label)
             if stream is None:
                 stream = record.measured[label] = _Stream(Accumulator(self._bins), one.dtype)
