@@ -170,6 +170,7 @@ def is_offered(name: str) -> bool:
         "files",
         "interceptor",
         "namespace",
+        "options",
         "plugins",
         "tool",
         "testing",

@@ -269,8 +269,12 @@ def test_load_tool_makes_a_tool_with_its_options(run: Run) -> None:
     ("call", "error", "parts"),
     [
         ("'countr', limit=3", "UnknownToolError", ["did you mean counter?"]),
-        ("'counter'", "OptionError", ["'limit'", "limit: int, label: str = 'ops'"]),
-        ("'counter', limit=3, lable=''", "OptionError", ["'lable'", "limit: int, label: str = 'ops'"]),
+        ("'counter'", "OptionError", ["'limit'", "limit: a whole number, label: a text = 'ops'"]),
+        (
+            "'counter', limit=3, lable=''",
+            "OptionError",
+            ["'lable'", "limit: a whole number, label: a text = 'ops'"],
+        ),
         ("'broken'", "PluginError", ["fake-broken 0.3.0", "ModuleNotFoundError"]),
         ("'twin'", "PluginError", ["fake-twin-one 0.3.0", "fake-twin-two 0.3.0"]),
         ("'pretender'", "PluginError", ["makes a Pretender"]),
@@ -322,8 +326,8 @@ def test_info_tells_the_options_of_a_tool(run: Run) -> None:
     assert done.returncode == 0
     assert "Has one option that it needs and one with a default." in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["limit", "int", "needed"] in lines
-    assert ["label", "str", "'ops'"] in lines
+    assert ["limit", "needed", "a", "whole", "number"] in lines
+    assert ["label", "'ops'", "a", "text"] in lines
 
 
 def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:

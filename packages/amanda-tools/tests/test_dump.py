@@ -207,7 +207,7 @@ def test_a_folder_with_other_things_is_refused(folder: Path, model: nn.Module) -
 
 
 def test_wrong_options_are_told(folder: Path) -> None:
-    with pytest.raises(AmandaError, match='outputs is True; it is "no", "summary" or "full"'):
+    with pytest.raises(AmandaError, match="outputs is True; give 'no', 'summary' or 'full'"):
         DumpTool(folder, outputs=True)  # type: ignore[arg-type]
     with pytest.raises(AmandaError, match="every is 'often'"):
         DumpTool(folder, every="often")  # type: ignore[arg-type]

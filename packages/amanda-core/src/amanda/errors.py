@@ -40,12 +40,12 @@ class UnknownToolError(AmandaError, LookupError):
     """No distribution registers a tool under the given name."""
 
 
-class OptionError(AmandaError, TypeError):
-    """A tool was given an option that it does not take, or not one that it needs."""
-
-
 class ToolError(AmandaError, TypeError):
     """An object that was applied, registered or depended on is no tool, or cannot be part of one."""
+
+
+class OptionError(ToolError, ValueError):
+    """An option of a tool or a function has a wrong value, is not known, or is missing."""
 
 
 class DependencyCycleError(AmandaError, ValueError):

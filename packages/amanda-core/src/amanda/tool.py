@@ -12,6 +12,7 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.errors import DependencyCycleError, ToolError
+from amanda.options import Name, checked
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
@@ -45,7 +46,8 @@ class Tool:
         self._amanda = Registry()
         return self
 
-    def __init__(self, namespace: str | None = None) -> None:
+    @checked
+    def __init__(self, namespace: Name | None = None) -> None:
         """Make a tool without routines; a subclass need not call this.
 
         namespace: leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
@@ -71,6 +73,7 @@ class Tool:
             )
         return super().__reduce_ex__(protocol)
 
+    @checked(error=ToolError)
     def add_inst_for_op(
         self,
         callback: AnalysisRoutine,
@@ -88,6 +91,7 @@ class Tool:
         """
         self._register(callback, backward, require_outputs, guard, closing=False)
 
+    @checked(error=ToolError)
     def add_closing_inst_for_op(
         self, callback: AnalysisRoutine, backward: bool = False, require_outputs: bool = False
     ) -> None:
@@ -106,17 +110,12 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
-        if not callable(callback):
-            hint = "; give the routine without calling it: add_inst_for_op(self.analyse)"
-            raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}{hint}")
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
                 f"add_inst_for_op wants a routine of one argument, the context, and {name} cannot be called "
                 f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
             )
-        if guard not in (None, "shape", "read") and not callable(guard):
-            raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
         _renew(self)
@@ -145,6 +144,7 @@ class Tool:
         """
         return None
 
+    @checked(error=ToolError)
     def restrict(self, admits: Admission) -> None:
         """Call this tool's analysis routines only for ops whose context `admits` accepts.
 
@@ -155,6 +155,7 @@ class Tool:
         self._amanda.admissions.append(admits)
         _renew(self)
 
+    @checked(error=ToolError)
     def wrap_routines(self, wrap: Wrapper) -> None:
         """Replace the routine of each action by the result of `wrap(context, type, routine)`.
 
@@ -324,6 +325,7 @@ class Tool:
         """
         return sorted(self._amanda.loaded)
 
+    @checked(error=ToolError)
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take state that `state_dict` gave, also in another process; ops are analysed anew.
 

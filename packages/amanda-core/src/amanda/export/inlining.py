@@ -16,6 +16,7 @@ from amanda.export.artefacts import Artefact, artefact_kind
 from amanda.export.targets import check_target
 from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
+from amanda.options import checked
 from amanda.plan.layer import layer_of
 from amanda.plan.order import in_order
 from amanda.plan.plan import Actions, Plan
@@ -189,6 +190,7 @@ class _Analysis(GraphAnalysis):
         return Actions()
 
 
+@checked
 def instrument(
     model: str | PathLike[str],
     *tools: Tool,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from amanda.errors import PluginError
 from amanda.interceptor.imports import is_imported
+from amanda.options import checked
 from amanda.plugins.entries import DRIVERS, Entry, ImportFailure, Plugin, imported, registry, rivalry, upgrade
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ANY = "amanda-driver-FRAMEWORK"
 
 
+@checked
 def list_drivers(load: bool = False) -> list[Plugin]:
     """The drivers that are installed.
 

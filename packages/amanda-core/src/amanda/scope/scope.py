@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 from weakref import ReferenceType
 
 from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
+from amanda.options import checked
 from amanda.plan.hooks import hooks
 from amanda.plan.layer import layer_of
 from amanda.plan.order import in_order, same
@@ -38,12 +39,8 @@ class Scope(interceptor.Extent):
     compiled: what becomes of callables that a framework's compiler has made.
     """
 
+    @checked(error=ScopeError)
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
-        if compiled not in get_args(Compiled):
-            raise ScopeError(
-                f'compiled={compiled!r} is neither "eager", which runs compiled callables op by op, nor '
-                '"instrument", which instruments their graphs'
-            )
         for tool in tools:
             if not is_tool(tool):
                 raise ToolError(f"apply wants tools, not {tool!r}{_hint(tool)}")

@@ -11,7 +11,8 @@ from onnx import ModelProto, external_data_helper
 import amanda
 from amanda import interceptor
 from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
-from amanda.errors import NotTraceableError
+from amanda.errors import ArtefactError, NotTraceableError
+from amanda.options import File, checked
 
 from ._model import Model, read_proto
 from ._rewrite import ModelRewriting
@@ -20,7 +21,8 @@ from ._types import types_by_onnxruntime
 from ._written import copied, written
 
 
-def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProto:
+@checked(error=ArtefactError)
+def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
     """A model that computes what `model` would in a scope of the tools, in any runtime, without Amanda.
 
     Traceable routines become nodes.  Routines that are given constants alone, such as weights, are called

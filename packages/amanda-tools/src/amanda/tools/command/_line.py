@@ -18,6 +18,8 @@ import click
 
 from amanda.errors import AmandaError, FileError, UnknownToolError, did_you_mean, printable
 from amanda.files import check_file_to_write
+from amanda.options import kind_of
+from amanda.tools.command._options import Unreadable, read
 from amanda.tools.command._spec import SpecError
 from amanda.tools.results import reading
 
@@ -73,6 +75,19 @@ def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
     told = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
     kind = click.Choice(["eager", "instrument"])
     return click.option("--compiled", type=kind, default="eager", help=told)(command)
+
+
+class OptionType(click.ParamType[Any]):
+    """The type of an option of a subcommand, by an annotation as the constructors of tools have them."""
+
+    def __init__(self, annotation: Any) -> None:
+        self._annotation, self.name = annotation, kind_of(annotation).text
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return read(value, self._annotation)
+        except Unreadable as error:
+            self.fail(f"{error}, was given {str(value)!r}", param, ctx)
 
 
 class _Size(click.ParamType[int]):

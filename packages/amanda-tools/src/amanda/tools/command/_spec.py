@@ -15,8 +15,9 @@ from typing import Any
 import amanda
 from amanda.errors import AmandaError, FileError, did_you_mean
 from amanda.files import check_folder_to_write
+from amanda.options import REQUIRED
 from amanda.plugins import tool_class
-from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
+from amanda.tools.command._options import Given, Option, Unreadable, options_of
 from amanda.tools.results import Result
 from amanda.tools.select import Phase, Selection
 from amanda.tools.steps import Steps, Window

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeInt, checked
 from amanda.tools.diff._run import Compiled, Run, run_of
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.kit import tensors_of
@@ -72,14 +73,15 @@ class Function:
         return _arrays(self.call(*self.inputs))
 
 
+@checked
 @dataclass
 class Command:
     """Command line of a program, which runs under `amanda run`.  python: its interpreter."""
 
-    line: str
+    line: Name
     compiled: Compiled = "instrument"
-    max_bytes: int = MAX_BYTES
-    python: str = sys.executable
+    max_bytes: NonNegativeInt = MAX_BYTES
+    python: Name = sys.executable
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
 from amanda.files import naming
+from amanda.options import checked
 from amanda.tools.dump._arrays import Arrays, read_arrays, shaped
 from amanda.tools.dump._entry import Entry, Op, op_from_dict
 from amanda.tools.results import check_schema, in_words, read_json
@@ -35,6 +36,7 @@ class Dump:
     >>> [dump.array(entry) for entry in dump if dump.ops[entry.op].type == "conv2d"]  # doctest: +SKIP
     """
 
+    @checked
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / INDEX

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from amanda.errors import AmandaError
 from amanda.files import replacing
+from amanda.options import checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._terms import Indices
 from amanda.tools.results import check_schema, parsing, read_npz
@@ -179,6 +180,7 @@ class EffectivePath:
             return cls(layers, told["label"])
 
 
+@checked(error=PathError)
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     """Return the union of paths: for the images of a class the path of the class.
 

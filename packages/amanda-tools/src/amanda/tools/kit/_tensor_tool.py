@@ -6,12 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import Executions, Observed
-from amanda.errors import AmandaError
+from amanda.options import PositiveInt, checked
 from amanda.tools.kit._holders import holders_of
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._packed import packed_inputs, unread_tensor
@@ -80,6 +79,8 @@ class OpRecord:
     seen: dict[str, int] = field(default_factory=dict, init=False)
 
 
+Role = Literal["input", "weight", "output", "gradient"]
+"""What a tensor is to its op."""
 RecordT = TypeVar("RecordT", bound=OpRecord)
 Key = tuple[int, int | None]
 """Ids of a forward op and of its backward op."""
@@ -93,16 +94,20 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     the weight).  every: observe the first execution of an op and each `every`-th after it.
     executions: the most executions of an op to observe, None for all.
 
-    Raises AmandaError where `every` is not a number from 1 on.
+    Raises OptionError where `every` is not a number from 1 on.
     """
 
     by_slice: ClassVar[bool] = False
     """True to count executions for each weight of an op that reads one array slice by slice."""
 
-    def __init__(self, roles: Collection[str], every: int = 1, executions: int | None = None) -> None:
+    @checked
+    def __init__(
+        self,
+        roles: Collection[Role],
+        every: PositiveInt = 1,
+        executions: PositiveInt | None = None,
+    ) -> None:
         super().__init__()
-        if not isinstance(every, Integral) or every < 1:
-            raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
         self._roles: frozenset[str] = frozenset(roles)
         self._every: int = every
         self._executions: int | None = executions

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.errors import ArtefactError
+from amanda.options import Folder, checked
 from amanda.tools.results import read_json
 
 
@@ -17,9 +18,10 @@ class StageChain:
     Raises FileError for a folder without such a file, ArtefactError for another file of this name.
     """
 
+    @checked(error=ArtefactError)
     def __init__(
         self,
-        folder: str | Path,
+        folder: Folder,
         options: Any = None,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:

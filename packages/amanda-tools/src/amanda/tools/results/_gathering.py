@@ -7,13 +7,17 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, checked
 from amanda.tools.results._files import to_json
 from amanda.tools.results._merging import by_rank, merge
 from amanda.tools.results._result import Result
 from amanda.tools.results._table import restored
 
 
-def gather(result: Result, group: Any = None, *, to: int | None = None, per_rank: bool = False) -> Any:
+@checked
+def gather(
+    result: Result, group: Any = None, *, to: NonNegativeInt | None = None, per_rank: bool = False
+) -> Any:
     """One result of all ranks of a process group; every rank of it calls this, with its own.
 
     group: of `torch.distributed`; the default group if None.  to: the rank, of all processes, that gets it;

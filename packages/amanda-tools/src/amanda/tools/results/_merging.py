@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from amanda.errors import AmandaError
+from amanda.options import Name, checked
 from amanda.tools.results._files import in_words
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._table import Table
@@ -32,7 +33,8 @@ def can_merge(result: object) -> bool:
     return isinstance(result, Mergeable) or any(column.merge for column in columns)
 
 
-def merge(results: Mapping[str, Result], missing: Sequence[str] = ()) -> Result:
+@checked
+def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result:
     """One result of several of the same tool, by what each is of: "rank0", "rank1".
 
     missing: what should have left a result and did not, which the result then says.

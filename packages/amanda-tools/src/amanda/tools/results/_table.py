@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from amanda.errors import AmandaError
+from amanda.options import checked
 from amanda.plugins import tool_class
 from amanda.tools.results._files import number_of, read_json, schema_of
 from amanda.tools.results._result import Column, Result
@@ -64,6 +65,7 @@ class Table(Result):
         )  # fmt: skip
 
 
+@checked
 def load(path: str | Path) -> Result:
     """Load a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
 

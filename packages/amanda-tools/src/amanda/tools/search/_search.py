@@ -10,12 +10,12 @@ from time import perf_counter
 from typing import Any, Literal
 
 import amanda
-from amanda.errors import AmandaError, FileError
-from amanda.files import check_file_to_write
+from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeFloat, NonNegativeInt, OutputFile, Seed, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
-from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
+from amanda.tools.kit import Progress, attempt, check_finite, check_number
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
@@ -50,41 +50,26 @@ class Search:
     No architecture is evaluated twice, except where `train` is given.  Raises SearchError for what cannot be.
     """
 
+    @checked(error=SearchError)
     def __init__(
         self,
         tool: SearchTool,
         evaluate: Callable[[], Any],
         controller: Literal["random", "evolution", "policy", "lstm", "optuna"] | Controller = "evolution",
         train: Callable[[], Any] | None = None,
-        costs: Sequence[str | Callable[[], Any]] = (),
-        limits: Mapping[str, float] | None = None,
-        file: str | Path | None = None,
-        metric: str = "metric",
-        seed: int = 0,
+        costs: Sequence[Literal["flops", "size"] | Callable[[], Any]] = (),
+        limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None,
+        file: OutputFile | None = None,
+        metric: Name = "metric",
+        seed: Seed = 0,
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
     ) -> None:
-        check_type("Search: tool", tool, SearchTool, "a SearchTool")
-        if not callable(evaluate):
-            raise SearchError(f"Search: evaluate is {evaluate!r}; give a function that gives a number")
-        if train is not None and not callable(train):
-            raise SearchError(f"Search: train is {train!r}; give a function of no arguments, or None")
         if not tool.space:
             raise SearchError(
                 "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
             )
-        if isinstance(costs, str) or not isinstance(costs, Sequence):
-            raise SearchError(f"Search: costs is {costs!r}; give a list of 'flops', 'size', or functions")
-        for one in (cost for cost in costs if not callable(cost)):
-            check_one_of("Search: a cost", one, _COSTS, SearchError)
-        check_limits("Search: a limit", limits, _COSTS)
-        check_integer("Search: seed", seed, 0)
-        check_type("Search: progress", progress, bool, "True or False")
-        check_type("Search: metric", metric, str, "a name for the number")
-        check_type("Search: file", file, (str, Path, type(None)), "the path of a file, or None")
-        check_one_of("Search: compiled", compiled, ("eager", "instrument"), SearchError)
         if isinstance(controller, str):
-            check_one_of("Search: controller", controller, tuple(_CONTROLLERS), SearchError)
             controller = _CONTROLLERS[controller]()
         is_one = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
         if not is_one or isinstance(controller, type):
@@ -107,11 +92,6 @@ class Search:
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
         self._file = TrialsFile(Path(file), self._space, names) if file else None
         self._written, self._unwritten = 0, ""
-        if self._file is not None:
-            try:
-                check_file_to_write(self._file.path)
-            except FileError as error:
-                raise SearchError(f"Search: file is {str(self._file.path)!r}: {error}") from error
         if isinstance(controller, OptunaController):
             self._trials = controller.begin(self._space, list(self._costs))
             if self._trials and self._file is not None:
@@ -128,7 +108,10 @@ class Search:
             result.remarks = [f"{lacking} trials are not in the file: {self._unwritten}."]
         return result
 
-    def run(self, trials: int | None = None, seconds: float | None = None) -> SearchResult:
+    @checked(error=SearchError)
+    def run(
+        self, trials: NonNegativeInt | None = None, seconds: NonNegativeFloat | None = None
+    ) -> SearchResult:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
         Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
@@ -137,10 +120,6 @@ class Search:
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
-        if trials is not None:
-            check_integer("Search.run: trials", trials, 0)
-        if seconds is not None:
-            check_real("Search.run: seconds", seconds)
         begun, self._stopped = perf_counter(), ""
         self._read()
         if self._tool.mixture:

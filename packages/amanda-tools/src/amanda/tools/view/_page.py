@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.errors import AmandaError
+from amanda.options import checked
 from amanda.tools.results import Result, parsing
 from amanda.tools.view._files import Source, read
 from amanda.tools.view._graph import graph, op_columns, stages
@@ -22,6 +23,7 @@ from amanda.tools.view._timeline import places, timeline
 _SCRIPTS = "dom model tree layout graph table chart timeline diff details main".split()
 
 
+@checked
 def to_page(*given: str | Path | Result, title: str | None = None) -> str:
     """Return a self-contained HTML page of saved files, or of results themselves.
 
