@@ -315,8 +315,12 @@ def jax(session: nox.Session) -> None:
 def opdb_jax(session: nox.Session) -> None:
     """Call every public function of JAX and optax with and without tools; arguments after -- go to pytest."""
     _install_jax(session)
-    tests = (f"{JAX}/tests/functions", "-m", "opdb", *session.posargs)
-    session.run("python", "-m", "pytest", *tests, env={"OMP_NUM_THREADS": "1"})
+    tests = (f"{JAX}/tests/functions", "-m", "opdb")
+    if session.posargs:
+        session.run("python", "-m", "pytest", *tests, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    else:
+        what = "public functions of JAX and optax, under tools that change nothing"
+        support(session, "JAX", JAX_VERSION, what, *tests, *PARALLEL, OMP_NUM_THREADS="1")
 
 
 def _install_jax(session: nox.Session) -> None:

@@ -22,7 +22,14 @@ from amanda_docs.pages import DOCS, LINK, ROOT, relinked
 
 PUBLIC = ["amanda", "amanda.drivers.torch", "amanda.drivers.tensorflow"]
 DRIVERS = sorted(ROOT.glob("packages/*/src/amanda/drivers/*/__init__.py"))
-IN_WHOLE = ["amanda.plugins", "amanda.backend", "amanda.interceptor", "amanda.testing", "amanda.errors"]
+IN_WHOLE = [
+    "amanda.plugins",
+    "amanda.backend",
+    "amanda.interceptor",
+    "amanda.testing",
+    "amanda.errors",
+    "amanda.options",
+]
 TOOLS = sorted(
     f"amanda.tools.{path.parent.name}"
     for path in ROOT.glob("packages/amanda-tools/src/amanda/tools/[!_]*/__init__.py")

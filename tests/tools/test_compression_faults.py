@@ -487,7 +487,7 @@ def test_smoothing_of_a_channel_without_weights_fits_float16() -> None:
         (lambda: GPTQTool(block=True), "block is True"),
         (lambda: AWQTool(steps=1.5), "steps is 1.5"),  # type: ignore[arg-type]
         (lambda: SmoothQuantTool("a"), "alpha is 'a'"),  # type: ignore[arg-type]
-        (lambda: PruneTool(granularity="a"), "granularity is a"),  # type: ignore[arg-type]
+        (lambda: PruneTool(granularity="a"), "granularity is 'a'"),  # type: ignore[arg-type]
         (lambda: PruneTool(pattern="tile", granularity=1.5), "granularity is 1.5"),  # type: ignore[arg-type]
     ],
 )

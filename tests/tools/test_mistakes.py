@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a function": (lambda: run(lambda context: None), "tool = amanda.Tool(); tool.add_inst_for_op(function)"),
     "nothing": (lambda: run(None), "give instances of amanda.Tool, such as amanda.load_tool('flops')"),
     "a routine that was called": (
-        Called, "not None; give the routine without calling it: add_inst_for_op(self.analyse)",
+        Called, "is None; give the routine without calling it: add_inst_for_op(self.analyse)",
     ),
     "an analysis routine without a context": (
         WithoutContext, "WithoutContext.analyse cannot be called with that; write def analyse(self, context)",
@@ -182,7 +182,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "a word for compiled code": (
         lambda: amanda.apply(FlopsTool(), compiled="graph"),  # type: ignore[arg-type]
-        'neither "eager", which runs compiled callables op by op, nor "instrument"',
+        "Scope: compiled is 'graph'; give 'eager' or 'instrument'",
     ),
     "a pickled tool": (
         lambda: pickle.dumps(applied(PruneTool)),
@@ -193,10 +193,10 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "an unknown option": (
         lambda: amanda.load_tool("prune", sparsty=0.5), "did you mean sparsity? its options are ",
     ),
-    "an option out of range": (lambda: PruneTool(sparsity=50), "the share that is dropped, from 0 to 1"),
+    "an option out of range": (lambda: PruneTool(sparsity=50), "sparsity is 50; give a number from 0 to 1"),
     "an unknown phase": (
         lambda: select(FlopsTool(), phase="forwards"),  # type: ignore[arg-type]
-        "it is one of forward, backward, optimizer, construction",
+        "give one of 'forward', 'backward', 'optimizer', 'construction'",
     ),
     "a namespace as a string": (
         lambda: run(analysing(lambda context: context.namespace == "pytorch/2.13.0")),

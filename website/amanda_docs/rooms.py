@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "packages/amanda-core/src/amanda"
 PICTURE = ROOT / "docs/images/rooms.svg"
 
-GROUND = frozenset({"errors", "namespace"})
+GROUND = frozenset({"errors", "files", "namespace"})
 """Public modules that every room may import."""
 LEFT_OUT = frozenset({"testing", "_api", "__init__", "__main__"}) | GROUND
 

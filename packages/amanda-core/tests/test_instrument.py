@@ -13,7 +13,7 @@ import amanda
 from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, OpFacts, TensorOps
 from amanda.errors import ArtefactError, NotTraceableError
 from amanda.export import inlining
-from amanda.export.targets import whole
+from amanda.files import replacing_all
 
 
 class Numbers(TensorOps):
@@ -176,7 +176,8 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     target.mkdir()
     (target / "old").write_text("old")
     for force in (False, True):
-        with pytest.raises(ArtefactError) if not force else nullcontext(), whole(target, force) as path:
+        outcome = nullcontext() if force else pytest.raises(ArtefactError)
+        with outcome, replacing_all(target, force) as path:
             path.mkdir()
             (path / "new").write_text("new")
         assert [one.name for one in target.iterdir()] == ["new" if force else "old"]

@@ -139,6 +139,45 @@ def test_a_bad_driver_is_logged_once_and_stops_no_other(run: Run) -> None:
     assert lines[-1] == "4"
 
 
+FAILING_ONCE = """
+import amanda, goodframe
+fails = [{error}]
+class Failing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "fake_good" and fails:
+            raise fails.pop()
+sys.meta_path.insert(0, Failing)
+def reasons(scope): return [entry.reason for entry in scope.report]
+with amanda.apply(amanda.Tool()) as outer:
+    print("outer", reasons(outer))
+    with amanda.apply(amanda.Tool()) as inner:
+        print("inner", reasons(inner))
+with amanda.apply(amanda.Tool()) as later:
+    print("later", reasons(later))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ('OSError(24, "Too many open files")', "free memory, open files or disk"),
+        ("MemoryError()", "free memory, open files or disk"),
+        ('ImportError("libgood.so: cannot open shared object file: Too many open files")', "free memory"),
+        ('ImportError("no module named good")', "pip install --upgrade fake-good"),
+        ('FileNotFoundError(2, "No such file")', "pip install --upgrade fake-good"),
+    ],
+)
+def test_a_driver_whose_import_failed_once_is_used_by_the_next_scope(
+    run: Run, error: str, advice: str
+) -> None:
+    out = run.code(FAILING_ONCE.format(error=error)).splitlines()
+    told = {line.split()[0]: line for line in out if not line.startswith("LOG")}
+    assert advice in told["outer"]
+    assert told["inner"] == "inner []"
+    assert told["later"] == "later []"
+
+
 def test_a_scope_reports_the_drivers_that_cannot_be_used(run: Run) -> None:
     out = run.code(
         "import amanda, brokenframe, oldframe, goodframe\n"
@@ -230,8 +269,12 @@ def test_load_tool_makes_a_tool_with_its_options(run: Run) -> None:
     ("call", "error", "parts"),
     [
         ("'countr', limit=3", "UnknownToolError", ["did you mean counter?"]),
-        ("'counter'", "OptionError", ["'limit'", "limit: int, label: str = 'ops'"]),
-        ("'counter', limit=3, lable=''", "OptionError", ["'lable'", "limit: int, label: str = 'ops'"]),
+        ("'counter'", "OptionError", ["'limit'", "limit: a whole number, label: a text = 'ops'"]),
+        (
+            "'counter', limit=3, lable=''",
+            "OptionError",
+            ["'lable'", "limit: a whole number, label: a text = 'ops'"],
+        ),
         ("'broken'", "PluginError", ["fake-broken 0.3.0", "ModuleNotFoundError"]),
         ("'twin'", "PluginError", ["fake-twin-one 0.3.0", "fake-twin-two 0.3.0"]),
         ("'pretender'", "PluginError", ["makes a Pretender"]),
@@ -283,8 +326,8 @@ def test_info_tells_the_options_of_a_tool(run: Run) -> None:
     assert done.returncode == 0
     assert "Has one option that it needs and one with a default." in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["limit", "int", "needed"] in lines
-    assert ["label", "str", "'ops'"] in lines
+    assert ["limit", "needed", "a", "whole", "number"] in lines
+    assert ["label", "'ops'", "a", "text"] in lines
 
 
 def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:

@@ -56,7 +56,7 @@ def chains(x: Any) -> Any:
         numpyro.sample("y", numpyro.distributions.Normal(mean, jnp.log(3 + y)), obs=y)
 
     sampler = infer.MCMC(
-        infer.HMC(model, num_steps=2), num_warmup=2, num_samples=2, num_chains=2,
+        infer.HMC(model, num_steps=2, trajectory_length=None), num_warmup=2, num_samples=2, num_chains=2,
         chain_method="vectorized", progress_bar=False,
     )  # fmt: skip
     sampler.run(jax.random.PRNGKey(0), y=x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import amanda
-from amanda.drivers.onnxruntime import session_options
+from amanda.drivers.onnxruntime import instrument, session_options
 from amanda.errors import ArtefactError, NotTraceableError
-from amanda.tools.prune import PruneTool
+from amanda.tools.prune import PruneError, PruneTool
+from amanda.tools.prune.channels import ChannelPruneTool
+from amanda.tools.quantize import QuantizeError, QuantizeTool, convert
 
 ALONE = """
 import sys
@@ -185,14 +188,19 @@ def test_faults_are_told_and_nothing_is_written(model: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out.onnx").exists()
 
 
-@pytest.mark.parametrize("where", ["absolute", "above", "a link"])
+@pytest.mark.parametrize("where", ["absolute", "above", "through a folder", "a link", "a pipe", "a folder"])
 def test_external_data_outside_of_the_folder_of_a_model_are_not_read(where: str, tmp_path: Path) -> None:
     secret, folder = tmp_path / "key.bin", tmp_path / "download"
     folder.mkdir()
     secret.write_bytes(WEIGHT.tobytes())
     (folder / "link").symlink_to(secret)
+    (folder / "inner").mkdir()
+    os.mkfifo(folder / "pipe")
     weight = TensorProto(name="w", data_type=1, dims=WEIGHT.shape, data_location=TensorProto.EXTERNAL)
-    location = {"absolute": str(secret), "above": "../key.bin", "a link": "link"}[where]
+    location = {
+        "absolute": str(secret), "above": "../key.bin", "through a folder": "inner/../../key.bin",
+        "a link": "link", "a pipe": "pipe", "a folder": "inner",
+    }[where]  # fmt: skip
     weight.external_data.add(key="location", value=location)
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["y"])], "g",
@@ -201,5 +209,13 @@ def test_external_data_outside_of_the_folder_of_a_model_are_not_read(where: str,
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(ArtefactError, match="outside of its folder"):
+    why = "no regular file" if where in ("a pipe", "a folder") else "outside of its folder"
+    with pytest.raises(ArtefactError, match=why):
         amanda.instrument(folder / "model.onnx", PruneTool(), out=folder / "out.onnx")
+    with pytest.raises(ArtefactError, match=why):
+        instrument(folder / "model.onnx", PruneTool())
+    with pytest.raises(QuantizeError, match=why):
+        convert(folder / "model.onnx", QuantizeTool(), folder / "out.onnx")
+    with pytest.raises(PruneError, match=why):
+        ChannelPruneTool().prepare(folder / "model.onnx", X)
+    assert not (folder / "out.onnx").exists()

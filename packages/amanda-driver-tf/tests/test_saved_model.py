@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -263,3 +265,23 @@ def test_folders_that_hold_no_whole_saved_model_are_refused(small: Path, tmp_pat
     with pytest.raises(ArtefactError, match=wanted):
         amanda.instrument(model, Halving(), out=tmp_path / "out")
     assert [one.name for one in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("where", ["a link", "a folder", "a pipe"])
+def test_parts_outside_of_a_saved_model_are_not_copied(small: Path, tmp_path: Path, where: str) -> None:
+    model, secret = Path(shutil.copytree(small, tmp_path / "model")), tmp_path / "private"
+    assets = model / "assets.extra"
+    secret.mkdir()
+    (secret / "key").write_text("secret")
+    assets.mkdir(exist_ok=True)
+    if where == "a pipe":
+        os.mkfifo(assets / "part")
+    else:
+        (assets / "part").symlink_to(secret / "key" if where == "a link" else secret)
+    why = "no regular file" if where == "a pipe" else "outside of its folder"
+    with pytest.raises(ArtefactError, match=why):
+        amanda.instrument(model, PruneTool(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (assets / "part").unlink()
+    (assets / "part").symlink_to("../saved_model.pb")
+    amanda.instrument(model, PruneTool(), out=tmp_path / "out")

@@ -64,10 +64,10 @@ def test_what_cannot_be_read_says_what_is_expected(given: Any, kind: Any, part: 
 def test_options_are_those_of_the_constructor() -> None:
     assert list(map(str, options_of(NanTool).values())) == [
         "stop: true or false = false", "inf: true or false = false", "backward: true or false = true",
-        "limit: whole number = 20",
+        "limit: whole number from 1 on = 20",
     ]  # fmt: skip
     assert not options_of(FlopsTool)["formulas"].readable
-    assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of number = 0.01+0.5+0.99"
+    assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of number from 0 to 1 = 0.01+0.5+0.99"
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,10 @@ def test_masks_that_were_learnt_come_from_a_file(model: Path, suffix: str) -> No
         (
             ["-t", "prune", "--state", "nowhere.npz"],
             2,
-            "is no state of prune that can be read: No such file",
+            "nowhere.npz cannot be read: No such file",
         ),
         (["-t", "prune", "--state", "model.onnx"], 2, "it ends in none of .npz, .safetensors"),
-        (["-t", "prune", "--state", "bad.npz"], 2, "it is no .npz file of plain arrays"),
+        (["-t", "prune", "--state", "bad.npz"], 2, "bad.npz is no .npz file of plain arrays"),
         (["-t", "prune", "--state", "dump=bad.npz"], 2, "dump=bad.npz"),
         (["-t", "prune", "--state", "other.npz"], 1, "has no head/MatMul/mask among the 1 values"),
         (["-t", "prune", "--report", "done.pdf"], 2, "done.pdf ends in none of"),

@@ -497,7 +497,7 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
         diff(lambda: model(x), lambda: model(x), mapping={"1": "0"})
     with pytest.raises(AmandaError, match="by is 'layer'"):
         diff(lambda: model(x), lambda: model(x), by="layer")  # type: ignore[arg-type]
-    with pytest.raises(AmandaError, match="3 is no run; give a function"):
+    with pytest.raises(AmandaError, match="a is 3; give a function"):
         diff(3, 4)  # type: ignore[arg-type]
 
 

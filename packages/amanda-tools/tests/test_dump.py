@@ -207,7 +207,7 @@ def test_a_folder_with_other_things_is_refused(folder: Path, model: nn.Module) -
 
 
 def test_wrong_options_are_told(folder: Path) -> None:
-    with pytest.raises(AmandaError, match='outputs is True; it is "no", "summary" or "full"'):
+    with pytest.raises(AmandaError, match="outputs is True; give 'no', 'summary' or 'full'"):
         DumpTool(folder, outputs=True)  # type: ignore[arg-type]
     with pytest.raises(AmandaError, match="every is 'often'"):
         DumpTool(folder, every="often")  # type: ignore[arg-type]
@@ -280,14 +280,14 @@ def test_an_index_that_points_outside_its_folder_is_refused(folder: Path, model:
     index = json.loads((folder / "index.json").read_text())
     index["entries"][-1]["file"] = "../secret.npz"
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(AmandaError, match=r"names '\.\./secret\.npz', which is not a file of its folder"):
+    with pytest.raises(AmandaError, match=r"names '\.\./secret\.npz', which is no file of tensors"):
         Dump(folder)
 
 
 def test_a_pickle_in_the_place_of_an_array_is_not_loaded(folder: Path, model: nn.Module) -> None:
     dump = dumped(folder, lambda: model(torch.rand(1, 6)), outputs="full", format="npz")
     np.savez(folder / "tensors-00000.npz", allow_pickle=True, **{dump.entries[-1].key: np.array([print])})
-    with pytest.raises(AmandaError, match="cannot be read"):
+    with pytest.raises(AmandaError, match="is no file of tensors that can be read"):
         dump.array(dump.entries[-1])
 
 

@@ -97,5 +97,5 @@ def test_outputs_and_gradients_are_those_of_a_model_that_was_modified(training: 
 
 @pytest.mark.parametrize("density", [0, 1.5, "half"])
 def test_a_density_that_is_no_share_is_refused(density: Any) -> None:
-    with pytest.raises(AmandaError, match="share above 0"):
+    with pytest.raises(AmandaError, match="above 0"):
         DynamicChannelPruneTool(density)

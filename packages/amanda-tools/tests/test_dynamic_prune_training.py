@@ -259,7 +259,7 @@ def test_without_the_cache_and_in_half_precision_predictors_say_the_same(
         (lambda: DynamicChannelPruneTool(density=0), "density is 0"),
         (lambda: ActivationPruneTool(budget=1.5), "budget is 1.5"),
         (lambda: AttentionPruneTool(keep=-1), "keep is -1"),
-        (lambda: AttentionPruneTool(unit="word"), "unit is 'word'; it is one of 'token', 'block'"),
+        (lambda: AttentionPruneTool(unit="word"), "unit is 'word'; give 'token' or 'block'"),
         (lambda: AttentionPruneTool(by="chance"), "by is 'chance'"),
         (lambda: AttentionPruneTool(block=0), "block is 0"),
         (lambda: AttentionPruneTool(protect=-1), "protect is -1"),

@@ -372,9 +372,9 @@ def test_a_path_ends_where_nothing_contributes() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(ToolError, match="theta='half'"):
+    with pytest.raises(ToolError, match="theta is 'half'"):
         EffectivePathTool(theta="half")  # type: ignore[arg-type]
-    with pytest.raises(ToolError, match=r"theta=1\.5"):
+    with pytest.raises(ToolError, match=r"theta is 1\.5"):
         EffectivePathTool(theta=1.5)
     tool = EffectivePathTool()
     with pytest.raises(PathError, match="run the model in the tool's scope first"):

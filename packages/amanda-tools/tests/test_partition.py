@@ -223,10 +223,10 @@ def test_clear_forgets() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 0}, "stages is 0; it is a whole number from 1"),
-        ({"cost": "bytes"}, "cost is 'bytes'; it is one of 'flops', 'time'"),
-        ({"tolerance": "little"}, "tolerance is 'little'; it is a number from 0 to 1"),
-        ({"tolerance": 2.0}, "tolerance is 2.0; it is a number from 0 to 1"),
+        ({"stages": 0}, "stages is 0; give a whole number from 1"),
+        ({"cost": "bytes"}, "cost is 'bytes'; give 'flops' or 'time'"),
+        ({"tolerance": "little"}, "tolerance is 'little'; give a number from 0 to 1"),
+        ({"tolerance": 2.0}, "tolerance is 2.0; give a number from 0 to 1"),
         ({"method": "min_cut", "stages": 3}, "makes 2 stages .* given stages=3"),
     ],
 )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 import amanda
-from amanda.errors import ArtefactError
+from amanda.errors import ArtefactError, FileError
 from amanda.tools.command import instrument
 from amanda.tools.partition import PartitionResult, PartitionTool, ProtectError, StageChain
 
@@ -312,8 +312,12 @@ def test_faults_are_told_and_nothing_is_written(
 
 
 def test_chain_of_a_folder_without_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(ArtefactError, match=r"partition\.json is no plan of files"):
+    with pytest.raises(FileError, match=r"partition\.json cannot be read: No such file"):
         StageChain(tmp_path)
+    for text in ("{}", '{"outputs": [], "files": [{"file": "../other.onnx"}]}'):
+        (tmp_path / "partition.json").write_text(text)
+        with pytest.raises(ArtefactError, match=r"partition\.json is no plan of files"):
+            StageChain(tmp_path)
     _, folder = written(tmp_path, mlp())
     with pytest.raises(ArtefactError, match="there is no output 'z'; there are r3, r1"):
         StageChain(folder).run(["z"], {})

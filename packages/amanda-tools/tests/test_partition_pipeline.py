@@ -188,7 +188,7 @@ def test_stage_of_the_loss_alone_is_an_error() -> None:
 
 def test_inputs_are_a_tuple() -> None:
     x = torch.rand(2, 16)
-    with pytest.raises(PartitionError, match="mb_args is a Tensor; it is a tuple of a model's inputs"):
+    with pytest.raises(PartitionError, match=r"mb_args is tensor.*; give a tuple of values"):
         cut(chain(4), x).pipeline(chain(4), x)  # type: ignore[arg-type]
 
 

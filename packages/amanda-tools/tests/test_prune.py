@@ -447,7 +447,7 @@ def test_weights_in_a_grouped_product_are_told_to_be_left() -> None:
         ({"regrow": "random", "frequency": 2, "pattern": "structured"}, ["random", "structured"]),
         ({"regrow": "random", "frequency": 2, "regrow_fraction": 2}, ["regrow_fraction is 2"]),
         ({"type": [3]}, ["type", "3"]),
-        ({"norm": 3}, ["norm 3"]),
+        ({"norm": 3}, ["norm is 3"]),
     ],
 )
 def test_options_that_make_no_sense_are_said(options: dict[str, Any], words: list[str]) -> None:

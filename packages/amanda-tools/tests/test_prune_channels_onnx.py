@@ -18,6 +18,7 @@ from pipelined import let_torchvision_load
 from torch import nn
 
 import amanda
+from amanda.errors import FileError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.prune import ChannelPruneResult, ChannelPruneTool, PruneError
 
@@ -318,8 +319,11 @@ def test_errors_say_what_was_given(tmp_path: Path) -> None:
         ChannelPruneTool(importance="taylor").prepare(model, X)
     with pytest.raises(PruneError, match="the names z; the model's inputs are x"):
         tool.prepare(model, z=X)
-    with pytest.raises(PruneError, match="no ONNX model that can be read"):
+    with pytest.raises(FileError, match=r"nothing\.onnx cannot be read: No such file"):
         tool.prepare(tmp_path / "nothing.onnx", X)
+    (tmp_path / "words.onnx").write_text("no model")
+    with pytest.raises(PruneError, match=r"words\.onnx is no ONNX model that can be read"):
+        tool.prepare(tmp_path / "words.onnx", X)
     (tmp_path / "words.onnx").write_text("hi")
     with pytest.raises(PruneError, match=r"words\.onnx, which is no ONNX model: it names no version"):
         tool.prepare(tmp_path / "words.onnx", X)

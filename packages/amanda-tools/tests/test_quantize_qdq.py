@@ -307,7 +307,7 @@ def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
     refused("is there already", path, tool, network(tmp_path / "other.onnx"))
     refused("there is no folder", path, tool, tmp_path / "none" / "integers.onnx")
     (tmp_path / "folder.onnx").mkdir()
-    refused("a folder is there", path, tool, tmp_path / "folder.onnx", force=True)
+    refused("it is a folder", path, tool, tmp_path / "folder.onnx", force=True)
     refused("is no ONNX file", tmp_path / "model.pt2", tool, out)
     refused("a float was given", path, 8.0, out)
     refused("give a NearestTool", nn.Linear(4, 4), tool)

@@ -347,7 +347,7 @@ def test_a_search_goes_on_from_a_file(name: Any, model: nn.Module, images: Tenso
     with pytest.raises(SearchError, match=r"trials.json is of a search over .* not over"):
         Search(other, reward(other), name, file=file, **options)
     file.write_text("[]")
-    with pytest.raises(SearchError, match="holds no trials of a search"):
+    with pytest.raises(SearchError, match="is no file of trials of a search"):
         Search(tool, reward(tool), name, file=file, **options)
 
 

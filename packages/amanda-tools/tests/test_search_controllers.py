@@ -129,11 +129,11 @@ def test_an_lstm_finds_more_than_chance(tool: SearchTool) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"hidden": 0}, "hidden is 0; give a number from 1 on"),
-        ({"rate": "x"}, "rate is 'x'; give a finite number"),
-        ({"decay": 2}, "decay is 2; give a finite number from 0 to 1"),
-        ({"temperature": 0}, "temperature is 0; give a finite number above 0"),
-        ({"seed": -1}, "seed is -1; give a number from 0 on"),
+        ({"hidden": 0}, "hidden is 0; give a whole number from 1"),
+        ({"rate": "x"}, "rate is 'x'; give a number"),
+        ({"decay": 2}, "decay is 2; give a number from 0 to 1"),
+        ({"temperature": 0}, "temperature is 0; give a number above 0"),
+        ({"seed": -1}, "seed is -1; give a whole number from 0 on"),
     ],
 )
 def test_wrong_options_of_an_lstm_are_errors(options: Any, told: str) -> None:

@@ -209,9 +209,9 @@ def test_a_tool_with_a_selection_of_its_own_says_what_no_op_fitted_in_its_result
 @pytest.mark.parametrize(
     ("given", "error", "part"),
     [
-        ({"phase": "both"}, SelectionError, "backward, optimizer, construction"),
-        ({"type": ""}, SelectionError, "type has ''"),
-        ({"module": [3]}, SelectionError, "module has 3"),
+        ({"phase": "both"}, SelectionError, "'backward', 'optimizer', 'construction'"),
+        ({"type": ""}, SelectionError, "type is ''"),
+        ({"module": [3]}, SelectionError, "item 0 is 3"),
         ({"frequency": 0}, WindowError, "frequency is 0"),
         ({"start": -1}, WindowError, "start is -1"),
         ({"start": 3, "end": 3}, WindowError, "no step is in between"),

@@ -196,7 +196,7 @@ def test_a_histogram_is_numpys_over_its_edges() -> None:
 
 @pytest.mark.parametrize("bins", [-1, 100, 3000, 128])
 def test_other_numbers_of_bins_are_refused(bins: int) -> None:
-    with pytest.raises(AmandaError, match=f"bins is {bins}; give 0 for none or a power of two"):
+    with pytest.raises(AmandaError, match=f"bins is {bins}; give"):
         StatsTool(bins=bins)
 
 
@@ -381,11 +381,11 @@ def test_measuring_changes_nothing(model: nn.Module) -> None:
 def test_wrong_options_are_told() -> None:
     with pytest.raises(AmandaError, match=r"every is 1\.5"):
         StatsTool(every=1.5)  # type: ignore[arg-type]
-    with pytest.raises(AmandaError, match="'middle' is no quantile"):
+    with pytest.raises(AmandaError, match="item 0 is 'middle'"):
         StatsTool(quantiles=["middle"])  # type: ignore[list-item]
     with pytest.raises(AmandaError, match="every is 0"):
         StatsTool(every=0)
-    with pytest.raises(AmandaError, match="2 is no quantile"):
+    with pytest.raises(AmandaError, match=r"quantiles is \[2\]; give a list of numbers from 0 to 1"):
         StatsTool(quantiles=[2])
 
 

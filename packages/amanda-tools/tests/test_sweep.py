@@ -239,9 +239,9 @@ def test_an_interrupt_keeps_what_was_measured_and_the_sweep_goes_on(
 
 
 def test_what_cannot_be_swept_is_said(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
-    with pytest.raises(SweepError, match=r"levels is \[\]"):
+    with pytest.raises(SweepError, match=r"sparsities is \[\]"):
         SparsitySweep(lambda: 1.0, [])
-    with pytest.raises(SweepError, match="a function of no arguments"):
+    with pytest.raises(SweepError, match=r"evaluate is 0\.9; give a function"):
         SparsitySweep(0.9)  # type: ignore[arg-type]
     with pytest.raises(SweepError, match="gave 'good'; give a number"):
         SparsitySweep(lambda: "good", progress=False).run()
@@ -515,17 +515,17 @@ def test_a_search_that_cannot_be_is_said(model: Digits, digits: tuple[Tensor, Te
         BitsSweep(lambda: accuracy(model, digits), [8, 4], activations=False, progress=False).search([0.01])
     with pytest.raises(SweepError, match="has no cost; give it one"):
         Sweep(lambda: loss(model, digits), Scale, [2.0], progress=False).search([0.5])
-    with pytest.raises(SweepError, match="cost is 'size'; it is one of None"):
+    with pytest.raises(SweepError, match="cost is 'size' without left"):
         Sweep(lambda: loss(model, digits), Scale, [2.0], cost="size")
     with pytest.raises(SweepError, match="of which fewer bits save none"):
         BitsSweep(lambda: 1.0, cost="flops")
-    with pytest.raises(SweepError, match=r"budgets is \[1.5\]; give shares of the size"):
+    with pytest.raises(SweepError, match=r"budgets is \[1.5\]; give a list of numbers above 0 and at most 1"):
         BitsSweep(lambda: 1.0).search([1.5])
     for budgets in (0.5, ["half"]):
-        with pytest.raises(SweepError, match="give shares of the size"):
+        with pytest.raises(SweepError, match="give a list of numbers above 0 and at most 1"):
             BitsSweep(lambda: 1.0).search(budgets)  # type: ignore[arg-type]
     for levels in ([0.9000001, 0.9000002], ["half"]):
-        with pytest.raises(SweepError, match="all different in six digits"):
+        with pytest.raises(SweepError, match=r"sparsities is|all different in six digits"):
             SparsitySweep(lambda: 1.0, levels)  # type: ignore[arg-type]
     for drop in (float("nan"), "little", None):
         with pytest.raises(SweepError, match="drop is"):

@@ -356,7 +356,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(AmandaError, match=r"absent\.json cannot be read: No such file"):
         to_page(tmp_path / "absent.json")
     (tmp_path / "cut.json").write_bytes(gzip.compress(b"{}" * 99)[:20])
-    with pytest.raises(AmandaError, match=r"cut\.json is a gzip file that ends too early"):
+    with pytest.raises(AmandaError, match=r"cut\.json is .* a gzip file that ends too early"):
         to_page(tmp_path / "cut.json")
     with pytest.raises(AmandaError, match="one result or more"):
         to_page()

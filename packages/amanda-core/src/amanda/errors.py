@@ -10,6 +10,8 @@ __all__ = [
     "ArtefactError",
     "DependencyCycleError",
     "DriverError",
+    "FileError",
+    "MissingFileError",
     "MissingKeyError",
     "MutationError",
     "NamespaceError",
@@ -38,12 +40,12 @@ class UnknownToolError(AmandaError, LookupError):
     """No distribution registers a tool under the given name."""
 
 
-class OptionError(AmandaError, TypeError):
-    """A tool was given an option that it does not take, or not one that it needs."""
-
-
 class ToolError(AmandaError, TypeError):
     """An object that was applied, registered or depended on is no tool, or cannot be part of one."""
+
+
+class OptionError(ToolError, ValueError):
+    """An option of a tool or a function has a wrong value, is not known, or is missing."""
 
 
 class DependencyCycleError(AmandaError, ValueError):
@@ -87,6 +89,21 @@ class DriverError(AmandaError, RuntimeError):
 
 class ArtefactError(AmandaError, ValueError):
     """A file of a model cannot be read, instrumented or written."""
+
+
+class FileError(AmandaError, OSError):
+    """A file or a folder cannot be read or written; the message names the path.
+
+    errno: that of the operating system's error, None where there was none.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file is not there, or the folder that it is to be written to."""
 
 
 class NotTraceableError(ArtefactError):

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from amanda import interceptor
-from amanda.errors import ToolError
+from amanda.errors import DependencyCycleError, ToolError
+from amanda.options import Name, checked
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
 from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, InNamespace, Registry, Wrapper
 from amanda.scope.caller import caller
-from amanda.scope.scope import Scope, apply
+from amanda.scope.scope import Scope, apply, scopes_with
 
 __all__ = ["Scope", "Tool", "apply"]
 
@@ -45,7 +46,8 @@ class Tool:
         self._amanda = Registry()
         return self
 
-    def __init__(self, namespace: str | None = None) -> None:
+    @checked
+    def __init__(self, namespace: Name | None = None) -> None:
         """Make a tool without routines; a subclass need not call this.
 
         namespace: leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
@@ -71,6 +73,7 @@ class Tool:
             )
         return super().__reduce_ex__(protocol)
 
+    @checked(error=ToolError)
     def add_inst_for_op(
         self,
         callback: AnalysisRoutine,
@@ -80,6 +83,7 @@ class Tool:
     ) -> None:
         """Register an analysis routine: it runs once per op and may record actions.
 
+        In an open scope the ops that were analysed before are analysed anew at their next execution.
         backward: at backward ops.  require_outputs: after the op, when its outputs are known.
         guard: what the routine decides by beyond the op and its inputs' dtype, rank and device:
         "shape", or a callable from the list of inputs to a hashable; another value, another analysis.
@@ -87,6 +91,7 @@ class Tool:
         """
         self._register(callback, backward, require_outputs, guard, closing=False)
 
+    @checked(error=ToolError)
     def add_closing_inst_for_op(
         self, callback: AnalysisRoutine, backward: bool = False, require_outputs: bool = False
     ) -> None:
@@ -105,29 +110,29 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
-        if not callable(callback):
-            hint = "; give the routine without calling it: add_inst_for_op(self.analyse)"
-            raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}{hint}")
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
                 f"add_inst_for_op wants a routine of one argument, the context, and {name} cannot be called "
                 f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
             )
-        if guard not in (None, "shape", "read") and not callable(guard):
-            raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
-        self._amanda.version += 1
+        _renew(self)
 
     def depends_on(self, *tools: Tool) -> None:
-        """Run the routines of `tools` before this tool's; they join when this one is applied."""
+        """Run the routines of `tools` before this tool's; they join this one where it is applied."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
                 raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
-        self._amanda.dependencies.extend(tools)
-        self._amanda.version += 1
+        dependencies = self._amanda.dependencies
+        dependencies.extend(tools)
+        try:
+            _renew(self)
+        except DependencyCycleError:  # the open scope stays as it is
+            del dependencies[len(dependencies) - len(tools) :]
+            raise
 
     def stands_for(self) -> Hashable:
         """Name the tools of which any one may stand for all, where several are applied together.
@@ -139,15 +144,18 @@ class Tool:
         """
         return None
 
+    @checked(error=ToolError)
     def restrict(self, admits: Admission) -> None:
         """Call this tool's analysis routines only for ops whose context `admits` accepts.
 
         It is asked at each point, after the routines of the tools that this one depends on; several
-        restrictions hold together. `amanda.tools.select` has those that most want.
+        restrictions hold together, in an open scope from the next execution of each op on.
+        `amanda.tools.select` has those that most want.
         """
         self._amanda.admissions.append(admits)
-        self._amanda.version += 1
+        _renew(self)
 
+    @checked(error=ToolError)
     def wrap_routines(self, wrap: Wrapper) -> None:
         """Replace the routine of each action by the result of `wrap(context, type, routine)`.
 
@@ -155,7 +163,7 @@ class Tool:
         op itself run.
         """
         self._amanda.wrappers.append(wrap)
-        self._amanda.version += 1
+        _renew(self)
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each selection that fitted no op, for the report of a closing scope.
@@ -317,6 +325,7 @@ class Tool:
         """
         return sorted(self._amanda.loaded)
 
+    @checked(error=ToolError)
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take state that `state_dict` gave, also in another process; ops are analysed anew.
 
@@ -340,6 +349,14 @@ class Tool:
     def preparing(self) -> AbstractContextManager[Any]:
         """Return a context for the run of `prepare`, for a tool that treats this run differently."""
         return nullcontext()
+
+
+def _renew(tool: Tool) -> None:
+    """Note that routines, restrictions or dependencies were added; open scopes analyse ops anew by them."""
+    tool._amanda.version += 1
+    if tool._amanda.was_used:
+        for scope in scopes_with(tool):
+            scope.renew()
 
 
 def _takes_context(callback: AnalysisRoutine) -> bool:

@@ -165,6 +165,6 @@ def _difference(bare: list[Any], found: list[Any]) -> float | None:
         if not np.array_equal(np.isfinite(one), np.isfinite(other)):
             return np.inf
         finite = np.isfinite(one)
-        scale = max(np.abs(one[finite]).max(initial=0), 1e-3)
+        scale = max(np.abs(one[finite]).max(initial=0), 1e-2)  # terms of about 1 may cancel out
         by = max(by, float(np.abs(one[finite] - other[finite]).max(initial=0) / scale))
     return by

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 _NAMES = "norm beta gamma t poisson logistic laplace cauchy expon uniform chi2 pareto bernoulli"
 MODULES = (
@@ -58,6 +60,7 @@ def _arrays(value: Any) -> Any:
 def _pool() -> Iterator[tuple[Any, ...]]:
     """Yield arguments for any function, common ones first."""
     key = jax.random.key(0)
+    yield ()
     singles = (_F, _S, _V, _I, _B, 3, (3, 4), [_F, _G], _V[0], _F.astype(np.complex64), _IMAGE, "ij->ji")
     yield from ((one,) for one in singles)
     firsts, seconds = (
@@ -92,6 +95,11 @@ def _pool() -> Iterator[tuple[Any, ...]]:
 
 
 _TABLE: dict[str, tuple[Any, ...]] = {
+    "jax.lax.fft": (_F.astype(np.complex64), "fft", (4,)),
+    "jax.random.randint": (jax.random.key(0), (3, 4), 0, 9),
+    "jax.scipy.linalg.cho_solve": ((np.linalg.cholesky(_S), True), _F),
+    "optax.cosine_onecycle_schedule": (10, 0.1),
+    "jax.numpy.apply_along_axis": (lambda x: x * 2.0, 0, _F),
     "jax.lax.dot_general": (_F, _G, (((1,), (1,)), ((), ()))),
     "jax.lax.broadcast_in_dim": (_V, (3, 4), (1,)),
     "jax.lax.conv_general_dilated": (_IMAGE, _KERNEL, (1, 1), "SAME"),
@@ -137,14 +145,32 @@ def functions() -> dict[str, Callable[..., Any]]:
     return found
 
 
+def _results_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs what another returns: a schedule, an initializer, an optimizer's update."""
+
+    def run(*args: Any) -> Any:
+        result = function(*args)
+        if isinstance(result, optax.GradientTransformation):
+            params, gradients = ({"w": jnp.asarray(one), "b": jnp.asarray(_V)} for one in (_F, _G))
+            return result.update(gradients, result.init(params), params)
+        if not callable(result):
+            return result
+        for more in ((jnp.asarray(2),), (jax.random.key(0), (3, 4)), (jnp.asarray(_F),)):
+            with suppress(TypeError, ValueError, IndexError):
+                return result(*more)
+        return result
+
+    return run
+
+
 @cache
 def samples(name: str, wanted: int = 2) -> tuple[Sample, ...]:
     """Return the calls of a function that succeed, of different types of arguments."""
-    function, made, kinds = functions()[name], [], set()
+    function, made, kinds = _results_of(functions()[name]), [], set()
     tried = [_TABLE[name]] if name in _TABLE else _pool()
     for raw in tried:
         args = _arrays(raw)
-        kind = str(getattr(args[0], "dtype", type(args[0]).__name__))
+        kind = next((str(getattr(one, "dtype", type(one).__name__)) for one in args), "")
         if kind in kinds:
             continue
         try:

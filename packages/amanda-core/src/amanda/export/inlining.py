@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import ArtefactError, NotTraceableError
 from amanda.export.artefacts import Artefact, artefact_kind
-from amanda.export.targets import check_target, whole
+from amanda.export.targets import check_target
+from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
+from amanda.options import checked
 from amanda.plan.layer import layer_of
 from amanda.plan.order import in_order
 from amanda.plan.plan import Actions, Plan
@@ -188,6 +190,7 @@ class _Analysis(GraphAnalysis):
         return Actions()
 
 
+@checked
 def instrument(
     model: str | PathLike[str],
     *tools: Tool,
@@ -204,7 +207,8 @@ def instrument(
     Only routines that are `@amanda.traceable` can be written; a tool tells by `amanda.is_static(context)`
     that they have to be.  Backward ops are not in a file, so their analyses do not run.
     A tool that has a `write_parts` of its own writes a folder of files instead.
-    Raises NotTraceableError, which lists the other routines, and ArtefactError.
+    Raises NotTraceableError, which lists the other routines, ArtefactError, and FileError where `out` cannot
+    be written.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)
@@ -231,7 +235,7 @@ def instrument(
             inlining.leave_idle(tool)
         inlining.check(source)
         _check_state(ordered, source)
-        with whole(target, force) as path:
+        with replacing_all(target, force) as path:
             artefact.write(path, told)
     return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
 
@@ -259,7 +263,7 @@ def _in_parts(
             inlining = _inlining(in_order([one]))
             artefact.instrument(inlining)
 
-        with whole(target, force) as folder:
+        with replacing_all(target, force) as folder:
             folder.mkdir()
             tool.write_parts(source, folder, analyse, about)
     return Instrumented(target, f"{kind.kind} in parts", inlining.analysed, [], inlining.left)

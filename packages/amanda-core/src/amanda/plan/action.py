@@ -11,6 +11,8 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amanda import interceptor
+from amanda.errors import RoutineError
+from amanda.options import checked
 from amanda.plan.arguments import Parameters, parameters_of
 from amanda.plan.gathered import gathered_form
 
@@ -212,6 +214,7 @@ def _marked(func: RoutineT, mark: str) -> RoutineT:
     return func
 
 
+@checked(error=RoutineError)
 def differentiable(func: RoutineT) -> RoutineT:
     """Mark an instrumentation routine that takes part in the backward pass, and is free in shape.
 
@@ -222,11 +225,13 @@ def differentiable(func: RoutineT) -> RoutineT:
     return _marked(func, "differentiable")
 
 
+@checked(error=RoutineError)
 def traceable(func: RoutineT) -> RoutineT:
     """Promise that a routine is pure tensor code, which a graph backend inlines as native ops."""
     return _marked(func, "traceable")
 
 
+@checked(error=RoutineError)
 def observer(func: RoutineT) -> RoutineT:
     """Promise that a routine never changes a value, so that a driver may batch its calls."""
     return _marked(func, "observer")
@@ -237,6 +242,7 @@ def opening(func: RoutineT) -> RoutineT:
     return _marked(func, "opening")
 
 
+@checked(error=RoutineError)
 def innermost(func: RoutineT) -> RoutineT:
     """Mark a routine that is next to the op: the last before it, or the first after it, of all tools.
 

@@ -43,6 +43,7 @@ class Layer:
         self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
         applied = [tool for layer in self.chain for tool in layer.tools]
         self.applied = tuple(applied)
+        self._versions = [tool._amanda.version for tool in applied]
         self.routines = {
             point: routines_at(point, (*self._joining(point), *self.tools), applied)
             for point in InstrumentationPoint
@@ -65,6 +66,11 @@ class Layer:
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         mortality.layers.add(self)
+
+    @property
+    def is_current(self) -> bool:
+        """Return True unless routines or restrictions of a tool have changed since the layer was made."""
+        return self._versions == [tool._amanda.version for tool in self.applied]
 
     def _joining(self, point: InstrumentationPoint) -> list[AnyTool]:
         """Return the tools of layers around that may take part at a point for tools of this layer alone."""

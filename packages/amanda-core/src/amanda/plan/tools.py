@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from amanda import interceptor
 from amanda.namespace import Namespace
+from amanda.options import Where
 from amanda.plan.action import Action, ActionType, InstrumentationPoint, Routine
 from amanda.plan.context import OpContext
 
-AnalysisRoutine = Callable[[OpContext], None]
+AnalysisRoutine: TypeAlias = Annotated[
+    Callable[[OpContext], None], Where("the routine without calling it: add_inst_for_op(self.analyse)")
+]
 Admission = Callable[[OpContext], bool]
 Wrapper = Callable[[OpContext, ActionType, Routine], Routine | None]
 Guard = Literal["shape", "read"] | Callable[[Sequence[Any]], Hashable] | None

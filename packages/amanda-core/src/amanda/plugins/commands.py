@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 import platform
 import sys
-import typing
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import PurePath
-from typing import Any
 
 from amanda.errors import AmandaError, PluginError, did_you_mean, printable
+from amanda.options import options_of
 from amanda.plugins.doctor import findings
 from amanda.plugins.entries import COMMANDS, Plugin, registry
 from amanda.plugins.manager import list_drivers, list_tools, tool_class
@@ -116,29 +114,8 @@ def _tool(name: str) -> int:
 
 
 def _options(kind: type) -> list[tuple[str, str, str]]:
-    """Name, type and default of each option of a tool."""
-    try:
-        hints: dict[str, Any] = typing.get_type_hints(kind.__init__)  # type: ignore[misc]
-    except Exception:  # a name that is there for type checkers alone, say
-        hints = {}
-    return [
-        (
-            one.name,
-            "" if one.annotation is one.empty else _type(hints.get(one.name, one.annotation)),
-            "needed" if one.default is one.empty else _default(one.default),
-        )
-        for one in inspect.signature(kind).parameters.values()
-    ]
-
-
-def _default(value: Any) -> str:
-    return str(value) if isinstance(value, PurePath) else repr(value)
-
-
-def _type(annotation: Any) -> str:
-    if isinstance(annotation, str):
-        return annotation
-    return inspect.formatannotation(annotation).replace("collections.abc.", "").replace("pathlib.", "")
+    """Name, default and type of each option of a tool."""
+    return [(one.name, one.default_in_words, one.type_in_words) for one in options_of(kind).values()]
 
 
 def _first_line(name: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from amanda.errors import PluginError
 from amanda.interceptor.imports import is_imported
+from amanda.options import checked
 from amanda.plugins.entries import DRIVERS, Entry, ImportFailure, Plugin, imported, registry, rivalry, upgrade
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ANY = "amanda-driver-FRAMEWORK"
 
 
+@checked
 def list_drivers(load: bool = False) -> list[Plugin]:
     """The drivers that are installed.
 
@@ -34,13 +36,14 @@ def list_drivers(load: bool = False) -> list[Plugin]:
     return [candidate.plugin for candidate in _candidates(registry.entries(DRIVERS), load)]
 
 
-def loaded_drivers() -> list[type[Driver]]:
+def loaded_drivers(again: bool = True) -> list[type[Driver]]:
     """The driver classes that can be used now: those whose framework has been imported.
 
+    again: whether a driver whose import failed before is imported once more.
     A faulty driver is logged once and stops no other.
     """
     kinds: dict[type[Driver], None] = {}
-    for candidate in _of_imported_frameworks():
+    for candidate in _of_imported_frameworks(again):
         if candidate.kind is None:
             registry.complain(candidate.plugin.message)
         else:
@@ -49,8 +52,8 @@ def loaded_drivers() -> list[type[Driver]]:
 
 
 def faulty_drivers() -> list[Plugin]:
-    """The drivers that cannot be used though their framework has been imported."""
-    return [candidate.plugin for candidate in _of_imported_frameworks() if candidate.kind is None]
+    """The drivers that `loaded_drivers` could not use though their framework has been imported."""
+    return [candidate.plugin for candidate in _of_imported_frameworks(again=False) if candidate.kind is None]
 
 
 def absent_frameworks() -> list[str]:
@@ -108,13 +111,13 @@ class _Candidate:
         return both_wait and self.entry.name == other.entry.name
 
 
-def _of_imported_frameworks() -> list[_Candidate]:
+def _of_imported_frameworks(again: bool) -> list[_Candidate]:
     entries = registry.entries(DRIVERS, fresh=False)
-    return _candidates([entry for entry in entries if is_imported(_framework(entry))])
+    return _candidates([entry for entry in entries if is_imported(_framework(entry))], again=again)
 
 
-def _candidates(entries: Sequence[Entry], load: bool = False) -> list[_Candidate]:
-    found = [_candidate(entry, load) for entry in entries]
+def _candidates(entries: Sequence[Entry], load: bool = False, again: bool = False) -> list[_Candidate]:
+    found = [_candidate(entry, load, again) for entry in entries]
     rivals: dict[str, list[_Candidate]] = {}
     for one, other in combinations(found, 2):
         if one.rivals(other):
@@ -127,7 +130,7 @@ def _candidates(entries: Sequence[Entry], load: bool = False) -> list[_Candidate
     return found
 
 
-def _candidate(entry: Entry, load: bool) -> _Candidate:
+def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:
     framework = _framework(entry)
     try:
         if load and _is_installed(framework):
@@ -137,19 +140,20 @@ def _candidate(entry: Entry, load: bool) -> _Candidate:
         elif not is_imported(framework):
             plugin = entry.plugin("not loaded", f"loads once {framework} is imported")
         else:
-            return _loaded(entry)
+            return _loaded(entry, load or again)
     except PluginError as error:
         plugin = entry.plugin("broken import", str(error))
     except ImportFailure as failed:
         fault = f"{framework} itself fails to import ({failed})"
-        plugin = entry.plugin("broken import", f"{fault}: pip install --force-reinstall {framework}")
+        fix = failed.fix(f"pip install --force-reinstall {framework}")
+        plugin = entry.plugin("broken import", f"{fault}: {fix}")
     return _Candidate(entry, plugin)
 
 
-def _loaded(entry: Entry) -> _Candidate:
+def _loaded(entry: Entry, again: bool) -> _Candidate:
     from amanda.scope.driver import DRIVER_API
 
-    kind = entry.load()
+    kind = entry.load(again)
     api = getattr(kind, "api", None)
     if api == DRIVER_API:
         return _Candidate(entry, entry.plugin("ready"), kind)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
@@ -44,29 +45,30 @@ class Entry:
     def __init__(self, point: EntryPoint, distribution: str, version: str) -> None:
         self.name, self.distribution, self.version = point.name, distribution, version
         self._point = point
+        self._object: Any = None
+        self._failure: PluginError | None = None
 
     @property
     def was_loaded(self) -> bool:
         """Return True if it was tried before."""
-        return "_outcome" in vars(self)
+        return self._object is not None or self._failure is not None
 
-    def load(self) -> Any:
-        """The object. Raises PluginError, with the cause and the fix, where it fails to import."""
-        if isinstance(self._outcome, PluginError):  # which is kept, so no frame may hang on it
-            raise PluginError(str(self._outcome)) from self._outcome.__cause__
-        return self._outcome
+    def load(self, again: bool = True) -> Any:
+        """The object. Raises PluginError, with the cause and the fix, where it fails to import.
 
-    @cached_property
-    def _outcome(self) -> object:
-        try:
-            return imported(self._point.load)
-        except ImportFailure as failed:
-            failure = PluginError(
-                f"{self}: {self._point.value} fails to import ({failed}); "
-                f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}"
-            )
-            failure.__cause__ = failed.__cause__
-            return failure
+        again: whether an import that failed before is tried once more, as memory or files may be free by now.
+        """
+        if self._failure is not None and not again:  # which is kept, so no frame may hang on it
+            raise PluginError(str(self._failure)) from self._failure.__cause__
+        if self._object is None:
+            try:
+                self._object, self._failure = imported(self._point.load), None
+            except ImportFailure as failed:
+                fix = failed.fix(f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}")
+                self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failed}); {fix}")
+                self._failure.__cause__ = failed.__cause__
+                raise PluginError(str(self._failure)) from failed.__cause__
+        return self._object
 
     def plugin(self, state: State, message: str = "") -> Plugin:
         """This entry as it is told to users."""
@@ -78,6 +80,25 @@ class Entry:
 
 class ImportFailure(Exception):
     """An import failed of itself, whatever it raised."""
+
+    def fix(self, otherwise: str) -> str:
+        """Return what to do about it; otherwise: what to do about an installation that is not whole."""
+        cause = self.__cause__
+        while cause is not None:
+            if _may_pass(cause):
+                return "free memory, open files or disk, whichever it lacked; the next use tries again"
+            cause = cause.__cause__ or cause.__context__
+        return otherwise
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return True for a lack of memory, open files or disk, also where it kept a library from opening."""
+    if isinstance(error, ImportError):
+        return any(os.strerror(number) in str(error) for number in _LACKS)
+    return isinstance(error, (MemoryError, OSError)) and not isinstance(error, FileNotFoundError)
+
+
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOSPC)
 
 
 def imported(load: Callable[[], T]) -> T:

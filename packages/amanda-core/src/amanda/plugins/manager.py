@@ -11,6 +11,7 @@ from typing import Any
 import pluggy
 
 from amanda.errors import OptionError, PluginError, UnknownToolError, did_you_mean
+from amanda.options import Name, checked, options_of
 from amanda.plan.hooks import hooks
 from amanda.plugins import drivers, hookspecs
 from amanda.plugins.drivers import (
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 
+@checked
 def list_tools(load: bool = False) -> list[Plugin]:
     """The tools that are installed.
 
@@ -58,7 +60,8 @@ def tool_class(name: str) -> type[Tool]:
     return kind
 
 
-def load_tool(name: str, /, **options: Any) -> Tool:
+@checked
+def load_tool(name: Name, /, **options: Any) -> Tool:
     """Make the tool that a distribution registers under a name, with these options.
 
     Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and
@@ -73,7 +76,7 @@ def load_tool(name: str, /, **options: Any) -> Tool:
         unknown = sorted(options.keys() - signature.parameters)
         near = get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
         hint = f"did you mean {near[0]}? " if near else ""
-        raise OptionError(f"tool {name}: {error}; {hint}{_options(signature)}") from None
+        raise OptionError(f"tool {name}: {error}; {hint}{_options(kind)}") from None
     tool = kind(**options)
     if not isinstance(tool, Tool):
         raise PluginError(f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade(entry.distribution)}")
@@ -118,18 +121,9 @@ def _judged(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
     return entry.plugin("ready")
 
 
-def _options(signature: inspect.Signature) -> str:
-    described = [_option(parameter) for parameter in signature.parameters.values()]
+def _options(kind: type[Tool]) -> str:
+    described = list(map(str, options_of(kind).values()))
     return f"its options are {', '.join(described)}" if described else "it takes no options"
-
-
-def _option(parameter: inspect.Parameter) -> str:
-    text = parameter.name
-    if (kind := parameter.annotation) is not parameter.empty:
-        text += f": {kind if isinstance(kind, str) else inspect.formatannotation(kind)}"
-    if parameter.default is not parameter.empty:
-        text += f" = {parameter.default!r}"
-    return text
 
 
 def _register(manager: pluggy.PluginManager, entry: Entry) -> None:

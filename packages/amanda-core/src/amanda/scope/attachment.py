@@ -64,6 +64,7 @@ class Attachment:
         self._intercepting: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
+        self._faulty: list[Faulty] = []
         self._broken: dict[str, str] = {}  # what of, and why
         self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
@@ -79,8 +80,10 @@ class Attachment:
                 self._threads.attach()
                 self._attach_loaded()
                 self._await_others()
-                if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
-                    self._broken["drivers"] = reason
+            elif self._faulty:  # what an import lacked may be there by now
+                self._attach_loaded()
+            if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
+                self._broken["drivers"] = reason
             watch(self._intercepting)
             for what, reason in self._broken.items():
                 scope.report.add(what, reason)
@@ -106,6 +109,12 @@ class Attachment:
         return scopes
 
     @property
+    def scopes(self) -> list[Scope]:
+        """Return the scopes that are open."""
+        with self._lock:
+            return list(self._scopes)
+
+    @property
     def attached(self) -> tuple[Driver, ...]:
         """Return the drivers that are attached now."""
         return tuple(self._attached)
@@ -121,15 +130,19 @@ class Attachment:
     def attach(self, kind: type[Driver]) -> None:
         """Attach a driver now; report one that fails to the open scopes."""
         with self._lock:
-            driver = self.driver(kind)
-            if driver in self._attached or not self._intercepting:
+            if not self._intercepting:
                 return
-            self._attached.append(driver)
+            driver = None
             try:
+                driver = self.driver(kind)
+                if driver in self._attached:
+                    return
+                self._attached.append(driver)
                 driver.attach()
             except BaseException as error:
-                driver.detach()
-                self._attached.remove(driver)
+                if driver is not None:
+                    driver.detach()
+                    self._attached.remove(driver)
                 if not isinstance(error, Exception):
                     raise
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
@@ -142,8 +155,10 @@ class Attachment:
             hooks.tell("amanda_driver_attached", driver=driver)
 
     def _attach_loaded(self) -> None:
-        self._broken = {plugin.name: plugin.message for plugin in self.installed.faulty_drivers()}
-        for kind in dict.fromkeys([*self.installed.loaded_drivers(), *self.guests]):
+        kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
+        self._faulty = [*self.installed.faulty_drivers()]
+        self._broken = {plugin.name: plugin.message for plugin in self._faulty}
+        for kind in kinds:
             self.attach(kind)
 
     def _await_others(self) -> None:

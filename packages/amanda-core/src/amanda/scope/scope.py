@@ -8,15 +8,16 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 from weakref import ReferenceType
 
 from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
+from amanda.options import checked
 from amanda.plan.hooks import hooks
 from amanda.plan.layer import layer_of
-from amanda.plan.order import in_order
+from amanda.plan.order import in_order, same
 from amanda.plan.tools import AnyTool, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
@@ -38,12 +39,8 @@ class Scope(interceptor.Extent):
     compiled: what becomes of callables that a framework's compiler has made.
     """
 
+    @checked(error=ScopeError)
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
-        if compiled not in get_args(Compiled):
-            raise ScopeError(
-                f'compiled={compiled!r} is neither "eager", which runs compiled callables op by op, nor '
-                '"instrument", which instruments their graphs'
-            )
         for tool in tools:
             if not is_tool(tool):
                 raise ToolError(f"apply wants tools, not {tool!r}{_hint(tool)}")
@@ -79,16 +76,20 @@ class Scope(interceptor.Extent):
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
-                tool._amanda.was_used = True
-                for text in changed_options(tool):
-                    self.report.add(f"options of {type(tool).__name__}", text)
-                tool.scope_entered()
+                self._entered(tool)
             hooks.tell("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
             self._unsettled = False
             raise
         return self
+
+    def _entered(self, tool: AnyTool) -> None:
+        """Tell a tool that the scope has opened; report options that have changed since ops were analysed."""
+        tool._amanda.was_used = True
+        for text in changed_options(tool):
+            self.report.add(f"options of {type(tool).__name__}", text)
+        tool.scope_entered()
 
     def _enter(self) -> None:
         outer = State.current()
@@ -174,6 +175,24 @@ class Scope(interceptor.Extent):
         if self.closed:  # meanwhile, on another thread
             let_go([reference])
 
+    def takes_part(self, tool: AnyTool) -> bool:
+        """Return True while the scope is open with a tool."""
+        return self._open and any(one is tool for one in self._joined)
+
+    def renew(self) -> None:
+        """Put the present routines and dependencies of the tools in force from the next op on.
+
+        Raises DependencyCycleError; then nothing has changed.
+        """
+        before = self._joined
+        tools = [tool for tool in in_order(self._tools) if not any(same(tool, one) for one in before)]
+        joining = [tool for tool in tools if not scopes_with(tool)]
+        self._joined = (*joining, *before)
+        uninterrupted(lambda: let_go(list(self._activations)))
+        tell_switched()
+        for tool in joining:
+            self._entered(tool)
+
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
         return self.__enter__()
@@ -252,6 +271,11 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
     ...     pass
     """
     return Scope(*tools, compiled=compiled)
+
+
+def scopes_with(tool: AnyTool) -> list[Scope]:
+    """Return the open scopes that have a tool."""
+    return [scope for scope in attachment.scopes if scope.takes_part(tool)]
 
 
 def _forked() -> None:

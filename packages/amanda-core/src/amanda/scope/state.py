@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from amanda import interceptor
 from amanda.errors import ScopeError
+from amanda.plan.layer import Layer, layer_of
+from amanda.plan.order import in_order
 
 if TYPE_CHECKING:
-    from amanda.plan.layer import Layer
     from amanda.plan.runs import Recall, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
@@ -82,6 +83,14 @@ class State:
             for scope in self.scopes:
                 scope.report.add_all(source, entries)
 
+    def remaining(self) -> State:
+        """Return the state of the scopes that are open, with the present routines; State() if none is."""
+        scopes = tuple(scope for scope in self.scopes if not scope.closed)
+        is_current = self.layer is None or self.layer.is_current
+        if len(scopes) == len(self.scopes) and (is_current or not scopes):
+            return self
+        return replace(self, layer=_layer(scopes), scopes=scopes) if scopes else State()
+
     def activation(self) -> interceptor.Activation:
         """Return what the interceptor consults while this state is in force."""
         table = self.layer.table if self.layer is not None and self.cache else None
@@ -103,6 +112,15 @@ def tell_switched() -> None:
 
 
 _OUTSIDE = State()
+
+
+def _layer(scopes: Iterable[Scope]) -> Layer | None:
+    layer = None
+    for scope in scopes:
+        so_far = State(layer)
+        tools = [tool for tool in in_order(scope._tools) if not so_far.is_open(tool)]
+        layer = layer_of(tools, layer) if tools else layer
+    return layer
 
 
 @contextmanager
@@ -151,6 +169,10 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 def activated(state: State) -> AbstractContextManager[None]:
     """Put a state in force until the context is left; of its scopes, each until that closes."""
+    if (
+        state.layer is not None and not state.layer.is_current
+    ):  # a tool was changed since a thread was given it
+        state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:
         scope.hold(activation)

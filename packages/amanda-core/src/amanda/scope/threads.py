@@ -18,7 +18,6 @@ from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.scope.generators import stepping
-from amanda.scope.leaving import remaining
 from amanda.scope.state import State, activated
 
 Function = Callable[..., Any]
@@ -167,4 +166,4 @@ def _here() -> State:
     if activation is None or type(activation.state) is not State:
         return State()
     in_routine = activation.active and interceptor.active() is None
-    return State() if in_routine else remaining(activation.state)
+    return State() if in_routine else activation.state.remaining()

@@ -73,6 +73,25 @@ class CachingTests:
             model(x)
         assert analysed == ["one", "one", "two"]
 
+    def test_a_routine_added_in_an_open_scope_takes_effect(self, sample: Sample) -> None:
+        runs: list[str] = []
+        model, x = sample.model(), sample.input()
+        made = tool(
+            lambda context: context.insert_before_op(lambda *_: runs.append("one")), sample.name("relu")
+        )
+        with amanda.apply(made) as scope:
+            model(x)
+            also(
+                made,
+                lambda context: context.insert_before_op(lambda *_: runs.append("two")),
+                sample.name("relu"),
+            )
+            model(x)
+            made.restrict(lambda _: False)
+            model(x)
+        assert runs == ["one", "one", "two"]
+        assert not scope.report
+
     def test_a_tool_has_ops_analysed_again(self, sample: Sample) -> None:
         analysed: list[int] = []
         runs: list[int] = []

@@ -1,5 +1,6 @@
 """The driver itself: which primitives it intercepts and how each bind reaches the core."""
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,9 +20,10 @@ from jax._src.interpreters import partial_eval as pe
 from ._autodiff import Made, carried, follow_backward
 from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
 from ._contexts import follow, key_of, leave, under, unseen
+from ._evaluation import APART, caller_of_bind, evaluated, holds_routines, traced_anew, was_traced_apart
 from ._host import raise_failures, run_later
 from ._jit import IN_ONE, follow_jit
-from ._loops import calls_in_condition, run_loop
+from ._loops import calls_in_condition, run_loop, run_mapped
 from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, places_among, variable_of
 from ._primitives import ORIGINALS
 from ._requirements import check
@@ -42,7 +44,6 @@ PROGRAMS = frozenset(
 _RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
          "pjit.py", "profiler.py", "traceback_util.py", "util.py")  # fmt: skip
 """Code of JAX that traces functions, or runs them: in either way an op has the same place in the program."""
-MAPPED = "no jitted function is around it, or its derivative is computed within one: put jit around shard_map"
 
 
 class JaxDriver(Arrays, EagerDriver):
@@ -87,10 +88,22 @@ class JaxDriver(Arrays, EagerDriver):
             activation = interceptor.active()
             if activation is None:
                 return original(primitive, *args, **params)
-            if primitive.name == "shard_map":
-                if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace) and not is_tangent(args):
+            caller = caller_of_bind(sys._getframe(1))
+            program = evaluated(caller)
+            if program is not None and holds_routines(program):  # its ops were the tools' as it was traced
+                note(INSERTION)
+                note(TAP)
+                with unseen():
+                    return original(primitive, *args, **params)
+            if primitive.name in PROGRAMS and not is_tangent(args) and was_traced_apart(caller, params):
+                run_anew = traced_anew(primitive.name, params)
+                if run_anew is not None:
+                    return run_anew(*args)
+                activation.state.report(f"inside of {primitive.name}", APART)
+            if primitive.name == "shard_map" and not is_tangent(args):
+                if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
-                activation.state.report("inside of shard_map", MAPPED)
+                return run_mapped(partial(original, primitive), args, params)
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with unseen():
                     if calls_in_condition(primitive.name, params):

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import wraps
 from itertools import count
@@ -114,7 +115,8 @@ class Job:
         try:
             numbers = iter(map(int, slices))
             read = {one: tuple(next(numbers) for _ in range(count)) for one, count in self._stacks.items()}
-            with interrupting(), interceptor.Suspension(), reading(read):
+            slices_read = reading(read) if read else nullcontext()
+            with interrupting, interceptor.Suspension(), slices_read:
                 results = run_routine(
                     _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
                 )
@@ -174,14 +176,15 @@ def run_later(
 
 
 def _dependence(values: list[Any]) -> list[Any]:
-    """Return an array without elements of what an op is given, for which each row of a map calls back."""
-    first = next((one for one in spread(values) if is_tensor(one) and one.dtype != dtypes.float0), None)
-    if first is None:
-        return []
-    if dtypes.issubdtype(first.dtype, dtypes.prng_key):
-        first = jax.random.key_data(first)
-    row = jax.numpy.reshape(without_derivative(first), -1)
-    return [jax.lax.slice(row, (0,), (0,))]
+    """Return arrays without elements of all that an op is given: rows of any of it call back each."""
+    given = {id(one): one for one in spread(values) if is_tensor(one) and one.dtype != dtypes.float0}
+    return [_emptied(one) for one in given.values()]
+
+
+def _emptied(value: Any) -> Any:
+    if dtypes.issubdtype(value.dtype, dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return jax.lax.slice(jax.numpy.reshape(without_derivative(value), -1), (0,), (0,))
 
 
 def _number(run: dict[str, Any], values: list[Any]) -> Any:

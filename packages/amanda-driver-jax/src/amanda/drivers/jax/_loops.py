@@ -1,11 +1,15 @@
-"""Loops whose condition calls Python, for which JAX has no form that can be mapped over."""
+"""Primitives that are run in another form: loops whose condition calls Python, maps outside of jit."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import core
 
+from ._contexts import unseen
 from ._primitives import CALLBACKS
+from ._traces import TAP, is_within_jit, noting
+from ._twins import is_linear, run_twice, wants_backward
 
 
 def calls_in_condition(name: str, params: dict[str, Any]) -> bool:
@@ -33,3 +37,34 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
         return jax.lax.while_loop(lambda state: state[0], round_, state)[1]
 
     return jax.jit(run)(*args)
+
+
+def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Run a function that is mapped over devices as a program under jit, for the tools.
+
+    JAX runs each of its ops in an executable of its own otherwise, and takes derivatives of what it traced.
+    bind: binds `shard_map` without the tools.  Returns what that returns.
+    """
+    form: Any = None
+
+    def function() -> list[Any]:
+        nonlocal form
+        with unseen():
+            form = bind(*args, **params)
+        return list(form.vals)
+
+    def program(*args: Any) -> list[Any]:
+        nonlocal form
+        made = bind(*args, **params)
+        form = made.update([None] * len(made.vals))  # it holds no symbol after the trace
+        return list(made.vals)
+
+    def ops(values: Sequence[Any]) -> list[Any]:
+        with noting() as notes:
+            results = jax.jit(program)(*values)
+            if not any(map(is_linear, values)):  # no backward pass will come to the program
+                notes.pop(TAP, None)
+        return list(results)
+
+    results = ops(args) if is_within_jit() else run_twice(args, function, ops, wants_backward())
+    return form.update(results)

@@ -14,10 +14,11 @@ Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
 ESSENTIAL = {
+    "ad_checkpoint": "remat_p.bind",
     "callback": "_callback_op_sharding emit_python_callback",
     "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
-    "core": "Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace jaxpr_as_fun set_current_trace "
-    "trace_ctx trace_state_clean typeof",
+    "core": "Jaxpr Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace jaxpr_as_fun jaxprs_in_params "
+    "set_current_trace subjaxprs trace_ctx trace_state_clean typeof",
     "dispatch": "runtime_tokens.block_until_ready",
     "dtypes": "extended float0 prng_key",
     "effects": "control_flow_allowed_effects custom_derivatives_allowed_effects lowerable_effects "

@@ -1,13 +1,13 @@
 """Signals that come while a program calls Python: XLA turns what their handlers raise into its own error."""
 
+# Its functions in C are ten times as fast as those of signal, which make enums.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import unwrap
 from typing import Any
 
-_handler_of, _set_handler = unwrap(signal.getsignal), unwrap(signal.signal)  # those of C, ten times as fast
 _NUMBERS = sorted(signal.valid_signals())
 
 
@@ -20,14 +20,17 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextmanager
-def interrupting() -> Iterator[None]:
+class _Interrupting:
     """Context in which an exception of a handler is raised at once, as in a routine that waits for a user."""
-    _thread.in_routine = True
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _thread.in_routine = True
+
+    def __exit__(self, *_: object) -> None:
         _thread.in_routine = False
+
+
+interrupting = _Interrupting()
 
 
 @contextmanager
@@ -38,7 +41,7 @@ def collecting(failures: list[BaseException]) -> Iterator[None]:
     """
     handlers: dict[int, Callable[..., Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        pairs = ((number, _handler_of(number)) for number in _NUMBERS)
+        pairs = ((number, _signal.getsignal(number)) for number in _NUMBERS)
         handlers = {number: handler for number, handler in pairs if callable(handler)}
     if not handlers:
         yield
@@ -54,7 +57,7 @@ def collecting(failures: list[BaseException]) -> Iterator[None]:
             failures.append(error)
 
     for number in handlers:
-        _set_handler(number, collect)
+        _signal.signal(number, collect)
     try:
         yield
     finally:
@@ -67,8 +70,8 @@ def _restore(handlers: dict[int, Callable[..., Any]], collect: Callable[..., Any
     try:
         while handlers:
             number = next(iter(handlers))
-            if _handler_of(number) is collect:
-                _set_handler(number, handlers[number])
+            if _signal.getsignal(number) is collect:
+                _signal.signal(number, handlers[number])
             del handlers[number]
     finally:
         if handlers:

@@ -14,7 +14,7 @@ from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 
 from ._instrument import namespace
-from ._model import Model, check_locations
+from ._model import Model, read_proto
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
@@ -38,10 +38,9 @@ class OnnxFile(Artefact):
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._source = onnx.load(path, load_external_data=False)
+            self._source = read_proto(path)
             if not self._source.ir_version or not self._source.graph.output:
                 raise ValueError("it has no graph")
-            check_locations(self._source, path)
             self._model = Model(self._source, str(path.parent))
         except OSError as error:
             reason = error.strerror or error

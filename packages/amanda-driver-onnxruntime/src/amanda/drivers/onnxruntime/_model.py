@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from onnx import (
     TensorProto,
     TypeProto,
     ValueInfoProto,
+    external_data_helper,
     inliner,
     numpy_helper,
 )
 from onnx.external_data_helper import ExternalDataInfo
+
+from amanda.files import file_beside
 
 from ._names import bodies_of, captured
 from ._symbols import Array, Symbol, tensor_type
@@ -45,7 +48,7 @@ class Model:
         self.proto = self._light(inlined, folder)
         graph = self.proto.graph
         for node in graph.node:
-            value = constant_of(node)
+            value = constant_of(node, folder)
             if value is not None:
                 self.constants[node.output[0]] = value
         self.opsets = {one.domain: one.version for one in self.proto.opset_import}
@@ -60,9 +63,7 @@ class Model:
     @classmethod
     def of_file(cls, path: str, overridable: Iterable[str] | None = None) -> Model:
         """The model in a file, whose external data stay there until they are read."""
-        proto = onnx.load(path, load_external_data=False)
-        check_locations(proto, Path(path))
-        return cls(proto, str(Path(path).parent), overridable)
+        return cls(read_proto(Path(path)), str(Path(path).parent), overridable)
 
     def infer_types(self, others: TypesOf) -> None:
         """Find the types of all values; `others` gives those, by name, that ONNX' own inference does not."""
@@ -130,23 +131,17 @@ class Model:
         return made
 
 
-def check_locations(proto: ModelProto, path: Path) -> None:
-    """Raise ValueError for external data outside of the folder of a file, which may be a link itself."""
-    homes = [path.parent.resolve(), path.resolve().parent]
-    for tensor in _tensors(proto.graph):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            location = ExternalDataInfo(tensor).location
-            place = Path(path.parent, location).resolve()
-            if not any(place.is_relative_to(home) for home in homes):
-                raise ValueError(f"the data of {tensor.name} lie outside of its folder, in {location}")
+def read_proto(path: Path) -> ModelProto:
+    """Read a model without its external data.
 
-
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
-        yield from (one.t for one in node.attribute if one.HasField("t"))
-        for body in bodies_of(node):
-            yield from _tensors(body)
+    Raises ArtefactError, before anything is read of them, where these are no regular files in its folder.
+    """
+    proto = onnx.load(path, load_external_data=False)
+    sparse = (part for one in proto.graph.sparse_initializer for part in (one.values, one.indices))
+    for tensor in (*external_data_helper._get_all_tensors(proto), *sparse):
+        if external_data_helper.uses_external_data(tensor):
+            file_beside(path, ExternalDataInfo(tensor).location, f"the data of {tensor.name}")
+    return proto
 
 
 def array_of(tensor: TensorProto, folder: str = "") -> Array:
@@ -201,14 +196,17 @@ def referred(name: str, array: Array) -> TensorProto:
     return tensor
 
 
-def constant_of(node: onnx.NodeProto) -> Array | None:
-    """Return what a Constant node gives; None of another node, and where it is no dense tensor."""
+def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
+    """Return what a Constant node gives; None of another node, and where it is no dense tensor.
+
+    folder: that of its external data.
+    """
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
     value: Any = onnx.helper.get_attribute_value(attribute)
     if attribute.name == "value":
-        return array_of(value)
+        return array_of(value, folder)
     dtype = _CONSTANTS.get(attribute.name)
     return None if dtype is None else np.array(value, dtype)
 

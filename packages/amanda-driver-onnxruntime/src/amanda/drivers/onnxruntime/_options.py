@@ -3,9 +3,11 @@
 from typing import Any
 
 import onnxruntime
+from amanda.options import checked
 
 
-def session_options(options: Any = None) -> Any:
+@checked
+def session_options(options: onnxruntime.SessionOptions | None = None) -> Any:
     """SessionOptions of a session that runs its nodes as they are written, none fused, folded or moved.
 
     Nor are weights packed for kernels of their own, which would compute otherwise than those that weights are

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda.errors import DriverError
+from amanda.options import checked
 from tensorflow.python.util import _pywrap_util_port
 
 _OPTION = "disable_meta_optimizer"
@@ -36,7 +37,8 @@ def without_fusion() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({_OPTION: before})
 
 
-def session_config(config: Any = None) -> Any:
+@checked
+def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
     """A ConfigProto for a session that fuses nothing: a copy of `config`, else of the default one.
 
     Raises DriverError where oneDNN fuses operators, which only the environment of the process turns off.

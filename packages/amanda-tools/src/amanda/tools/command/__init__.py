@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools.command._line import (
+    OptionType,
     compiled_option,
     exit_status,
     function_of,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Option",
+    "OptionType",
     "SpecError",
     "ToolSpec",
     "Tooling",

@@ -13,15 +13,14 @@ start = 100
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amanda.errors import did_you_mean
+from amanda.errors import AmandaError, did_you_mean
 from amanda.tools.command._spec import SpecError, ToolSpec, combined
-from amanda.tools.results import read_text
+from amanda.tools.results import parsing, read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,9 +63,10 @@ def read_config(path: Path) -> Config:
 
 def _parsed(path: Path) -> Any:
     try:
-        text = read_text(path).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        with parsing(path, "configuration"):
+            text = read_text(path).decode()
+    except AmandaError as error:
+        raise SpecError(str(error)) from error
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text)

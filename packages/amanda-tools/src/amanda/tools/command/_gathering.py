@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -12,10 +11,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from amanda.errors import AmandaError
+from amanda.files import write_file
 from amanda.tools._libraries import rich
 from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._spec import Tooling
-from amanda.tools.results import Result, can_merge, merge, restored
+from amanda.tools.results import Result, can_merge, merge, read_json, reading, restored, to_json
+
+_MORE = 1 << 28
+"""Bytes by which a file may grow between the question for its size and its reading."""
 
 
 class Gathering:
@@ -60,11 +64,7 @@ class Gathering:
         told = {
             "tools": left, "messages": self._messages, "lost": self._lost, "ranks": number_of_ranks(),
         }  # fmt: skip
-        path = Path(handed.folder) / f"{self._label}.json"
-        waiting = path.with_suffix(".part")
-        waiting.write_text(json.dumps(told), encoding="utf-8")
-        waiting.rename(path)
-        return path
+        return write_file(Path(handed.folder) / f"{self._label}.json", to_json(told))
 
     @property
     def _messages(self) -> list[str]:
@@ -93,8 +93,7 @@ class Gathering:
         """
         self._lost = []
         folder = Path(self._handed.folder)
-        paths = sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem))
-        others = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+        others = self._others(folder)
         if not self._handed.quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
@@ -112,6 +111,26 @@ class Gathering:
         teller.say(*dict.fromkeys([*_each_once(self._lost, others, "lost"), *killed]), anyway=True)
         if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _others(self, folder: Path) -> dict[str, Any]:
+        """Return what other processes left, by their labels; note what cannot be read."""
+        found: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem)):
+            try:
+                with reading(path.stat().st_size + _MORE):  # of this program, whatever it comes to
+                    found[path.stem] = read_json(path, "file of a process's results", self._left_by_other)
+            except (AmandaError, OSError) as error:
+                self._lost.append(f"the results of {path.stem} are lost: {error}")
+        return found
+
+    def _left_by_other(self, found: Any) -> Any:
+        if len(found["tools"]) != len(self._tools) or not isinstance(found["ranks"], int):
+            raise ValueError("it is of other tools")
+        if any({"saved", "result", "text"} - told.keys() for told in found["tools"] if told):
+            raise ValueError("a result in it lacks something")
+        for key in ("messages", "lost"):
+            found[key] = list(map(str, found[key]))
+        return found
 
     def _tell(
         self,
@@ -165,9 +184,7 @@ class Gathering:
         try:
             place = tooling.home / path
             place.parent.mkdir(parents=True, exist_ok=True)
-            whole = place.with_name(f".{place.name}")  # a process that is killed leaves what it saved before
-            result.save(whole)
-            whole.replace(place)
+            result.save(place)
         except Exception as error:  # results can still be printed
             self._lost.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,12 @@ import click
 
 import amanda
 from amanda import Instrumented
-from amanda.errors import AmandaError
+from amanda.files import naming
 from amanda.tools.command._config import configured
 from amanda.tools.command._gathering import Teller
 from amanda.tools.command._line import PATH, exit_status, limit_option, path_to_write, tool_option
 from amanda.tools.command._spec import SpecError, Tooling, made
-from amanda.tools.results import Column, Result, TooLargeError, check_file, read_npz
+from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")
 _STATES = (".npz", ".safetensors")
@@ -85,7 +84,8 @@ def _command(
         teller.show(one)
     for tooling, own in zip(toolings, results, strict=True):
         if tooling.out is not None:
-            tooling.out.parent.mkdir(parents=True, exist_ok=True)
+            with naming(tooling.out):
+                tooling.out.parent.mkdir(parents=True, exist_ok=True)
             own.save(tooling.out)
     if report is not None:
         result.save(report)
@@ -135,11 +135,11 @@ def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
                 load(path)
             else:
                 tool.load_state_dict(read_arrays(path))
-        except (AmandaError, OSError, ValueError, TypeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise SpecError(
-                f"--state {text}: {path} is no state of {name} that can be read: {reason}"
-            ) from error
+        except Exception as error:  # of what a crafted file tells, too
+            told = str(error)
+            if path.name not in told:
+                told = f"{path} is no state of {name} that can be read: {told}"
+            raise SpecError(f"--state {text}: {told}") from error
 
 
 def read_arrays(path: Path) -> Mapping[str, Any]:
@@ -147,22 +147,14 @@ def read_arrays(path: Path) -> Mapping[str, Any]:
 
     No code in the file runs.
     """
-    if path.suffix == ".npz":
-        try:
+    with parsing(path, f"{path.suffix} file of plain arrays", SpecError):
+        if path.suffix == ".npz":
             return read_npz(path)
-        except TooLargeError:
-            raise
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise SpecError(f"it is no .npz file of plain arrays ({error})") from error
-    if path.suffix == ".safetensors":
-        check_file(path)
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        if path.suffix == ".safetensors":
+            check_file(path)
+            from safetensors.numpy import load_file
 
-        try:
             return load_file(path)
-        except SafetensorError as error:
-            raise SpecError(f"it is no .safetensors file ({error})") from error
     raise SpecError(f"it ends in none of {', '.join(_STATES)}")
 
 

@@ -67,7 +67,10 @@ def launch(
     command, python = command_of(program)
     output = None if output is None else _folder_for(output)
     shared = folder_of_ranks() if python else None
-    folder = shared or tempfile.mkdtemp(prefix="amanda-")
+    try:
+        folder = shared or tempfile.mkdtemp(prefix="amanda-")
+    except OSError as error:
+        raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
     frameworks = driven_frameworks()
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),

@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,10 @@ from typing import Any
 
 import click
 
-from amanda.errors import AmandaError, UnknownToolError, did_you_mean, printable
+from amanda.errors import AmandaError, FileError, UnknownToolError, did_you_mean, printable
+from amanda.files import check_file_to_write
+from amanda.options import kind_of
+from amanda.tools.command._options import Unreadable, read
 from amanda.tools.command._spec import SpecError
 from amanda.tools.results import reading
 
@@ -73,6 +77,19 @@ def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--compiled", type=kind, default="eager", help=told)(command)
 
 
+class OptionType(click.ParamType[Any]):
+    """The type of an option of a subcommand, by an annotation as the constructors of tools have them."""
+
+    def __init__(self, annotation: Any) -> None:
+        self._annotation, self.name = annotation, kind_of(annotation).text
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return read(value, self._annotation)
+        except Unreadable as error:
+            self.fail(f"{error}, was given {str(value)!r}", param, ctx)
+
+
 class _Size(click.ParamType[int]):
     name = "size"
 
@@ -108,13 +125,18 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
             raise click.BadParameter(f"{path} is a folder")
         if not path.parent.is_dir():
             raise click.BadParameter(f"there is no folder {path.parent} for {path.name}")
+        try:
+            check_file_to_write(path)
+        except FileError as error:
+            raise click.BadParameter(str(error)) from error
         return path
 
     return read
 
 
 def _said(name: str, text: str, status: int, error: BaseException | None = None) -> int:
-    sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
+    with suppress(OSError):  # a file on the full disk that the message is about, perhaps
+        sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
     return status
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from amanda.errors import AmandaError
+from amanda.files import naming
 from amanda.tools.command._line import PATH, exit_status, limit_option
 from amanda.tools.command._processes import by_number, missing_ranks
 from amanda.tools.results import Result, by_rank, load
@@ -44,7 +45,8 @@ def _command(
     for tool, result in _merged(files, ranks, per_rank).items():
         path = _path(files, output, tool)
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             result.save(path)
         if not quiet:
             sys.stdout.write(f"{result}\n")

@@ -11,12 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from amanda import options
+from amanda.options import REQUIRED, Mismatch, kind_of
 
 Given = str | Sequence[Any] | int | float | bool | None
 """A value given for an option: text, or a value that a configuration file has already."""
 
-REQUIRED: Any = inspect.Parameter.empty
 _LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
 _TRUTH = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -51,85 +53,83 @@ class Option:
         if not self.readable:
             return f"{self.name}, and {_NOT_TEXT}"
         default = "" if self.default is REQUIRED else f" = {_shown(self.default)}"
-        return f"{self.name}: {expected(self.type)}{default}"
+        return f"{self.name}: {kind_of(self.type).text}{default}"
 
 
 def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
     """Return the options of a tool's constructor by name."""
-    target = getattr(kind, "__init__") if isinstance(kind, type) else kind  # noqa: B009
-    try:
-        hints = typing.get_type_hints(target)
-    except Exception:  # such as a name that only type checkers import
-        hints = {}
-    parameters = inspect.signature(kind).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return {one.name: Option(one.name, hints.get(one.name, _guess(one)), one.default) for one in named}
+    return {
+        name: Option(name, _guess(option), option.default)
+        for name, option in options.options_of(kind).items()
+    }
 
 
-def read(given: Given, kind: Any) -> Any:
+def read(given: Given, annotation: Any) -> Any:
     """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
-    origin, members = get_origin(kind), get_args(kind)
+    value, kind = _converted(given, annotation), kind_of(annotation)
+    try:
+        return kind.accept(value)
+    except Mismatch as mismatch:
+        raise _unreadable(annotation, str(mismatch)) from None
+
+
+def _converted(given: Given, annotation: Any) -> Any:
+    plain = _plain(annotation)
+    origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
-        return _read_first(given, members, kind)
+        return _read_first(given, members, annotation)
     if origin is Literal:
-        return _read_literal(given, members, kind)
-    if _is_list(kind):
-        return _read_list(given, origin or kind, members, kind)
+        return _read_literal(given, members, annotation)
+    if _is_list(plain):
+        return _read_list(given, origin or plain, members, annotation)
     if isinstance(given, (list, tuple)):
         if len(given) != 1:
-            raise Unreadable(f"expected {expected(kind)}, not several values")
+            raise Unreadable(f"expected {kind_of(annotation).text}, not several values")
         given = given[0]
-    if kind not in _READERS:
+    if plain not in _READERS:
         raise Unreadable(_NOT_TEXT)
-    expectation, reader = _READERS[kind]
     try:
-        return reader(given)
+        return _READERS[plain](given)
     except (ValueError, TypeError, KeyError):
-        raise Unreadable(f"expected {expectation}") from None
+        raise _unreadable(annotation) from None
 
 
-def expected(kind: Any) -> str:
-    """Return the name of a type for messages."""
-    origin, members = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join(expected(one) for one in members)
-    if origin is Literal:
-        return " or ".join(map(_shown, members))
-    if _is_list(kind):
-        return f"list of {expected(_inner(members))}"
-    if kind in _NAMES:
-        return _NAMES[kind]
-    return getattr(kind, "__name__", str(kind)) if origin is None else str(kind).replace("typing.", "")
+def _unreadable(annotation: Any, why: str = "") -> Unreadable:
+    kind = kind_of(annotation)
+    expected = kind.words if kind.words.endswith(kind.text) else kind.text
+    return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
 
 
-def _read_first(given: Given, members: Sequence[Any], kind: Any) -> Any:
+def _read_first(given: Given, members: Sequence[Any], annotation: Any) -> Any:
     # Text is tried last: 1 and none may be values of another type.
-    for member in sorted(members, key=lambda one: one is str):
+    for member in sorted(members, key=lambda one: _plain(one) is str):
         with suppress(Unreadable):
             return read(given, member)
-    raise Unreadable(f"expected {expected(kind)}" if _is_readable(kind) else _NOT_TEXT)
+    raise _unreadable(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
 
 
-def _read_literal(given: Given, members: Sequence[Any], kind: Any) -> Any:
+def _read_literal(given: Given, members: Sequence[Any], annotation: Any) -> Any:
     if isinstance(given, list) and len(given) == 1:
         (given,) = given
     for member in members:
         if given == member or (isinstance(given, str) and given == str(member)):
             return member
     near = get_close_matches(str(given), list(map(str, members)), n=1)
-    raise Unreadable(f"expected {expected(kind)}" + (f"; did you mean {near[0]}?" if near else ""))
+    expected = f"expected {kind_of(annotation).text}"
+    raise Unreadable(expected + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _read_list(given: Given, origin: Any, members: Sequence[Any], kind: Any) -> Any:
+def _read_list(given: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
     inner = _inner(members)
     texts: list[Any] = []
     for one in [given] if isinstance(given, str) or not isinstance(given, Sequence) else given:
         # 1e+5 is one number.
-        texts += re.split(r"(?<![eE])\+" if inner is float else r"\+", one) if isinstance(one, str) else [one]
+        pattern = r"(?<![eE])\+" if _plain(inner) is float else r"\+"
+        texts += re.split(pattern, one) if isinstance(one, str) else [one]
     try:
         values = [read(text, inner) for text in texts if text != ""]
     except Unreadable:
-        raise Unreadable(f"expected {expected(kind)} (a+b)") from None
+        raise Unreadable(f"expected {kind_of(annotation).text} (a+b)") from None
     made = origin if origin in (list, tuple, set, frozenset) else list
     return made(values)
 
@@ -161,12 +161,19 @@ def _str(given: Any) -> str:
     return given
 
 
-_READERS: Mapping[Any, tuple[str, Callable[[Any], Any]]] = {
-    bool: ("true or false", _bool), int: ("a whole number", _int), float: ("a number", _float),
-    str: ("text", _str), Path: ("text", lambda given: Path(_str(given)).expanduser()),
-    type(None): ("none", _none), Any: ("text", lambda given: given),
+def _path(given: Any) -> Path | str:
+    return Path(given).expanduser() if _str(given) else ""  # Path("") would be the working directory
+
+
+_READERS: Mapping[Any, Callable[[Any], Any]] = {
+    bool: _bool, int: _int, float: _float, str: _str, Path: _path, type(None): _none,
+    Any: lambda given: given,
 }  # fmt: skip
-_NAMES = {kind: words.removeprefix("a ") for kind, (words, _) in _READERS.items()} | {Path: "path"}
+
+
+def _plain(annotation: Any) -> Any:
+    """Return the type of an annotation that may state a range."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _inner(members: Sequence[Any]) -> Any:
@@ -174,23 +181,25 @@ def _inner(members: Sequence[Any]) -> Any:
     return next((one for one in members if one is not Ellipsis), str)
 
 
-def _is_readable(kind: Any) -> bool:
-    origin, members = get_origin(kind), get_args(kind)
+def _is_readable(annotation: Any) -> bool:
+    plain = _plain(annotation)
+    origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
         return any(_is_readable(one) for one in members if one is not type(None))
-    if _is_list(kind):
-        return all(_is_readable(one) and not _is_list(one) for one in members if one is not Ellipsis)
-    return origin is Literal or kind in _READERS
+    if _is_list(plain):
+        return all(_is_readable(one) and not _is_list(_plain(one)) for one in members if one is not Ellipsis)
+    return origin is Literal or plain in _READERS
 
 
-def _is_list(kind: Any) -> bool:
-    return kind in _LISTS or get_origin(kind) in _LISTS
+def _is_list(plain: Any) -> bool:
+    return plain in _LISTS or get_origin(plain) in _LISTS
 
 
-def _guess(parameter: inspect.Parameter) -> Any:
-    """Return the type of an option without an annotation that can be read."""
-    default = parameter.default
-    return type(default) if type(default) in _READERS and default is not None else str
+def _guess(option: options.Option) -> Any:
+    """Return the annotation of an option, or the type of its default where no annotation can be read."""
+    if option.annotation is not inspect.Parameter.empty:
+        return option.annotation
+    return type(option.default) if type(option.default) in _READERS and option.default is not None else str
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -155,9 +155,15 @@ def folder_of_ranks() -> str | None:
         return None
     run = "\0".join([str(os.getppid()), *(os.environ.get(name, "") for name in _OF_RUN)])
     name = f"amanda-{os.getuid()}-{sha256(run.encode()).hexdigest()[:16]}"
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
+    try:
+        folder = Path(tempfile.gettempdir()) / name
+        with suppress(
+            FileExistsError
+        ):  # a rank was first, or somebody else who may use the folder has the name
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError:  # no temporary folder can be written to, or somebody has removed it
+        return None
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     return str(folder) if ours else None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import click
 
+from amanda.options import Range
 from amanda.tools.command._config import configured
 from amanda.tools.command._launch import launch
-from amanda.tools.command._line import PATH, compiled_option, exit_status, tool_option
+from amanda.tools.command._line import PATH, OptionType, compiled_option, exit_status, tool_option
 from amanda.tools.command._spec import SpecError, made, split_tools
 from amanda.tools.models import is_model
 
@@ -21,7 +23,7 @@ from amanda.tools.models import is_model
 @click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Save each result in this folder.")
 @click.option(
     "--every",
-    type=click.FloatRange(min=0, min_open=True),
+    type=OptionType(Annotated[float, Range(above=0, most=1e9)]),  # longer than a thread can wait
     metavar="SECONDS",
     help="Save results as they are so far, too, for processes that are killed.",
 )

@@ -21,6 +21,8 @@ from amanda.tools.select import leave_construction
 if TYPE_CHECKING:
     from amanda.tools.command.launch.sitecustomize import Process
 
+logger = logging.getLogger("amanda")
+
 _MESSAGES = 1000
 
 
@@ -69,6 +71,7 @@ class Session:
         self._leaving = threading.RLock()
         self._label = process_label(handed)
         self._gathering = Gathering(handed, tools, Messages().told, self._label)
+        self._has_failed = False
         self._rank: Rank | None = None
         if handed.together and self._pid == handed.root:
             self._rank = Rank(handed.folder, self._label)
@@ -117,10 +120,15 @@ class Session:
             gathering.leave(self._saw_op)
 
     def _save(self) -> None:
-        """Write the present results for the root process."""
+        """Write the present results for the root process; if that fails, the next time tries again."""
         with self._leaving:
             if self._saw_op and not self._is_closed():
-                self._gathering.leave(ended=False)
+                try:
+                    self._gathering.leave(ended=False)
+                except Exception as error:
+                    if not self._has_failed:
+                        logger.warning("results so far are not saved: %s; the next time tries again", error)
+                    self._has_failed = True
 
     def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
         """Write the results before `exec` replaces this program; return a function that withdraws them.

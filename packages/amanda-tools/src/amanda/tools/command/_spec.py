@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.errors import AmandaError, did_you_mean
+from amanda.errors import AmandaError, FileError, did_you_mean
+from amanda.files import check_folder_to_write
+from amanda.options import REQUIRED
 from amanda.plugins import tool_class
-from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
+from amanda.tools.command._options import Given, Option, Unreadable, options_of
 from amanda.tools.results import Result
 from amanda.tools.select import Phase, Selection
 from amanda.tools.steps import Steps, Window
@@ -195,6 +197,12 @@ def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
         raise SpecError(f"tool {name}, option out: {out} is in the working directory, which has been deleted")
     if not hasattr(type(tool), "result"):
         raise SpecError(f"tool {name}, option out: the tool has no result")
+    try:
+        check_folder_to_write(out.parent)
+        if out.is_dir():
+            raise FileError(f"{out} is a folder")
+    except FileError as error:
+        raise SpecError(f"tool {name}, option out: {error}") from error
     result = getattr(tool, "result")  # noqa: B009
     if not isinstance(result, Result) or type(result).save is not Result.save:
         return  # one with a `save` of its own may have other forms

@@ -10,7 +10,8 @@ from typing import Any, get_args
 import click
 
 from amanda.errors import printable
-from amanda.tools.command import SpecError, exit_status, function_of, limit_option, save_option
+from amanda.options import NonNegativeFloat
+from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
 from amanda.tools.diff._bundle import opened
 from amanda.tools.diff._diff import By, diff
 from amanda.tools.diff._programs import MAX_BYTES, Command
@@ -39,7 +40,7 @@ from amanda.tools.results import read_json
 )
 @click.option(
     "--rtol",
-    type=click.FloatRange(min=0),
+    type=OptionType(NonNegativeFloat),
     help="Relative error up to which tensors agree; by default from the control or the element type.",
 )
 @click.option(

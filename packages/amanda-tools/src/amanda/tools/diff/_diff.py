@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from amanda.errors import AmandaError
+from amanda.options import NonNegativeFloat, NonNegativeInt, OutputFile, checked
 from amanda.tools.diff._align import alone, dotted, same_modules, within
 from amanda.tools.diff._bundle import write_bundle
 from amanda.tools.diff._comparing import Comparing, Expected
@@ -22,18 +23,19 @@ _SHOWN = 4
 """Modules that are told by name."""
 
 
+@checked
 def diff(
     a: Source,
     b: Source,
     *inputs: Any,
     mapping: Mapping[str, str] | None = None,
-    rtol: float | None = None,
+    rtol: NonNegativeFloat | None = None,
     by: By | None = None,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: NonNegativeInt = MAX_BYTES,
     compiled: Compiled = "eager",
     control: Control | Source | None = None,
     bisect: bool = False,
-    bundle: Path | str | None = None,
+    bundle: OutputFile | None = None,
 ) -> DiffResult:
     """Find the first op at which two runs diverge, and how the error grows.
 
@@ -65,8 +67,6 @@ def diff(
 
     Raises AmandaError if nothing can be compared, or if a module of the mapping executed no op.
     """
-    if by not in (None, "op", "module"):
-        raise AmandaError(f'by is {by!r}; it is "op", "module" or None')
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), a, b, inputs, compiled, max_bytes)
         for name, other_name in (mapping or {}).items():

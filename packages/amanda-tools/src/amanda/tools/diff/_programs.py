@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeInt, checked
 from amanda.tools.diff._run import Compiled, Run, run_of
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.kit import tensors_of
@@ -60,8 +61,10 @@ class Function:
         result = tool.result
         if not result.entries:
             raise AmandaError(f"{self.name} executed no op that could be compared")
+        if result.failure:
+            raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
         told = [f"{name}: {', '.join(sorted(one))}" for other in others for name, one in _remarks(other)]
-        run = replace(run_of(Dump(result.folder)), name=self.name, told=told)
+        run = replace(run_of(_whole(result.folder, self.name)), name=self.name, told=told)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
 
@@ -70,14 +73,15 @@ class Function:
         return _arrays(self.call(*self.inputs))
 
 
+@checked
 @dataclass
 class Command:
     """Command line of a program, which runs under `amanda run`.  python: its interpreter."""
 
-    line: str
+    line: Name
     compiled: Compiled = "instrument"
-    max_bytes: int = MAX_BYTES
-    python: str = sys.executable
+    max_bytes: NonNegativeInt = MAX_BYTES
+    python: Name = sys.executable
 
     @property
     def name(self) -> str:
@@ -106,7 +110,7 @@ class Command:
         found = folder if (folder / "index.json").exists() else folder / "rank0"
         if not (found / "index.json").exists():
             raise AmandaError(f"{self.line!r} executed no op that could be compared")
-        run = run_of(Dump(found))
+        run = run_of(_whole(found, repr(self.line)))
         told = [] if found == folder else ["Of several ranks, rank 0 alone was compared"]
         return replace(run, name=self.line, told=told)
 
@@ -130,6 +134,16 @@ class Command:
 
 
 Program = Function | Command
+
+
+def _whole(folder: Path, program: str) -> Dump:
+    """Return the dump of a program; raise AmandaError where something could not be written."""
+    dump = Dump(folder)
+    if dump.incomplete:
+        raise AmandaError(
+            f"what {program} computed could not all be written to {folder}, so nothing is compared"
+        )
+    return dump
 
 
 def _status(code: int) -> str:

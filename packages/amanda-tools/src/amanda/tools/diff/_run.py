@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, OptionError
+from amanda.options import shown
 from amanda.tools.diff._lists import spread
 from amanda.tools.dump import Dump, Entry, Op, Summary
 from amanda.tools.stats import Measured, StatsResult
@@ -113,8 +114,8 @@ class Run:
         return any(op.namespace and not op.namespace.endswith("/eager") for op in self.ops)
 
 
-def open_run(source: Source) -> Run:
-    """Return the run of a dump or of statistics, or of a path to one of these.
+def open_run(source: Source, option: str) -> Run:
+    """Return the run of a dump or of statistics, or of a path to one of these; option: its name, for errors.
 
     Raises AmandaError for a path to something else.
     """
@@ -125,10 +126,14 @@ def open_run(source: Source) -> Run:
     if isinstance(source, StatsResult):
         return _of_statistics(source, "statistics")
     if not isinstance(source, (str, Path)):
-        raise AmandaError(f"{source!r} is no run; give a function, a Command, a dump, statistics or a path")
+        raise OptionError(
+            f"diff: {option} is {shown(source)}; give a function, a Command, a dump, statistics or a path"
+        )
     path = Path(source)
     if not path.exists():
-        raise AmandaError(f"{path} does not exist; give the folder of a dump or a file of statistics")
+        raise AmandaError(
+            f"{option}: {path} does not exist; give the folder of a dump or a file of statistics"
+        )
     if path.is_dir():
         return run_of(Dump(path))
     if path.name == "index.json":

@@ -48,7 +48,7 @@ class Runs:
         self.told: list[str] = []
         self.failure: tuple[int, str] | None = None
         self.a, self.b = (
-            open_run(source) if one is None else self._first(label, one)
+            open_run(source, label) if one is None else self._first(label, one)
             for label, source, one in zip("ab", (a, b), self._programs, strict=True)
         )
         for one in (self.a, self.b):
@@ -102,7 +102,7 @@ class Runs:
         if control is None:
             return None
         asked = isinstance(control, str) and control in get_args(Control)
-        run = self._control(cast("Control", control)) if asked else open_run(control)
+        run = self._control(cast("Control", control)) if asked else open_run(control, "control")
         told = run.name if not asked else f"a {self._way}"
         self.told.append(f"Errors up to {MARGIN:g} times those of a against {told} are expected")
         self.told += run.told

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError
+from amanda.files import replacing, write_file
 from amanda.tools._libraries import numpy as np
 from amanda.tools._libraries import safetensors
 from amanda.tools.kit import numpy_type
-from amanda.tools.results import TooLargeError, check_file, read_npz
+from amanda.tools.results import check_file, parsing, read_npz
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +28,7 @@ _SAFE = frozenset(
 
 
 def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
-    """Write arrays into one file, which is there whole or not at all."""
+    """Write arrays into one file, which is there whole or not at all. Raises FileError."""
     is_safe = form == "safetensors"
     kept = {
         key: array if (array.dtype.name in _SAFE if is_safe else array.dtype.isbuiltin == 1)
@@ -38,22 +36,10 @@ def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
         for key, array in arrays.items()
     }  # fmt: skip
     if is_safe:
-        data = safetensors.numpy.save(kept)
-        write_whole(path, lambda file: file.write(data))
-    else:
-        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **kept))
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file beside its place and move it there."""
-    handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        write_file(path, safetensors.numpy.save(kept))
+        return
+    with replacing(path) as part, part.open("wb") as file:
+        np.savez(file, allow_pickle=False, **kept)
 
 
 def read_arrays(path: Path) -> Arrays:
@@ -61,16 +47,12 @@ def read_arrays(path: Path) -> Arrays:
 
     Raises AmandaError for a file that cannot be read.
     """
-    try:
+    with parsing(path, "file of tensors"):
         if path.suffix == ".npz":
             return read_npz(path)
         check_file(path)
         opened = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         return {key: np.frombuffer(one["data"], np.uint8) for key, one in opened}
-    except TooLargeError:
-        raise
-    except (OSError, ValueError, EOFError, BadZipFile, safetensors.SafetensorError) as error:
-        raise AmandaError(f"the tensors of {path} cannot be read: {error}") from error
 
 
 def shaped(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:

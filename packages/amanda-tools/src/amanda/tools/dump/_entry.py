@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.tools._libraries import numpy as np
+from amanda.tools.results import made_of
 from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class Entry:
         """Return the entry that `to_dict` described."""
         known = {name: value[name] for name in cls.__dataclass_fields__}
         known.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
-        return cls(**known)
+        if not all(type(extent) is int for extent in known["shape"]):
+            raise ValueError(f"its shape is {value['shape']!r}")
+        return made_of(cls, known)
 
 
 class Kept(NamedTuple):
@@ -137,4 +140,4 @@ def op_from_dict(value: Mapping[str, Any]) -> Op:
     known = {name: value[name] for name in Op.__dataclass_fields__ if name in value}
     known.update({name: known[name] and int(known[name], 16) for name in ("id", "of")})
     known["parameters"] = tuple((int(i), str(path)) for i, path in known.get("parameters", ()))
-    return Op(**known)
+    return made_of(Op, known)

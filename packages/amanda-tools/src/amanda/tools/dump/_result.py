@@ -12,7 +12,10 @@ from amanda.tools.results import Column, Result, amount, shortened
 
 
 class DumpResult(Result):
-    """The entries of a dump, in the order of execution."""
+    """The entries of a dump, in the order of execution.
+
+    failure: why the folder lacks what came last; "" if it lacks nothing.
+    """
 
     name: ClassVar[str] = "dump"
     title = "Dumped tensors"
@@ -27,8 +30,11 @@ class DumpResult(Result):
         Column("file", show=lambda name: name.removeprefix("tensors-").partition(".")[0]),
     )  # fmt: skip
 
-    def __init__(self, folder: Path, ops: Sequence[Op], entries: Sequence[Entry], kept: int) -> None:
+    def __init__(
+        self, folder: Path, ops: Sequence[Op], entries: Sequence[Entry], kept: int, failure: str = ""
+    ) -> None:
         self.folder, self.ops, self.entries, self._kept = folder, list(ops), list(entries), kept
+        self.failure = failure
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """A row for each tensor."""
@@ -55,4 +61,6 @@ class DumpResult(Result):
             if entry.left_out is not None:
                 left[entry.left_out] = left.get(entry.left_out, 0) + 1
         notes += [f"{count:,} more are summaries alone because of {why}." for why, count in left.items()]
+        if self.failure:
+            notes.append(f"The folder lacks what came last: {self.failure}.")
         return notes

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import amanda
 from amanda.backend import State
-from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, OutputFolder, PositiveInt, checked
 from amanda.tools.dump._arrays import Format
 from amanda.tools.dump._entry import Kept, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, measured
 from amanda.tools.dump._writer import Writer
-from amanda.tools.kit import OpRecord, OpTensor, TensorTool, parameter_inputs, tensors_of
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
 
 if TYPE_CHECKING:
@@ -48,34 +48,35 @@ class DumpTool(TensorTool[_IndexedOp]):
     executions the first and each so many-th after it.  max_bytes, max_tensor_bytes: a tensor beyond them is
     a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
 
-    What waits is written now and then, at the end of a scope, at `result`, and when the program ends.
+    What waits is written now and then, at the end of a scope, at `result`, and when the program ends.  Where
+    that fails, as on a full disk, a warning names the file, the program goes on, and later writings try
+    again; the result says what the folder lacks.
     `amanda.tools.select` has it dump some ops alone.  Raises AmandaError for a folder that has other things
-    in it.
+    in it, or cannot be written to.
     """
 
     is_copied_when_used = False
 
+    @checked
     def __init__(
         self,
-        folder: Path = Path("dump"),
+        folder: OutputFolder = Path("dump"),
         inputs: Keep = "no",
         outputs: Keep = "summary",
         weights: Keep = "summary",
         gradients: Keep = "summary",
-        executions: int | None = 1,
-        every: int = 1,
-        max_bytes: int = 1 << 30,
-        max_tensor_bytes: int = 64 << 20,
+        executions: PositiveInt | None = 1,
+        every: PositiveInt = 1,
+        max_bytes: NonNegativeInt = 1 << 30,
+        max_tensor_bytes: NonNegativeInt = 64 << 20,
         format: Format = "safetensors",
         overwrite: bool = False,
     ) -> None:
-        self._keeps = {"input": inputs, "output": outputs, "weight": weights, "gradient": gradients}
-        for name, keep in self._keeps.items():
-            if keep not in ("no", "summary", "full"):
-                raise AmandaError(f'{name}s is {keep!r}; it is "no", "summary" or "full"')
-        super().__init__([role for role, keep in self._keeps.items() if keep != "no"], every, executions)
-        if format not in ("safetensors", "npz"):
-            raise AmandaError(f'format is {format!r}; it is "safetensors" or "npz"')
+        keeps: dict[Role, Keep] = {
+            "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
+        }  # fmt: skip
+        super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
+        self._keeps: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
         self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
         self._order = self._bytes = 0
@@ -84,9 +85,10 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     @property
     def result(self) -> DumpResult:
-        """The entries that were dumped so far, all of which are written."""
+        """The entries that were dumped so far; they are written, or the remarks say why not."""
         self._writer.flush()
-        result = DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
+        writer = self._writer
+        result = DumpResult(writer.folder, writer.ops, writer.entries, writer.written, writer.failure)
         result.remarks = self.remarks
         return result
 

@@ -9,10 +9,10 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.options import NonNegativeFloat, PositiveFloat, PositiveShare, Seed, checked
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, checked_share, without_run
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, without_run
 from amanda.tools.dynamic_prune._math import as_type_of, binary_gumbel, budget_loss, local, needed, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
@@ -87,14 +87,16 @@ class ActivationPruneTool(DynamicPruneTool):
 
     progress = 1.0
 
+    @checked
     def __init__(
-        self, budget: float = 0.5, strength: float = 10.0, temperature: float = 1.0, seed: int = 0
+        self,
+        budget: PositiveShare = 0.5,
+        strength: NonNegativeFloat = 10.0,
+        temperature: PositiveFloat = 1.0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(seed, _Decision)
-        self._budget, self._strength = checked_share("budget", budget), strength
-        if not temperature > 0:
-            raise AmandaError(f"temperature is {temperature!r}; it is a number above 0")
-        self._temperature = temperature
+        self._budget, self._strength, self._temperature = budget, strength, temperature
 
     def loss(self) -> Any:
         """Return strength times the squared distance from the budget, of this thread's last execution."""

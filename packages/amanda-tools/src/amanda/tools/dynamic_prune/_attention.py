@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Range, Seed, checked
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, checked_share, without_run
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, without_run
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
     binary_gumbel,
@@ -33,7 +33,7 @@ from amanda.tools.dynamic_prune._patterns import (
 )
 from amanda.tools.dynamic_prune._pytorch import ATTENTIONS
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
-from amanda.tools.kit import DataflowNode, check_one_of, tensors_of
+from amanda.tools.kit import DataflowNode, tensors_of
 from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
@@ -100,27 +100,21 @@ class AttentionPruneTool(DynamicPruneTool):
     Sources: Guan et al. 2022, "Block-skim" and "Transkimmer"; Goyal et al. 2020, "PoWER-BERT", for the score.
     """
 
+    @checked
     def __init__(
         self,
         unit: Literal["token", "block"] = "token",
         by: Literal["attention", "learned"] = "attention",
-        keep: float = 0.7,
-        block: int = 4,
-        protect: int = 1,
-        strength: float = 1.0,
-        hidden: int = 16,
-        seed: int = 0,
+        keep: PositiveShare = 0.7,
+        block: PositiveInt = 4,
+        protect: NonNegativeInt = 1,
+        strength: NonNegativeFloat = 1.0,
+        hidden: Annotated[int, Range(1, 65_536)] = 16,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(seed, _Decision)
-        check_one_of("unit", unit, ("token", "block"), AmandaError)
-        check_one_of("by", by, ("attention", "learned"), AmandaError)
-        for name, count, least, of in (
-            ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
-        ):  # fmt: skip
-            if not isinstance(count, (int, np.integer)) or count < least:
-                raise AmandaError(f"{name} is {count!r}; it is a number of {of}, {least} at least")
         self._size, self._protect, self._hidden = block if unit == "block" else 1, protect, hidden
-        self._share, self._strength, self._learned = checked_share("keep", keep), strength, by == "learned"
+        self._share, self._strength, self._learned = keep, strength, by == "learned"
         self._fused: set[str] = set()
 
     @property

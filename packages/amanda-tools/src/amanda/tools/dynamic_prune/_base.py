@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any, TypeVar
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import Seed, checked
 from amanda.tools._libraries import get_dtype_name
 from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
@@ -35,10 +35,9 @@ class DynamicPruneTool(amanda.Tool):
 
     training = False
 
-    def __init__(self, seed: int = 0, state: Callable[[], Any] = dict) -> None:
+    @checked
+    def __init__(self, seed: Seed = 0, state: Callable[[], Any] = dict) -> None:
         super().__init__()
-        if not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise AmandaError(f"seed is {seed!r}; it is a number without decimals, 0 or more")
         self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._flow, self._present = Dataflow(), PerCaller[Any](self, state)
         self._ops: dict[str, Any] = {}
@@ -47,6 +46,7 @@ class DynamicPruneTool(amanda.Tool):
         self.add_inst_for_op(self._enter)
         self.add_inst_for_op(self._leave, require_outputs=True)
 
+    @checked
     def train(self, mode: bool = True) -> None:
         """Switch training on or off."""
         self.training = mode
@@ -160,13 +160,3 @@ def _renew(value: Any, loaded: Any) -> bool:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items()}
-
-
-def checked_share(name: str, value: float) -> float:
-    """Return a share in (0, 1].
-
-    Raises AmandaError for another number.
-    """
-    if not isinstance(value, Real) or not 0 < value <= 1:
-        raise AmandaError(f"{name} is {value!r}; it is a share above 0, and 1 at most")
-    return value

@@ -7,9 +7,10 @@ from math import prod
 from typing import Any
 
 import amanda
+from amanda.options import NonNegativeFloat, PositiveShare, Seed, checked
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._base import DynamicPruneTool
 from amanda.tools.dynamic_prune._math import as_type_of, density_count, saliency, shares, stop, winners
 from amanda.tools.dynamic_prune._result import Pruned
 from amanda.tools.kit import DataflowNode, spatial_axes
@@ -56,9 +57,12 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     Source: Gao et al. 2019, "Dynamic channel pruning: feature boosting and suppression".
     """
 
-    def __init__(self, density: float = 0.5, penalty: float = 1e-8, seed: int = 0) -> None:
+    @checked
+    def __init__(
+        self, density: PositiveShare = 0.5, penalty: NonNegativeFloat = 1e-8, seed: Seed = 0
+    ) -> None:
         super().__init__(seed, _Prediction)
-        self._density, self._penalty = checked_share("density", density), penalty
+        self._density, self._penalty = density, penalty
 
     def loss(self) -> Any:
         """Return penalty times the saliencies, summed over all convolutions and averaged over the batch."""

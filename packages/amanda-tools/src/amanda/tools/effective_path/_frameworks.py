@@ -323,7 +323,7 @@ def _write_moves(moves: Any, word: Any, attributes: Any, context: amanda.OpConte
     context["effective path"] = moves, word(context), attributes(context)
 
 
-def _of_jax(op: OpValues) -> dict[str, Any]:
+def _of_jax(op: OpValues) -> Mapping[str, Any]:
     return _moves(op, _jax.moves(op))
 
 

@@ -10,12 +10,13 @@ from math import prod
 from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
-from zipfile import BadZipFile
 
 from amanda.errors import AmandaError
+from amanda.files import replacing
+from amanda.options import checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._terms import Indices
-from amanda.tools.results import TooLargeError, check_schema, in_words, read_npz
+from amanda.tools.results import check_schema, parsing, read_npz
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,6 +62,15 @@ class Layer:
             raise PathError(f"a path has {', '.join(PARTS)}, not {which!r}")
         found: Indices = getattr(self, which)
         return found
+
+    def check(self) -> None:
+        """Raise ValueError for indices that the op does not have, as a damaged file may tell."""
+        for which, size in zip(PARTS, self.sizes, strict=True):
+            indices = self.part(which)
+            if indices.ndim != 1 or indices.dtype.kind not in "iu":
+                raise ValueError(f"the {which} of {self.module or self.type} are no list of indices")
+            if indices.size and not 0 <= indices.min() <= indices.max() < size:
+                raise ValueError(f"{self.module or self.type} has {size} {which}, and others are on the path")
 
     def density(self, which: Part = "synapses") -> float | None:
         """Return the share of neurons, synapses or weights on the path; None if the op has none."""
@@ -138,7 +148,7 @@ class EffectivePath:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the path into an npz file; return the file's path."""
+        """Write the path into an npz file; return the file's path. Raises FileError."""
         arrays: dict[str, Any] = {}
         told: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
         told |= {"label": self.label, "layers": []}
@@ -146,7 +156,7 @@ class EffectivePath:
             fields = {key: value for key, value in vars(layer).items() if key not in PARTS}
             told["layers"].append({"name": name, **fields})
             arrays.update({f"{i}/{which}": layer.part(which) for which in PARTS})
-        with Path(path).open("wb") as file:
+        with replacing(path) as part, part.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, path=np.array(json.dumps(told)), **arrays)
         return Path(path)
 
@@ -154,26 +164,23 @@ class EffectivePath:
     def load(cls, path: str | Path) -> EffectivePath:
         """Return the path in a file that `save` wrote.
 
-        Raises PathError for a file of another kind, or of a newer version.
+        Raises PathError for a damaged file, one of another kind or of a newer version; FileError for none.
         """
-        try:
+        with parsing(path, "file of an effective path", PathError):
             file = read_npz(Path(path))
             told = json.loads(str(file["path"]))
             check_schema(told, NAME, VERSION)
             layers = {}
             for i, one in enumerate(told["layers"]):
                 one.update({which: file[f"{i}/{which}"] for which in PARTS})
-                shapes = {key: tuple(one[key]) for key in ("sizes", "shape", "weight_shape")}
+                shapes = {key: tuple(map(int, one[key])) for key in ("sizes", "shape", "weight_shape")}
                 name = one.pop("name")
-                layers[name] = Layer(**{**one, **shapes})
-        except TooLargeError:
-            raise
-        except (ValueError, LookupError, TypeError, OSError, EOFError, BadZipFile) as error:
-            why = in_words(error)
-            raise PathError(f"{path} is no file of an effective path that can be read: {why}") from error
-        return cls(layers, told["label"])
+                layers[name] = layer = Layer(**{**one, **shapes})
+                layer.check()
+            return cls(layers, told["label"])
 
 
+@checked(error=PathError)
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     """Return the union of paths: for the images of a class the path of the class.
 

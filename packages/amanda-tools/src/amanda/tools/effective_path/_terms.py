@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from amanda.options import PositiveFloat, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.trace import Op
 
@@ -74,8 +75,9 @@ Rule = Callable[..., Terms]
 """Function of a `Step`, flat indices into one of its outputs, and the output's position; returns `Terms`."""
 
 
+@checked
 def leading(
-    contributions: Numbers, value: Numbers, theta: float, mode: Mode = "cumulative"
+    contributions: Numbers, value: Numbers, theta: PositiveFloat, mode: Mode = "cumulative"
 ) -> NDArray[np.bool_]:
     """Return True for the fewest positive contributions that reach theta times a neuron's value in sum.
 

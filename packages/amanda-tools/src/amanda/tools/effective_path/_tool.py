@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from operator import index
 from typing import Any
 
 import amanda
-from amanda.errors import ToolError
+from amanda.errors import OptionError
+from amanda.options import Name, PositiveFloat, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, OpValues
@@ -43,19 +43,19 @@ class EffectivePathTool(amanda.Tool):
 
     is_copied_when_used = False
 
+    @checked
     def __init__(
         self,
-        theta: float = 0.5,
+        theta: PositiveFloat = 0.5,
         mode: Mode = "cumulative",
-        output: str | None = None,
-        rules: Mapping[str, Rule] | None = None,
+        output: Name | None = None,
+        rules: Mapping[Name, Rule] | None = None,
     ) -> None:
         super().__init__()
-        is_share = isinstance(theta, Real) and theta > 0 and (mode == "absolute" or theta <= 1)
-        if mode not in ("cumulative", "absolute") or not is_share:
-            raise ToolError(
-                f"EffectivePathTool was given theta={theta!r} and mode={mode!r}; a cumulative theta is in "
-                "(0, 1], an absolute one above 0"
+        if mode == "cumulative" and theta > 1:
+            raise OptionError(
+                f"EffectivePathTool: theta is {theta} and mode 'cumulative'; give a share, above 0 and at "
+                "most 1, or mode='absolute'"
             )
         self.theta, self._mode, self._output = theta, mode, Paths("output", output)
         self._rules = {**RULES, **(rules or {})}

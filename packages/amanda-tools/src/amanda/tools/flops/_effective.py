@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from amanda.options import checked
 from amanda.tools.flops._result import FlopsResult
 from amanda.tools.results import Column, Result, amount, shortened
 
@@ -84,6 +85,7 @@ class EffectiveResult(Result):
         ]
 
 
+@checked
 def effective(
     flops: FlopsResult, prune: Result | None = None, quantize: Result | None = None
 ) -> EffectiveResult:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.options import Name, checked
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
@@ -33,7 +33,7 @@ from amanda.tools.flops._facts import (
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
-from amanda.tools.kit import check_one_of, packed_inputs
+from amanda.tools.kit import packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
 
 _AT_EXECUTION: Any = object()
@@ -56,10 +56,11 @@ class FlopsTool(amanda.Tool):
 
     is_copied_when_used = False
 
-    def __init__(self, formulas: Mapping[str, Formula] | None = None, complex_macs: int = 4) -> None:
+    @checked
+    def __init__(
+        self, formulas: Mapping[Name, Formula] | None = None, complex_macs: Literal[1, 3, 4] = 4
+    ) -> None:
         super().__init__()
-        is_number = type(complex_macs) is int  # True is none
-        check_one_of("complex_macs", complex_macs if is_number else str(complex_macs), (1, 3, 4), AmandaError)
         self._formulas = Costs(formulas or {}, complex_macs)
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.

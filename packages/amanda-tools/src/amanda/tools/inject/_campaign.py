@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
 from amanda.tools.inject._faults import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
-from amanda.tools.kit import FoundMemory, check_one_of
+from amanda.tools.kit import FoundMemory
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]
@@ -63,25 +64,22 @@ class Campaign:
     Raises InjectError for options that are not valid.
     """
 
+    @checked(error=InjectError)
     def __init__(
         self,
         tool: InjectTool,
-        trials: int = 100,
+        trials: PositiveInt = 100,
         compare: Compare = differs,
         sample: Sample = "ops",
-        hang_factor: float | None = 10.0,
-        timeout: float | None = None,
+        hang_factor: Annotated[float, Range(above=1)] | None = 10.0,
+        timeout: PositiveFloat | None = None,
     ) -> None:
-        if trials < 1:
-            raise InjectError(f"trials is {trials}; a campaign has at least 1")
-        check_one_of("sample", sample, get_args(Sample), InjectError)
-        if hang_factor is not None and hang_factor <= 1:
-            raise InjectError(f"hang_factor is {hang_factor}; it is more than 1")
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor = hang_factor
         self._memory, self._watch = FoundMemory(), _Watch(timeout)
         self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
 
+    @checked(error=InjectError)
     def run(self, program: Program) -> CampaignResult:
         """Run the program twice without faults, then once for each trial; return the outcomes.
 
@@ -96,7 +94,8 @@ class Campaign:
             self._memory.clear()
         return CampaignResult(trials, self._tool.seed, len(sites))
 
-    def replay(self, program: Program, number: int) -> Any:
+    @checked(error=InjectError)
+    def replay(self, program: Program, number: NonNegativeInt) -> Any:
         """Run the program with the faults of one trial; return its output, or raise its exception."""
         _, sites = self._golden(program)
         self._tool.try_at(number, self._site(number, sites))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from amanda.options import NonNegativeFloat, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools._libraries import tree_iter
 from amanda.tools.inject._faults import InjectError
@@ -40,7 +41,8 @@ def differs(golden: Any, output: Any) -> bool:
     return not _all(golden, output, _equal)
 
 
-def differs_by(rtol: float = 1e-5, atol: float = 1e-8) -> Compare:
+@checked(error=InjectError)
+def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> Compare:
     """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`."""
 
     def close(one: NDArray[Any], other: NDArray[Any]) -> bool:

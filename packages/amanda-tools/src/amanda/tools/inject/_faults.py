@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import BitField, bits_of, check_one_of, from_bytes, to_bytes
+from amanda.tools.kit import BitField, bits_of, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,10 +46,6 @@ class Fault(NamedTuple):
 
     def check(self) -> None:
         """Raise InjectError for parameters that do not go together."""
-        check_one_of("fault", self.kind, get_args(Kind), InjectError)
-        check_one_of("field", self.field, get_args(BitField), InjectError)
-        if self.bits is not None and (not self.bits or min(self.bits) < 0):
-            raise InjectError(f"bits is {self.bits}; give positions, 0 for the least significant bit")
         if self.kind not in OF_BITS and (self.bits is not None or self.field != "any"):
             raise InjectError(
                 f"bits and field are for faults of bits ({', '.join(OF_BITS)}), not for {self.kind}"

@@ -8,6 +8,8 @@ from math import sqrt
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, PositiveFloat, checked
+from amanda.tools.inject._faults import InjectError
 from amanda.tools.inject._result import Injection
 from amanda.tools.results import Column, KeyedResult
 
@@ -44,10 +46,13 @@ class Rate(NamedTuple):
         return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
 
-def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
+@checked(error=InjectError)
+def wilson(successes: NonNegativeInt, trials: NonNegativeInt, z: PositiveFloat = 1.959963984540054) -> Rate:
     """Return a share with its score interval; (0, 0, 1) for no trials.  Source: Wilson 1927."""
     if not trials:
         return Rate(0.0, 0.0, 1.0)
+    if successes > trials:
+        raise InjectError(f"successes is {successes} and trials {trials}; give at most as many as trials")
     share, square = successes / trials, z * z
     middle = (share + square / (2 * trials)) / (1 + square / trials)
     half = z / (1 + square / trials) * sqrt(share * (1 - share) / trials + square / (4 * trials * trials))

@@ -5,14 +5,25 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import amanda
+from amanda.options import (
+    AnyFloat,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NotEmpty,
+    PositiveInt,
+    Seed,
+    Share,
+    checked,
+)
 from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._faults import Fault, InjectError, Kind
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
-from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
+from amanda.tools.kit import BitField, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
 from amanda.tools.steps import execution_number
@@ -56,46 +67,38 @@ class InjectTool(amanda.Tool):
     Raises InjectError for options that do not go together.
     """
 
+    @checked(error=InjectError)
     def __init__(
         self,
         fault: Kind = "bit_flip",
         target: Target = "outputs",
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        index: int | None = None,
-        probability: float | None = None,
-        count: int | None = None,
-        bits: list[int] | None = None,
+        type: list[Name] | Name | None = None,
+        module: list[Name] | Name | None = None,
+        index: NonNegativeInt | None = None,
+        probability: Share | None = None,
+        count: PositiveInt | None = None,
+        bits: Annotated[list[NonNegativeInt], NotEmpty] | None = None,
         field: BitField = "any",
-        flips: int | None = None,
-        value: float = 0.0,
-        scale: float = 1.0,
+        flips: PositiveInt | None = None,
+        value: AnyFloat = 0.0,
+        scale: NonNegativeFloat = 1.0,
         axis: int | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         permanent: bool = False,
-        start: int = 0,
-        end: int | None = None,
-        frequency: int = 1,
-        limit: int = 10_000,
+        start: NonNegativeInt = 0,
+        end: NonNegativeInt | None = None,
+        frequency: PositiveInt = 1,
+        limit: NonNegativeInt = 10_000,
     ) -> None:
         super().__init__()
         flips = 1 + (fault == "multi_bit") if flips is None else flips
         axis = -2 if axis is None and fault == "wrong_row" else axis
         self._fault = Fault(fault, bits, field, flips, value, scale, axis)
         self._fault.check()
-        check_one_of("target", target, get_args(Target), InjectError)
         if count is not None and probability is not None:
             raise InjectError("give either a count of elements or the probability of each, not both")
-        if probability is not None and not 0 <= probability <= 1:
-            raise InjectError(f"probability is {probability}; it lies between 0 and 1")
-        if not 0 <= seed < 1 << 64:
-            raise InjectError(f"seed is {seed}; it lies between 0 and 2**64 - 1")
-        for name, given, least in (
-            ("count", count, 1), ("flips", flips, 1), ("frequency", frequency, 1), ("start", start, 0),
-            ("end", end, start), ("index", index, 0),
-        ):  # fmt: skip
-            if given is not None and given < least:
-                raise InjectError(f"{name} is {given}; it is at least {least}")
+        if end is not None and end < start:
+            raise InjectError(f"end is {end}, start {start}; give an end that is not before the start")
         self._target, self._index = target, index
         self._types = Patterns("type", listed("type", type, InjectError))
         self._modules = Paths("module", listed("module", module, InjectError))

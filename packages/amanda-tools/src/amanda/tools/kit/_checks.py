@@ -1,9 +1,9 @@
-"""Checks of options, and of what functions of the user give, that several tools have."""
+"""Checks of what functions of the user give."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -12,12 +12,6 @@ from amanda.errors import AmandaError
 T = TypeVar("T")
 
 logger = logging.getLogger("amanda")
-
-
-def check_one_of(option: str, given: Any, choices: Sequence[Any], error: type[AmandaError]) -> None:
-    """Raise an error that lists the choices of an option, unless what was given is one of them."""
-    if given not in choices:
-        raise error(f"{option} is {given!r}; it is one of {', '.join(map(repr, choices))}")
 
 
 def check_number(value: Any, evaluate: Any, error: type[AmandaError]) -> float:

@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import Executions, Observed
-from amanda.errors import AmandaError
+from amanda.options import PositiveInt, checked
+from amanda.tools.kit._holders import holders_of
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._packed import packed_inputs, unread_tensor
 from amanda.tools.kit._tensors import tensors_of
@@ -29,7 +29,8 @@ class OpTensor(NamedTuple):
 
     role: "input", "weight", "output", "gradient" or "weight gradient".  position: among the inputs, outputs
     or gradients.  flat_index: the position after the lists among the values are flattened.
-    dtype: name of the element type.
+    dtype: name of the element type.  slice: index of the weight that the op reads among those in one array,
+    "[1]"; "" elsewhere.
     """
 
     role: str
@@ -37,6 +38,7 @@ class OpTensor(NamedTuple):
     flat_index: int
     tensor: Any
     dtype: str
+    slice: str = ""
 
 
 def op_tensors(
@@ -77,9 +79,12 @@ class OpRecord:
     seen: dict[str, int] = field(default_factory=dict, init=False)
 
 
+Role = Literal["input", "weight", "output", "gradient"]
+"""What a tensor is to its op."""
 RecordT = TypeVar("RecordT", bound=OpRecord)
 Key = tuple[int, int | None]
 """Ids of a forward op and of its backward op."""
+_SLICE = "amanda.tools.kit: slice of a stack of weights"
 
 
 class TensorTool(amanda.Tool, Generic[RecordT]):
@@ -89,19 +94,28 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     the weight).  every: observe the first execution of an op and each `every`-th after it.
     executions: the most executions of an op to observe, None for all.
 
-    Raises AmandaError where `every` is not a number from 1 on.
+    Raises OptionError where `every` is not a number from 1 on.
     """
 
-    def __init__(self, roles: Collection[str], every: int = 1, executions: int | None = None) -> None:
+    by_slice: ClassVar[bool] = False
+    """True to count executions for each weight of an op that reads one array slice by slice."""
+
+    @checked
+    def __init__(
+        self,
+        roles: Collection[Role],
+        every: PositiveInt = 1,
+        executions: PositiveInt | None = None,
+    ) -> None:
         super().__init__()
-        if not isinstance(every, Integral) or every < 1:
-            raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
         self._roles: frozenset[str] = frozenset(roles)
         self._every: int = every
         self._executions: int | None = executions
         self._records: dict[Key, RecordT] = {}
         self._left: dict[str, None] = {}
         self.depends_on(StandardMapping())
+        if self.by_slice:
+            self.add_inst_for_op(self._follow_slices)
         if self._roles - {"gradient"}:
             self.add_inst_for_op(self._forward)
         if "gradient" in self._roles:
@@ -133,23 +147,32 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     def _forward(self, context: amanda.OpContext) -> None:
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         given: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
+        see = self._see_slice if _SLICE in context else self._see
         self._left.update(dict.fromkeys(packed_inputs(context)))
         if "input" in self._roles:
             context.insert_before_op(
-                self._see, role="input", is_weights=lambda position, _: position == weight, **given
+                see, role="input", is_weights=lambda position, _: position == weight, **given
             )
         elif "weight" in self._roles and weight is not None:
-            context.insert_before_op(self._see, inputs=[weight], role="weight", first=weight, **given)
+            context.insert_before_op(see, inputs=[weight], role="weight", first=weight, **given)
         if "output" in self._roles and context["type"] not in UNINITIALISED:
-            context.insert_after_op(self._see, role="output", **given)
+            context.insert_after_op(see, role="output", **given)
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         if kind != "accumulate_grad":
+            see = self._see_slice if _SLICE in context else self._see
             context.insert_after_backward_op(
-                self._see, record=self._record(context, "backward", kind), role="gradient",
+                see, record=self._record(context, "backward", kind), role="gradient",
                 dtype=context["dtype"], is_weights=weight_gradient(context),
             )  # fmt: skip
+
+    def _follow_slices(self, context: amanda.OpContext) -> None:
+        weight = context["weight_index"]
+        holder = None if weight is None else context.get_variable(weight)
+        if holder is not None and holders_of(holder).parts(holder):
+            context[_SLICE] = holder
+            context.insert_before_op(_note_slice, inputs=[weight], holder=holder)
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str) -> RecordT:
         key = context.get_op_id(), context.get_backward_op_id()
@@ -166,6 +189,17 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         if execution is not None:
             leave = partial(self._leave, record)
             self.observe(record, _tensors(values, role, dtype, first, is_weights, leave), execution)
+
+    @amanda.observer
+    def _see_slice(
+        self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
+        is_weights: Callable[[int, Any], bool] | None = None,
+    ) -> None:  # fmt: skip
+        part: str = run.get(_SLICE, "")
+        execution = self._due(record, f"{role} {part}")
+        if execution is not None:
+            tensors = _tensors(values, role, dtype, first, is_weights, partial(self._leave, record))
+            self.observe(record, (one._replace(slice=part) for one in tensors), execution)
 
     def _leave(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
         self._left[unread_tensor(tensor, reason, record.type, record.module or record.source)] = None
@@ -188,6 +222,12 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         if between or (self._executions is not None and taken >= self._executions):
             return None
         return seen
+
+
+@amanda.observer
+def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
+    current = holders_of(holder).current(holder)
+    run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
 
 class _Place:

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import Name
 from amanda.tools.kit._parts import is_adapter, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS
 from amanda.tools.select import Paths, Patterns, listed, unmatched
@@ -19,7 +20,8 @@ PRODUCTS = frozenset(
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
 
-Globs = list[str] | str | None
+Globs = list[Name] | Name | None
+"""Names, in which `*` and `?` stand for letters, or a single one; None for all."""
 
 
 class Selected(TypedDict, total=False):

@@ -250,6 +250,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             self.analyse_again(again)
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None:
+            self.weights.pass_by(context)
             return
         form, find = self.weights.at(context, read)
         if form is None and find is None:

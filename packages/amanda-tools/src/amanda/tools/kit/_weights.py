@@ -17,7 +17,7 @@ from amanda.tools.kit._parts import Parts, holder_of
 from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.kit._weight import Form, Weight
 from amanda.tools.kit._weight_input import WeightInput, source
-from amanda.tools.kit._weight_selection import LOOKUPS
+from amanda.tools.kit._weight_selection import LOOKUPS, PRODUCTS
 from amanda.tools.mapping import SEVERAL_WEIGHTS, backend_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Weights(Generic[W]):
         self.retracted: list[W] = []
         self._left: set[Hashable] = set()
         self._others: dict[Hashable, str] = {}
-        self._passed = 0
+        self._passed, self._has_passed_by = 0, False
         self._forms: dict[Hashable, OtherForm] = {}
         self._of: dict[Hashable, list[W]] = {}
         self._parts = Parts()
@@ -75,11 +75,17 @@ class Weights(Generic[W]):
 
     @property
     def passed(self) -> str:
-        """A sentence for the case that weights were met, and none of them was selected."""
-        if self.found or self.reasons or not self._passed:
+        """A sentence for the case that weights were met, and none of them was selected; or none was met."""
+        if self.found or self.reasons or not (self._passed or self._has_passed_by):
             return ""
+        if not self._passed:
+            return "None of the products that were met reads a parameter that a model holds"
         selection = str(self._tool.selection) or "the default of type"
         return f"{self._passed} weights were met, of which {selection} selects none"
+
+    def pass_by(self, context: amanda.OpContext) -> None:
+        """Record a product that reads no weight."""
+        self._has_passed_by |= context["phase"] == "forward" and context["type"] in PRODUCTS
 
     def look_at(self, context: amanda.OpContext) -> set[int]:
         """Record that an op leaves its weights: it looks rows up, has several weights, or is an adapter's.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from amanda import Namespace, OpContext, Tool
 from amanda.errors import ToolError
+from amanda.options import Where, checked
 
 Rewrite = Callable[[OpContext], None]
 
@@ -21,6 +22,9 @@ class Rule(NamedTuple):
     namespace: Namespace
     before: Rewrite | None
     after: Rewrite | None = None
+
+
+Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of rules: [[namespace, before], ...]")]
 
 
 class MappingTool(Tool):
@@ -41,9 +45,8 @@ class MappingTool(Tool):
 
     follows_dependents = True
 
-    def __init__(self, rules: Sequence[Sequence[Any]]) -> None:
-        if isinstance(rules, (str, bytes)) or not isinstance(rules, Sequence):
-            raise RuleError(f"rules is {rules!r}; give a list of rules: [[namespace, before], ...]")
+    @checked(error=RuleError)
+    def __init__(self, rules: Rules) -> None:
         self.rules = [_read(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
         for backward in (False, True):
             for require_outputs in (False, True):

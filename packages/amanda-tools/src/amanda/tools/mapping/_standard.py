@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable
 
+from amanda.options import checked
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.mapping._gradient import drop_unmade
 from amanda.tools.mapping._installed import installed_rules
-from amanda.tools.mapping._rules import MappingTool
+from amanda.tools.mapping._rules import MappingTool, Rules
 from amanda.tools.mapping._weight_axes import write_weight_axes
 
 UNINITIALISED = frozenset(
@@ -39,7 +39,8 @@ class StandardMapping(MappingTool):
     rules: further mapping rules, which run after the standard ones.
     """
 
-    def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
+    @checked
+    def __init__(self, rules: Rules = ()) -> None:
         # A framework's half is a module of its own: a function `standard(context)` that writes
         # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
         # `weight_layout` where the table of `_weight_axes` has that.

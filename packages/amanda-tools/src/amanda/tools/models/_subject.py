@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.errors import AmandaError
+from amanda.options import Name, checked
 from amanda.tools.models._inputs import Input, ModelError
 
 KINDS = ("hf", "timm", "torch", "keras", "onnx")
@@ -55,7 +56,8 @@ def is_model(word: str) -> bool:
     )
 
 
-def made(word: str, shapes: Sequence[str] = (), backward: bool = False, device: str = "cpu") -> Subject:
+@checked(error=ModelError)
+def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device: Name = "cpu") -> Subject:
     """Return the model of a word.
 
     shapes: of inputs, as `--input-shape` has them.  backward: whether a run includes the backward pass.
@@ -67,7 +69,7 @@ def made(word: str, shapes: Sequence[str] = (), backward: bool = False, device: 
         kind, rest = _FILES.get(Path(word).suffix, ""), word
     if not kind:
         raise ModelError(
-            f"{word!r} names no model; give {', '.join(f'{one}:NAME' for one in KINDS)}, or FILE.onnx"
+            f"word {word!r} names no model; give {', '.join(f'{one}:NAME' for one in KINDS)}, or FILE.onnx"
         )
     if device != "cpu" and kind in ("keras", "onnx"):
         raise ModelError(f"--device {device} is for models of PyTorch, {word} runs where {kind} puts it")

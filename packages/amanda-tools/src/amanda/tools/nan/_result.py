@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.nan._summary import Summary
-from amanda.tools.results import Column, Result, check_schema, shortened
+from amanda.tools.results import Column, Result, check_schema, made_of, shortened
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Finding:
         """Return the finding that `to_dict` described."""
         sides = {side: found[side].items() for side in ("inputs", "outputs")}
         read = {side: {int(i): Summary.from_dict(one) for i, one in each} for side, each in sides.items()}
-        return cls(**{**found, **read})
+        return made_of(cls, {**found, **read})
 
     def __str__(self) -> str:
         module = f" in {self.module}" if self.module else ""
@@ -150,7 +150,7 @@ class NanResult(Result):
         check_schema(found, cls.name, cls.version)
         findings = [Finding.from_dict(one) for one in found["findings"]]
         entered = [
-            Entered(**{**one, "summary": Summary.from_dict(one["summary"])})
+            made_of(Entered, {**one, "summary": Summary.from_dict(one["summary"])})
             for one in found.get("entered", ())
         ]
         counts = found["executions"], found["passed_on"], found.get("dropped", 0)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from amanda.tools._libraries import do
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.results import made_of, number_of
 
 
 class Summary(NamedTuple):
@@ -46,7 +47,8 @@ class Summary(NamedTuple):
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> Summary:
         """Return the summary that `_asdict` described."""
-        return cls(**{**told, "shape": tuple(told["shape"])})
+        numbers = {name: number_of(told[name]) for name in ("least", "most", "mean")}
+        return made_of(cls, {**told, **numbers, "shape": tuple(told["shape"])})
 
     def __str__(self) -> str:
         extents = "x".join(map(str, self.shape)) or "scalar"

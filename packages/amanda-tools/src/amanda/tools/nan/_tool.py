@@ -11,6 +11,7 @@ from typing import Any
 import amanda
 from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
+from amanda.options import PositiveInt, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Dtype, OpTensor, leaves, packed_inputs, unread_tensor
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
@@ -98,7 +99,10 @@ class NanTool(amanda.Tool):
     `result` tells, `clear` starts anew.
     """
 
-    def __init__(self, stop: bool = False, inf: bool = False, backward: bool = True, limit: int = 20) -> None:
+    @checked
+    def __init__(
+        self, stop: bool = False, inf: bool = False, backward: bool = True, limit: PositiveInt = 20
+    ) -> None:
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
         self.clear()

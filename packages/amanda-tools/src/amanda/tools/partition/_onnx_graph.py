@@ -12,6 +12,9 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, inliner
 
+from amanda.errors import ArtefactError
+from amanda.tools.kit import read_onnx
+
 _INPUTS_ARE_APART = 4
 """IR version before which initializers are inputs of the graph."""
 _RANDOM = {
@@ -53,7 +56,7 @@ class FileGraph:
     """
 
     def __init__(self, path: Path) -> None:
-        read = onnx.load(path, load_external_data=False)
+        read = read_onnx(path, ArtefactError, data=False)
         self.proto: ModelProto = inliner.inline_local_functions(read) if read.functions else read
         graph = self.proto.graph
         self.initializers = {one.name: one for one in graph.initializer}

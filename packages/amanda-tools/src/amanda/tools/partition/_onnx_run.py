@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amanda.errors import ArtefactError
+from amanda.options import Folder, checked
+from amanda.tools.results import read_json
 
 
 class StageChain:
     """Sessions of the files that `PartitionTool` wrote into a folder, run in the order of `partition.json`.
 
     options, providers: of each session, as onnxruntime.InferenceSession has them.
-    Raises ArtefactError for a folder without such a file.
+    Raises FileError for a folder without such a file, ArtefactError for another file of this name.
     """
 
+    @checked(error=ArtefactError)
     def __init__(
         self,
-        folder: str | Path,
+        folder: Folder,
         options: Any = None,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:
         from onnxruntime import InferenceSession
 
         plan = Path(folder, "partition.json")
-        try:
-            told = json.loads(plan.read_text(encoding="utf-8"))
-            files = [one["file"] for one in told["files"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ArtefactError(
-                f"{plan} is no plan of files that amanda instrument wrote: {error!r}"
-            ) from error
-        self.outputs: list[str] = told["outputs"]
+        self.outputs: list[str]
+        files, self.outputs = read_json(
+            plan, "plan of files that amanda instrument wrote", _files, ArtefactError
+        )
         self.sessions = [InferenceSession(Path(folder, one), options, list(providers)) for one in files]
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
@@ -59,3 +57,12 @@ class StageChain:
             later = set(wanted).union(*reads[number + 1 :], *reads_default[number + 1 :])
             values = {name: value for name, value in values.items() if name in later}
         return [values[name] for name in wanted]
+
+
+def _files(told: Any) -> tuple[list[str], list[str]]:
+    """Return the names of files, all in the folder of the plan, and of outputs."""
+    files, outputs = [str(one["file"]) for one in told["files"]], [str(name) for name in told["outputs"]]
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"it names {name!r}, which is no file of its folder")
+    return files, outputs

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from amanda.tools.partition._cut import PartitionError, Schedule
+from amanda.tools.results import read_json
 
 if TYPE_CHECKING:
     from amanda.tools.partition._pytorch_pipeline import Pipeline
@@ -38,19 +38,23 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Return the plan in a file that a result was saved to.  Raises PartitionError for another file."""
-        told = json.loads(Path(path).read_text())
+        """Return the plan in a file that a result was saved to; raise PartitionError for another file."""
+        return read_json(path, "file that partition saved, partition.json", cls._of, PartitionError)
+
+    @classmethod
+    def _of(cls, told: Any) -> Plan:
         if not isinstance(told, dict) or told.get("schema") != "amanda.partition" or "parameters" not in told:
             schema = told.get("schema") if isinstance(told, dict) else type(told).__name__
-            raise PartitionError(
-                f"{path} holds {schema!r}; a plan is read from a file that partition saved: partition.json"
-            )
+            raise ValueError(f"it holds {schema!r}")
         ops = [
-            PlannedOp(one["type"], one["module"], one["stage"])
+            PlannedOp(str(one["type"]), str(one["module"]), int(one["stage"]))
             for one in told["ops"]
             if one["phase"] == "forward"
         ]
-        return cls(len(told["rows"]), told["schedule"], told["microbatches"], ops, told["parameters"])
+        parameters = {str(name): [int(one) for one in stages] for name, stages in told["parameters"].items()}
+        if told["schedule"] not in get_args(Schedule):
+            raise ValueError(f"its schedule is {told['schedule']!r}")
+        return cls(len(told["rows"]), told["schedule"], int(told["microbatches"]), ops, parameters)
 
     def pipeline(
         self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None

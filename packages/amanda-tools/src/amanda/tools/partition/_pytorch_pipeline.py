@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import amanda
+from amanda.options import checked
 from amanda.tools.kit._requirements import check
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
@@ -24,12 +25,11 @@ class Pipeline:
     into the model.
     """
 
+    @checked(error=PartitionError)
     def __init__(
         self, plan: Plan, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any]
     ) -> None:
         check("partition.pipeline", "torch")
-        if not isinstance(mb_args, tuple):
-            raise PartitionError(f"mb_args is a {type(mb_args).__name__}; it is a tuple of a model's inputs")
         self.plan, self._model = plan, model
         with amanda.disabled(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.flops import FlopsTool
-from amanda.tools.kit import check_one_of
 from amanda.tools.partition._cut import Request
 from amanda.tools.partition._parts import PartsResult
 from amanda.tools.partition._result import PartitionResult
@@ -22,13 +21,12 @@ from amanda.tools.trace import TraceTool
 class StagesTool(amanda.Tool):
     """Cuts what its scopes execute into stages, as a request asks.
 
-    cost: of an op, its FLOPs, or the "time" that it took.  Raises ToolError for a request that is none.
+    cost: of an op, its FLOPs, or the "time" that it took.  Raises OptionError for a request that is none.
     """
 
     def __init__(self, request: Request, cost: Literal["flops", "time"]) -> None:
         super().__init__()
         _check(request)
-        check_one_of("cost", cost, ("flops", "time"), ToolError)
         self._request = request
         self._trace, self._steps = TraceTool(attributes=False), Steps()
         self._measure: FlopsTool | ProfileTool = FlopsTool() if cost == "flops" else ProfileTool(memory=False)
@@ -67,16 +65,6 @@ class StagesTool(amanda.Tool):
 
 
 def _check(request: Request) -> None:
-    check_one_of("method", request.method, ("order", "min_cut"), ToolError)
-    check_one_of("schedule", request.schedule, ("1f1b", "gpipe"), ToolError)
-    for name in ("stages", "microbatches", "memory", "copies"):
-        given = getattr(request, name)
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise ToolError(f"{name} is {given!r}; it is a whole number from 1")
-    for name, most in (("byte_cost", float("inf")), ("tolerance", 1.0)):
-        number = getattr(request, name)
-        if not isinstance(number, (int, float)) or not 0 <= number <= most:
-            raise ToolError(f"{name} is {number!r}; it is a number from 0 to {most:g}")
     if request.method == "min_cut" and (
         request.stages != 2 or request.memory is not None or request.byte_cost
     ):

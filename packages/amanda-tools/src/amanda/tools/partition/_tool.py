@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
 import amanda
-from amanda.errors import ArtefactError, ToolError
+from amanda.errors import ArtefactError, OptionError
+from amanda.options import Name, PositiveInt, Range, Share, checked
 from amanda.tools.partition._cut import Request, Schedule
 from amanda.tools.partition._parts import PartsResult
 from amanda.tools.partition._protect import ProtectedResult, ProtectTool
 from amanda.tools.partition._result import PartitionResult
 from amanda.tools.partition._stages import StagesTool
+
+Microbatches: TypeAlias = Annotated[int, Range(1, 1 << 14)]
+ByteCost: TypeAlias = Annotated[float, Range(0, 1e18)]
 
 ResultT = TypeVar("ResultT", PartitionResult, ProtectedResult)
 
@@ -37,7 +41,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     and those before and after them, and `partition.json`; `StageChain` runs them, and `result` is a
     `PartsResult` then.
 
-    Raises ToolError for options that are none of these; `result` raises PartitionError where no cut is
+    Raises OptionError for options that are none of these; `result` raises PartitionError where no cut is
     what was asked for.
     """
 
@@ -46,32 +50,33 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     @overload
     def __init__(
         self: PartitionTool[PartitionResult],
-        stages: int | None = None,
+        stages: PositiveInt | None = None,
         cost: Literal["flops", "time"] = "flops",
         method: Literal["order", "min_cut"] = "order",
-        microbatches: int = 8,
+        microbatches: Microbatches = 8,
         schedule: Schedule = "1f1b",
-        memory: int | None = None,
-        copies: int | None = None,
-        byte_cost: float = 0.0,
-        tolerance: float = 0.05,
+        memory: PositiveInt | None = None,
+        copies: PositiveInt | None = None,
+        byte_cost: ByteCost = 0.0,
+        tolerance: Share = 0.05,
     ) -> None: ...
 
     @overload
     def __init__(self: PartitionTool[ProtectedResult], *, protect: str) -> None: ...
 
+    @checked
     def __init__(
         self,
-        stages: int | None = None,
+        stages: PositiveInt | None = None,
         cost: Literal["flops", "time"] = "flops",
         method: Literal["order", "min_cut"] = "order",
-        microbatches: int = 8,
+        microbatches: Microbatches = 8,
         schedule: Schedule = "1f1b",
-        memory: int | None = None,
-        copies: int | None = None,
-        byte_cost: float = 0.0,
-        tolerance: float = 0.05,
-        protect: str | None = None,
+        memory: PositiveInt | None = None,
+        copies: PositiveInt | None = None,
+        byte_cost: ByteCost = 0.0,
+        tolerance: Share = 0.05,
+        protect: Name | None = None,
     ) -> None:
         super().__init__()
         self._written: PartsResult | None = None
@@ -91,7 +96,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
             defaults = signature(PartitionTool).parameters
             for name, value in options.items():
                 if value != defaults[name].default:
-                    raise ToolError(f"{name} is {value!r} and protect is {protect!r}; give one of them")
+                    raise OptionError(f"{name} is {value!r} and protect is {protect!r}; give one of them")
             self._part = ProtectTool(protect)
         self.depends_on(self._part)
 
@@ -109,7 +114,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         """Write the parts of an ONNX file; called by `amanda.instrument`.
 
         Costs are those of the sessions of the model that ran in scopes of the tool, if there were some, else
-        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, ToolError for
+        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, OptionError for
         cost="time" without sessions, PartitionError and ProtectError for what cannot be cut so.
         """
         if source.suffix != ".onnx":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import AmandaError
 from amanda.tools._libraries import numpy as np
@@ -81,6 +82,20 @@ def _along(axis: int, size: int, chosen: Sequence[int], rank: int) -> NDArray[np
     extents = [1] * rank
     extents[axis] = size
     return row.reshape(extents)
+
+
+def is_value(value: Any, depth: int = 0) -> bool:
+    """Return True for a number, a tensor, or lists and dicts of these, as `set`, `add` and `scale` take."""
+    if isinstance(value, (Mapping, list)) and depth < 2:
+        parts = list(value.values()) if isinstance(value, Mapping) else value
+        return bool(parts) and all(is_value(one, depth + 1) for one in parts)
+    if isinstance(value, np.generic) or not hasattr(value, "shape"):
+        return isinstance(value, Real) and not isinstance(value, bool)
+    return (
+        getattr(value, "dtype", None) is not None
+        and str(value.dtype) not in ("object", "bool")
+        and not (isinstance(value, np.ndarray) and value.dtype.kind in "OUSVMmb")
+    )
 
 
 def _listed(given: Sequence[int] | int | None) -> tuple[int, ...] | None:

@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import amanda
+from amanda.options import PositiveInt, checked
 from amanda.tools.kit import check_number
 from amanda.tools.patch._region import PatchError, Region
 from amanda.tools.patch._result import PatchSweep
 from amanda.tools.patch._tool import PatchTool
 
 
+@checked(error=PatchError)
 def patch_sweep(
     metric: Callable[[], Any],
     module: list[str] | str,
     *,
     positions: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    num_heads: int | None = None,
+    num_heads: PositiveInt | None = None,
     axis: int = 1,
     **options: Any,
 ) -> PatchSweep:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, TypeAlias
 
 import amanda
+from amanda.options import AnyFloat, Name, NonNegativeInt, PositiveInt, Where, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import check_one_of, leaves, tensors_of
+from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.patch._frameworks import (
     BY_KEYWORD,
@@ -20,13 +21,19 @@ from amanda.tools.patch._frameworks import (
     points,
     requires_gradient,
 )
-from amanda.tools.patch._region import PatchError, Region
+from amanda.tools.patch._region import PatchError, Region, is_value
 from amanda.tools.patch._result import Patched, PatchResult
 from amanda.tools.select import ModulePaths, Paths, Patterns, listed
 from amanda.tools.steps import execution_number
 
 logger = logging.getLogger("amanda")
 _SHOWN = 40
+_VALUES = "a tensor, a list with a value for each execution, a dict of these by point, a PatchTool"
+Value: TypeAlias = (
+    AnyFloat
+    | Annotated[Any, Where(_VALUES, lambda value: isinstance(value, PatchTool) or is_value(value))]
+    | None
+)
 
 
 class PatchTool(amanda.Tool):
@@ -38,8 +45,8 @@ class PatchTool(amanda.Tool):
     type: words of StandardMapping or names of the framework.  The points are then the ops of these types in
         the modules and their submodules.
     set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
-        are saved.  A value is a number, a tensor that broadcasts, a list with a value for each execution, a
-        dict of these by point name, or a `PatchTool` that has saved values.
+        are saved.  A value is a number, nan and inf too, a tensor that broadcasts, a list with a value for
+        each execution, a dict of these by point name, or a `PatchTool` that has saved values.
     positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: numbers of heads,
         which are `num_heads` equal parts of the last axis.  None for all.
     steps: executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
@@ -49,24 +56,24 @@ class PatchTool(amanda.Tool):
     Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """
 
+    @checked(error=PatchError)
     def __init__(
         self,
         module: list[str] | str | None = None,
         side: Side = "output",
-        index: int | None = 0,
-        type: list[str] | str | None = None,
-        set: Any = None,
-        add: Any = None,
-        scale: Any = None,
+        index: NonNegativeInt | None = 0,
+        type: list[Name] | Name | None = None,
+        set: Value = None,
+        add: Value = None,
+        scale: Value = None,
         positions: list[int] | int | None = None,
         heads: list[int] | int | None = None,
-        num_heads: int | None = None,
+        num_heads: PositiveInt | None = None,
         axis: int = 1,
-        steps: list[int] | int | None = None,
+        steps: list[NonNegativeInt] | NonNegativeInt | None = None,
         differentiable: bool = False,
     ) -> None:
         super().__init__()
-        check_one_of("side", side, get_args(Side), PatchError)
         if module is None and type is None:
             raise PatchError("no module and no type; give a module such as 'model.layers.1', a type, or both")
         edits = {"set": set, "add": add, "scale": scale}

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.errors import ToolError
+from amanda.errors import OptionError
 from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._log import GRAPH, Log
@@ -39,11 +39,11 @@ class Schedule(NamedTuple):
     repeat: int = 0
 
     def check(self) -> None:
-        """Raise ToolError for a number of steps that is not valid."""
-        for name, value in self._asdict().items():
-            check_count(name, value, "steps")
+        """Raise OptionError for cycles without end in which nothing is recorded apart."""
         if self.repeat and not self.active:
-            raise ToolError(f"repeat={self.repeat} needs active, the number of steps to record in each cycle")
+            raise OptionError(
+                f"repeat={self.repeat} needs active, the number of steps to record in each cycle"
+            )
 
     def records(self, step: int) -> bool:
         """Return True if a step, counted from 0, is recorded."""
@@ -55,12 +55,6 @@ class Schedule(NamedTuple):
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if value) or "all"
-
-
-def check_count(name: str, value: object, unit: str) -> None:
-    """Raise ToolError for an option that is not a number from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ToolError(f"{name} is a number of {unit}, 0 or more, not {value!r}")
 
 
 Probe = DeviceClock | Kernels

@@ -14,7 +14,7 @@ from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._op import KEYS, OpProfile, together
 from amanda.tools.profile._recorder import Recorder, floor
-from amanda.tools.results import NOTHING, Column, KeyedResult, check_schema
+from amanda.tools.results import NOTHING, Column, KeyedResult, check_schema, made_of
 
 _columns = (
     Column("calls", show="{:,}".format, total=True),
@@ -229,4 +229,5 @@ def _named(place: OpProfile) -> dict[str, str]:
 def _place(found: Mapping[str, Any]) -> OpProfile:
     names = {key: found[key] for key in (*KEYS, "name")}
     numbers = {field: found[name] for field, name in _NUMBERS.items() if name in found}
-    return OpProfile(**names, id=int(found["id"], 16), op_id=int(found["of"], 16), **numbers)
+    ids = {"id": int(found["id"], 16), "op_id": int(found["of"], 16)}
+    return made_of(OpProfile, {**names, **ids, **numbers})

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import amanda
+from amanda.options import NonNegativeInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._op import OpProfile
-from amanda.tools.profile._recorder import Probe, Recorder, Schedule, check_count
+from amanda.tools.profile._recorder import Probe, Recorder, Schedule
 from amanda.tools.profile._result import ProfileResult
 from amanda.tools.profile._rules import RULES, Roles
 from amanda.tools.steps import Steps
@@ -27,24 +28,24 @@ class ProfileTool(amanda.Tool):
     kernels: in PyTorch, run torch.profiler in the recorded steps to find the kernels of each op.
     limit: number of executions that the timeline keeps; sums have all of them.
 
-    Raises ToolError for numbers below 0, and for `repeat` without `active`.
+    Raises OptionError for numbers below 0, and for `repeat` without `active`.
     """
 
     is_copied_when_used = False
 
+    @checked
     def __init__(
         self,
-        wait: int = 0,
-        warmup: int = 0,
-        active: int = 0,
-        repeat: int = 0,
+        wait: NonNegativeInt = 0,
+        warmup: NonNegativeInt = 0,
+        active: NonNegativeInt = 0,
+        repeat: NonNegativeInt = 0,
         backward: bool = True,
         memory: bool = True,
         kernels: bool = False,
-        limit: int = 100_000,
+        limit: NonNegativeInt = 100_000,
     ) -> None:
         super().__init__()
-        check_count("limit", limit, "executions")
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
         self._follows_memory, self._tells_kernels = memory, kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import socket
 import sys
@@ -12,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amanda.files import naming, write_file
 from amanda.tools.profile._log import GRAPH, Event, Timeline
+from amanda.tools.results import to_json
 
 _LANE = 1 << 24
 """Track of the first lane of graphs; numbers of threads are smaller."""
@@ -58,15 +59,15 @@ def is_meant(path: Path) -> bool:
 
 
 def write(document: Mapping[str, Any], path: Path) -> Path:
-    """Write a trace, compressed if the name ends in `.gz`; return the path."""
-    text = json.dumps(document).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
+    """Write a trace, compressed if the name ends in `.gz`; return the path. Raises FileError."""
+    text = to_json(document).encode()
+    return write_file(path, gzip.compress(text) if path.suffix == ".gz" else text)
 
 
 def tensorboard_file(folder: Path) -> Path:
     """Return the file of this process in a folder of logs: `worker.milliseconds.pt.trace.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     worker = f"{socket.gethostname()}_{os.getpid()}"
     return folder / f"{worker}.{time.time_ns() // 1_000_000}.pt.trace.json"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from amanda.tools._libraries import do, shape
 from amanda.tools._libraries import numpy as np
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from amanda.tools.prune._weight import PrunedWeight
 
 Importance = Literal["magnitude", "gradient", "movement", "wanda", "sparsegpt", "random"]
-IMPORTANCES = get_args(Importance)
 
 OF_GRADIENTS = frozenset({"gradient", "movement"})
 OF_INPUTS = frozenset({"wanda", "sparsegpt"})

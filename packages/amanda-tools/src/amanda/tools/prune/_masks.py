@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import inf, prod, sqrt
-from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from amanda.errors import AmandaError
+from amanda.options import PositiveInt, Share, checked
 from amanda.tools._libraries import do, shape
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
@@ -30,6 +30,7 @@ class ShapeError(PruneError):
 def _of_any(kept: Callable[..., Array]) -> Callable[..., Any]:
     """Return the mask of a weight of any framework, by a function of arrays that says what is kept."""
 
+    @checked(error=PruneError)
     @wraps(kept)
     def mask(weight: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_of(weight)
@@ -39,7 +40,7 @@ def _of_any(kept: Callable[..., Array]) -> Callable[..., Any]:
 
 
 @_of_any
-def element_mask(weight: Any, sparsity: float = 0.5) -> Any:
+def element_mask(weight: Any, sparsity: Share = 0.5) -> Any:
     """Drop the round(sparsity * elements) smallest magnitudes.
 
     weight: of any shape.  Raises PruneError for a sparsity outside [0, 1].
@@ -50,7 +51,7 @@ def element_mask(weight: Any, sparsity: float = 0.5) -> Any:
 
 
 @_of_any
-def n_m_mask(weight: Any, n: int = 2, m: int = 4) -> Any:
+def n_m_mask(weight: Any, n: PositiveInt = 2, m: PositiveInt = 4) -> Any:
     """Keep the n largest magnitudes of every m consecutive values along the last axis.
 
     weight: (..., k), k divisible by m.  Raises ShapeError otherwise, and for n above m.
@@ -60,7 +61,7 @@ def n_m_mask(weight: Any, n: int = 2, m: int = 4) -> Any:
 
 
 @_of_any
-def tile_mask(weight: Any, sparsity: float = 0.5, granularity: int = 128) -> Any:
+def tile_mask(weight: Any, sparsity: Share = 0.5, granularity: PositiveInt = 128) -> Any:
     """Drop columns, and of each tile of `granularity` columns that are left rows.
 
     weight: (k, n), the second factor of a product: k is summed over, n are outputs.  Columns and rows are
@@ -72,7 +73,7 @@ def tile_mask(weight: Any, sparsity: float = 0.5, granularity: int = 128) -> Any
 
 
 @_of_any
-def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 0) -> Any:
+def channel_mask(weight: Any, sparsity: Share = 0.5, norm: Literal[1, 2] = 2, axis: int = 0) -> Any:
     """Drop the round(sparsity * channels) channels of the smallest norm.
 
     weight: channels along `axis`.  norm: 1 or 2.
@@ -84,7 +85,12 @@ def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 
 
 
 @_of_any
-def block_mask(weight: Any, sparsity: float = 0.5, block: tuple[int, int] = (4, 4), norm: int = 2) -> Any:
+def block_mask(
+    weight: Any,
+    sparsity: Share = 0.5,
+    block: tuple[PositiveInt, PositiveInt] = (4, 4),
+    norm: Literal[1, 2] = 2,
+) -> Any:
     """Drop the round(sparsity * blocks) blocks of the smallest norm.
 
     weight: (k, n), of whole blocks.  norm: 1 or 2.
@@ -96,7 +102,6 @@ def block_mask(weight: Any, sparsity: float = 0.5, block: tuple[int, int] = (4, 
 
 def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return what is kept of weights of any shapes when the smallest of all their elements are dropped."""
-    check_sparsity(sparsity)
     tensors = tensors_of(magnitudes[0])
     row = tensors.flat(magnitudes)
     return _split(tensors.drop_lowest(row, round(sparsity * len(row))), magnitudes)
@@ -113,7 +118,6 @@ def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
 
 def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
     """Return what is kept of matrices (k, n) by columns and by rows of tiles, ranked over all of them."""
-    check_sparsity(sparsity)
     if granularity < 1:
         raise PruneError(f"granularity is {granularity}; a tile has one column at least")
     for one in magnitudes:
@@ -146,7 +150,6 @@ def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -
     Channels of several weights are compared by their norm over the one that all ones would have, and of each
     weight the best one stays.
     """
-    check_sparsity(sparsity)
     if norm not in (1, 2):
         raise PruneError(f"norm is {norm!r}; channels are told by their norm 1 or 2")
     tensors = tensors_of(magnitudes[0])
@@ -171,7 +174,6 @@ def blocks_kept(
     magnitudes: Sequence[Array], sparsity: float, block: tuple[int, int] = (4, 4), norm: int = 2
 ) -> list[Array]:
     """Return what is kept of matrices when the blocks of the smallest norms of all of them are dropped."""
-    check_sparsity(sparsity)
     tensors = tensors_of(magnitudes[0])
     height, width = block
     grids = []
@@ -195,7 +197,6 @@ def blocks_kept(
 
 def rows_kept(scores: Sequence[Array], sparsity: float) -> list[Array]:
     """Return what is kept of weights (outputs, ...) when the lowest scores of each output are dropped."""
-    check_sparsity(sparsity)
     found = []
     for one in scores:
         rows = do("reshape", one, (shape(one)[0], -1))
@@ -243,12 +244,6 @@ def regrown_kept(
     candidates = do("where", staying, -do("ones_like", scores), scores)
     grown = tensors.drop_lowest(candidates, total - (kept - stay))
     return _split(staying | grown, magnitudes)
-
-
-def check_sparsity(sparsity: float) -> None:
-    """Raise PruneError for a share that is none."""
-    if not isinstance(sparsity, Real) or not 0 <= sparsity <= 1:
-        raise PruneError(f"sparsity is {sparsity!r}; it is the share that is dropped, from 0 to 1")
 
 
 def _split(row: Array, arrays: Sequence[Array]) -> list[Array]:

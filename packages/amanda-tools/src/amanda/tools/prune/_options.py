@@ -1,15 +1,13 @@
-"""Options of the tool, checked."""
+"""Options of the tool, and which of them go together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal
 
-from amanda.tools.kit import check_one_of
 from amanda.tools.kit._tensors import Array
-from amanda.tools.prune._importance import IMPORTANCES, OF_GRADIENTS, OF_INPUTS, Importance
+from amanda.tools.prune._importance import OF_GRADIENTS, OF_INPUTS, Importance
 from amanda.tools.prune._masks import PruneError, rows_kept
 from amanda.tools.prune._patterns import Pattern
 from amanda.tools.prune._schedule import Schedule
@@ -20,7 +18,7 @@ Regrow = Literal["importance", "gradient", "random"]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of PruneTool, checked.
+    """The arguments of PruneTool.
 
     Raises PruneError for those that do not go together.
     """
@@ -36,9 +34,6 @@ class Options:
     seed: int
 
     def __post_init__(self) -> None:
-        check_one_of("scope", self.scope, get_args(Budget), PruneError)
-        check_one_of("importance", self.importance, IMPORTANCES, PruneError)
-        check_one_of("regrow", self.regrow, (None, *get_args(Regrow)), PruneError)
         vectors, name = self.pattern.vectors is not None, self.pattern.name
         if vectors and (self.is_global or self.schedule.kind != "constant"):
             raise PruneError(
@@ -55,10 +50,6 @@ class Options:
             raise PruneError(f"regrow={self.regrow!r} exchanges single elements, which {name} has not")
         if self.regrow and not self.schedule.goes_on:
             raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
-        if not isinstance(self.fraction, Real) or not 0 <= self.fraction <= 1:
-            raise PruneError(f"regrow_fraction is {self.fraction!r}; it is a share, from 0 to 1")
-        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 1 << 64:
-            raise PruneError(f"seed is {self.seed!r}; it is a whole number between 0 and 2**64 - 1")
 
     def _check_sparsegpt(self, vectors: bool) -> None:
         if not (self.pattern.is_elementwise or vectors):

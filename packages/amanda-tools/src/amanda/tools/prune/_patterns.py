@@ -58,15 +58,11 @@ def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -
 
     Raises PruneError for another.
     """
-    if vectors := re.fullmatch(r"(\d+):(\d+)", str(name)):
+    if vectors := re.fullmatch(r"(\d+):(\d+)", name):
         n, m = int(vectors[1]), int(vectors[2])
         if 0 < n <= m:
             return Pattern(name, partial(_vectors_kept, n, m), (n, m))
         raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
-    if not _is_count(granularity) or norm not in (1, 2):
-        raise PruneError(f"granularity is {granularity} and norm {norm}; give 1 or more columns, and 1 or 2")
-    if not (isinstance(block, Sequence) and len(block) == 2 and all(_is_count(one) for one in block)):
-        raise PruneError(f"block is {block!r}; it is two whole numbers: of outputs and of inputs")
     named: dict[str, Callable[..., list[Array]]] = {
         "unstructured": elements_kept,
         "block": partial(_blocks_kept, block, norm),
@@ -78,10 +74,6 @@ def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -
             f"pattern is {name!r}; it is unstructured, n:m (such as 2:4), block, tile or structured"
         )
     return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def _vectors_kept(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.prune._masks import ShapeError
+from amanda.tools.prune._masks import PruneError, ShapeError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
 _Floats: TypeAlias = "NDArray[np.float64]"
 
 
-def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -> NDArray[np.intp]:
+@checked(error=PruneError)
+def input_permutation(
+    weight: Any, n: PositiveInt = 2, m: PositiveInt = 4, rounds: NonNegativeInt = 1000
+) -> NDArray[np.intp]:
     """Return an order of the channels along the last axis, by swaps as long as one keeps more magnitude.
 
     weight: an array (..., k), k divisible by m.  Returns k positions: of `weight[..., permutation]` an n:m

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import cos, pi
-from numbers import Integral
-from typing import Literal, get_args
+from typing import Literal
 
-from amanda.tools.prune._masks import PruneError, check_sparsity
+from amanda.options import NonNegativeInt, PositiveInt, Share, checked
+from amanda.tools.prune._masks import PruneError
 
 Kind = Literal["constant", "linear", "cubic"]
 
 
-def cubic_sparsity(step: int, begin: int, end: int, initial: float, final: float) -> float:
+@checked(error=PruneError)
+def cubic_sparsity(
+    step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
+) -> float:
     """Return the sparsity at a step between begin and end: fast at first, slower and slower.
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
     """
-    left = 1 - min(max((step - begin) / (end - begin), 0.0), 1.0)
+    left = 1 - _passed(step, begin, end)
     return final + (initial - final) * left**3
 
 
-def linear_sparsity(step: int, begin: int, end: int, initial: float, final: float) -> float:
+@checked(error=PruneError)
+def linear_sparsity(
+    step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
+) -> float:
     """Return the sparsity at a step between begin and end: as much more at each step."""
-    return initial + (final - initial) * min(max((step - begin) / (end - begin), 0.0), 1.0)
+    return initial + (final - initial) * _passed(step, begin, end)
 
 
+def _passed(step: int, begin: int, end: int) -> float:
+    """Return the share of the steps from begin to end that have passed."""
+    if end <= begin:
+        raise PruneError(f"end is {end}, begin {begin}: the end comes after the beginning")
+    return min(max((step - begin) / (end - begin), 0.0), 1.0)
+
+
+@checked(error=PruneError)
 @dataclass(frozen=True)
 class Schedule:
     """The steps at which masks are made: `begin`, then each `frequency`th, and `end`.
@@ -35,26 +49,14 @@ class Schedule:
     Raises PruneError for what does not go together.
     """
 
-    sparsity: float = 0.5
+    sparsity: Share = 0.5
     kind: Kind = "constant"
-    initial: float = 0.0
-    begin: int = 0
-    end: int | None = None
-    frequency: int | None = None
+    initial: Share = 0.0
+    begin: NonNegativeInt = 0
+    end: NonNegativeInt | None = None
+    frequency: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        check_sparsity(self.sparsity)
-        check_sparsity(self.initial)
-        if self.kind not in get_args(Kind):
-            raise PruneError(f"schedule is {self.kind!r}; it is one of {', '.join(get_args(Kind))}")
-        for name in ("begin", "end", "frequency"):
-            given = getattr(self, name)
-            if not isinstance(given, Integral) and (given is not None or name == "begin"):
-                raise PruneError(f"{name} is {given!r}; steps are counted in whole numbers")
-        if self.begin < 0:
-            raise PruneError(f"begin is {self.begin}; steps count from 0")
-        if self.frequency is not None and self.frequency < 1:
-            raise PruneError(f"frequency is {self.frequency}; it is a number of steps, 1 at least")
         if self.end is not None and self.end <= self.begin:
             raise PruneError(f"end is {self.end}, begin {self.begin}: the end comes after the beginning")
         if self.kind != "constant" and self.end is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import amanda
+from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Form, Present, WeightTool, weight_input
+from amanda.tools.kit import Form, Globs, Present, WeightTool, weight_input
 from amanda.tools.prune._importance import Importance
 from amanda.tools.prune._inputs import Reading, products, reading_of, rows_of, squares, unread
 from amanda.tools.prune._making import Making
@@ -48,28 +49,29 @@ class PruneTool(WeightTool[PrunedWeight]):
     error = PruneError
     weight_type = PrunedWeight
 
+    @checked(error=PruneError)
     def __init__(
         self,
-        sparsity: float = 0.5,
-        pattern: str = "unstructured",
+        sparsity: Share = 0.5,
+        pattern: Name = "unstructured",
         scope: Budget = "local",
         importance: Importance = "magnitude",
         schedule: Kind = "constant",
-        begin: int = 0,
-        end: int | None = None,
-        frequency: int | None = None,
-        initial_sparsity: float = 0.0,
+        begin: NonNegativeInt = 0,
+        end: NonNegativeInt | None = None,
+        frequency: PositiveInt | None = None,
+        initial_sparsity: Share = 0.0,
         regrow: Regrow | None = None,
-        regrow_fraction: float = 0.3,
-        type: list[str] | str | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
-        norm: int = 2,
-        block: tuple[int, int] = (4, 4),
-        granularity: int = 128,
+        regrow_fraction: Share = 0.3,
+        type: Globs = None,
+        module: Globs = None,
+        exclude: Globs = None,
+        norm: Literal[1, 2] = 2,
+        block: tuple[PositiveInt, PositiveInt] = (4, 4),
+        granularity: PositiveInt = 128,
         permute: bool = False,
         mask_gradients: bool = True,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         steps = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
         self._options = Options(
@@ -204,6 +206,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Return the gradient with 0 where the weight is dropped."""
         return gradient * mask
 
+    @checked(error=PruneError)
     def finalize(self, model: Any, semi_structured: bool = False) -> Any:
         """Write the masks into the weights of a model, which then computes the same without the tool.
 

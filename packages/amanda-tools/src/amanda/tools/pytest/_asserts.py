@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import amanda
+from amanda.errors import OptionError
+from amanda.options import Name, NonNegativeFloat, NonNegativeInt, checked
 from amanda.tools.mapping import StandardMapping
 
 T = TypeVar("T")
@@ -16,27 +18,28 @@ Compiled = Literal["eager", "instrument"]
 """As of `amanda.apply`: what becomes of callables that torch.compile made."""
 
 
+@checked
 def assert_flops(
     function: Callable[..., T],
     *inputs: Any,
-    macs: int | None = None,
-    flops: int | None = None,
-    rel: float = 0.0,
-    phase: str | None = None,
+    macs: NonNegativeInt | None = None,
+    flops: NonNegativeInt | None = None,
+    rel: NonNegativeFloat = 0.0,
+    phase: Name | None = None,
     compiled: Compiled = "eager",
 ) -> T:
     """Run `function(*inputs)`: it costs so many multiply-accumulates or FLOPs, within `rel` of them.
 
     phase: one of the words of StandardMapping, "forward" for one; all of them if None.  Gives what the
     function returns.
-    Raises AssertionError, with the costliest types of ops, and TypeError where nothing is expected.
+    Raises AssertionError, with the costliest types of ops, and OptionError where nothing is expected.
     """
     __tracebackhide__ = True
     from amanda.tools.flops import FlopsTool
 
     wanted = {"macs": macs, "flops": flops}
     if macs is None and flops is None:
-        raise TypeError("assert_flops was given nothing to compare with; give macs=... or flops=...")
+        raise OptionError("assert_flops was given nothing to compare with; give macs=... or flops=...")
     tool = FlopsTool()
     with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
@@ -52,8 +55,9 @@ def assert_flops(
     return output
 
 
+@checked
 def assert_op_counts(
-    wanted: Mapping[str, int],
+    wanted: Mapping[Name, NonNegativeInt],
     function: Callable[..., T],
     *inputs: Any,
     phase: Phase = "forward",
@@ -72,6 +76,7 @@ def assert_op_counts(
     return output
 
 
+@checked
 def assert_finite(
     function: Callable[..., T],
     *inputs: Any,

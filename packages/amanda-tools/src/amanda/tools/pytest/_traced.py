@@ -9,8 +9,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import amanda
+from amanda.files import naming, write_file
 from amanda.tools.pytest._asserts import Compiled, Counts, Phase, check_counts
 from amanda.tools.pytest._snapshot import listing
+from amanda.tools.results import parsing
 
 if TYPE_CHECKING:
     from amanda.tools.trace import Graph, TraceResult
@@ -87,12 +89,14 @@ class Traced:
         path = self._file.with_name(f"{self._file.name}{f'.{name}' if name else ''}.txt")
         text = listing(self.graph, backward)
         if self._update:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, text)
             return
         if not path.exists():
             raise AssertionError(f"there is no graph to compare with: {path}; {_UPDATE} writes it")
-        stored = path.read_text(encoding="utf-8")
+        with parsing(path, "snapshot"):
+            stored = path.read_text(encoding="utf-8")
         if stored != text:
             lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "traced", lineterm="", n=2)
             told = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amanda.options import checked
 from amanda.tools.quantize._grid import QuantizeError
 
 if TYPE_CHECKING:
     from amanda.tools.quantize.weights._convert import ConvertResult
 
 
+@checked(error=QuantizeError)
 def convert(
     model: Any, tool: Any, out: str | os.PathLike[str] | None = None, force: bool = False
 ) -> ConvertResult:

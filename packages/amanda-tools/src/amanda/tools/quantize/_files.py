@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from amanda.errors import FileError
+from amanda.files import check_file_to_write, write_file
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.results import TooLargeError, check_file, check_schema, in_words, read_text
+from amanda.tools.results import check_file, check_schema, parsing, read_text, to_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,30 +25,28 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:
     """Write arrays by name, and further values that describe them, as .json or .safetensors.
 
-    Raises QuantizeError for another suffix; then no file is written.
+    Raises QuantizeError for another suffix, and FileError; then the file is as it was.
     """
     path = Path(path)
     told = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
     if path.suffix == ".json":
         kept = {name: {"dtype": str(one.dtype), "values": one.tolist()} for name, one in arrays.items()}
-        path.write_text(json.dumps({**told, "arrays": kept}, indent=1) + "\n", encoding="utf-8")
-    elif path.suffix == ".safetensors":
-        from safetensors.numpy import save_file
+        return write_file(path, to_json({**told, "arrays": kept}, indent=1) + "\n")
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import save
 
         plain = {name: np.ascontiguousarray(one).reshape(one.shape) for name, one in arrays.items()}
-        save_file(plain, path, {"amanda": json.dumps(told)})
-    else:
-        raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
-    return path
+        return write_file(path, save(plain, {"amanda": to_json(told)}))
+    raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
 
 
 def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """Return the arrays in a file of `write_scales`, and the values that were written with them.
 
-    Raises QuantizeError for a file of another kind, or of a newer version.
+    Raises QuantizeError for a file of another kind, or of a newer version, and FileError without one.
     """
     path = Path(path)
-    try:
+    with parsing(path, "file of scales", QuantizeError):
         if path.suffix == ".safetensors":
             check_file(path)
             from safetensors import safe_open
@@ -59,10 +59,9 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
             arrays = {name: np.array(one["values"], _dtype(one["dtype"]))
                       for name, one in about.pop("arrays").items()}  # fmt: skip
         check_schema(about, _NAME, _VERSION)
-    except (OSError, TooLargeError):
-        raise
-    except Exception as error:
-        raise QuantizeError(f"{path} is no file of scales that can be read: {in_words(error)}") from error
+        for name in ("options", "grids"):
+            if not isinstance(about.get(name, {}), Mapping):
+                raise ValueError(f"its {name} are {about[name]!r}")
     return arrays, about
 
 
@@ -71,9 +70,10 @@ def checked_target(out: str | os.PathLike[str] | None, suffix: str, what: str, f
     if out is None or Path(out).suffix != suffix:
         raise QuantizeError(f"out is {out!r}; give the path of {what} ({suffix}) to write")
     target = Path(out)
-    if target.is_dir() or not target.parent.is_dir():
-        why = "a folder is there" if target.is_dir() else f"there is no folder {target.parent}"
-        raise QuantizeError(f"{target} cannot be written: {why}")
+    try:
+        check_file_to_write(target)
+    except FileError as error:
+        raise QuantizeError(str(error)) from error
     if target.exists() and not force:
         raise QuantizeError(f"{target} is there already; force=True replaces it")
     return target

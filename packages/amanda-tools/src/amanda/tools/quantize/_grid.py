@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from amanda.errors import AmandaError
+from amanda.options import Range
 from amanda.tools.kit import canonical, restored, tensors_of, unfolding
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Rounding = Literal["half_even", "half_up", "half_away"]
 Float8 = Literal["e4m3", "e5m2"]
 """Floating types of 8 bits: float8_e4m3fn, which has no infinity, and float8_e5m2."""
 
-Bits: TypeAlias = int | Float8
+Bits: TypeAlias = Annotated[int, Range(2, 16)] | Float8
 """A number of bits for integers, or a floating type."""
 
 EPSILON = 1.1920928955078125e-07

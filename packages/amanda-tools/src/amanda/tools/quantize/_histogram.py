@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from amanda.options import Range, checked
 from amanda.tools._libraries import numpy as np
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ class Histogram:
     Source: torch.ao.quantization.observer.HistogramObserver of PyTorch 2.13, in float32 as there.
     """
 
-    def __init__(self, bins: int = 2048) -> None:
+    @checked
+    def __init__(self, bins: Annotated[int, Range(1, 1 << 24)] = 2048) -> None:
         self.bins = bins
         self.counts: NDArray[Any] = np.zeros(bins, np.float32)
         self.least, self.most = np.float32(np.inf), np.float32(-np.inf)

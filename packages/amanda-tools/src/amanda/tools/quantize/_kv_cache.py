@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import amanda
-from amanda.tools.kit import check_one_of
+from amanda.options import NonNegativeInt, PositiveInt, Range, checked
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._result import sqnr
@@ -46,24 +46,16 @@ class KVCacheTool(amanda.Tool):
     >>> cache = KVCacheTool(bits=2, keys="channel", residual=32)
     """
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        bits: int = 4,
-        group_size: int = 32,
+        bits: Annotated[int, Range(2, 8)] = 4,
+        group_size: PositiveInt = 32,
         keys: CacheAxis = "token",
         values: CacheAxis = "token",
-        residual: int = 128,
+        residual: NonNegativeInt = 128,
     ) -> None:
         super().__init__()
-        for name, given, least, most in (
-            ("bits", bits, 2, 8), ("group_size", group_size, 1, None), ("residual", residual, 0, None),
-        ):  # fmt: skip
-            known = isinstance(given, int) and not isinstance(given, bool) and given >= least
-            if not known or (most is not None and given > most):
-                upper = "" if most is None else f" to {most}"
-                raise QuantizeError(f"{name} is {given!r}; give a number from {least}{upper}")
-        for name, axis in (("keys", keys), ("values", values)):
-            check_one_of(name, axis, get_args(CacheAxis), QuantizeError)
         self.bits, self.group_size, self.residual = bits, group_size, residual
         self.axes: tuple[CacheAxis, CacheAxis] = (keys, values)
         self._caches: dict[str, CachedStates] = {}

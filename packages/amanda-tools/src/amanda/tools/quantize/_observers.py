@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
+from amanda.options import PositiveInt, Range, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
 from amanda.tools.quantize._fake import fake_quantize
@@ -23,6 +24,7 @@ from amanda.tools.quantize._histogram import Histogram
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Bins: TypeAlias = Annotated[int, Range(1, 1 << 24)]
 ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
 
 
@@ -65,6 +67,7 @@ class Observer(ABC):
 class MinMaxObserver(Observer):
     """The extremes of all batches; torch.ao's MinMaxObserver and PerChannelMinMaxObserver."""
 
+    @checked(error=QuantizeError)
     def __init__(self, axes: Sequence[int] = ()) -> None:
         self._axes = tuple(axes)
         self._least, self._most = np.asarray(np.inf, np.float32), np.asarray(-np.inf, np.float32)
@@ -86,7 +89,8 @@ class HistogramObserver(Observer):
     quant_max leave fewer.
     """
 
-    def __init__(self, bins: int = 2048, levels: int = 256) -> None:
+    @checked(error=QuantizeError)
+    def __init__(self, bins: Bins = 2048, levels: PositiveInt = 256) -> None:
         self.histogram, self._levels = Histogram(bins), levels
 
     def _add(self, array: NDArray[Any]) -> None:
@@ -100,7 +104,10 @@ class HistogramObserver(Observer):
 class PercentileObserver(HistogramObserver):
     """Percentiles 100 - `percentile` and `percentile` of all batches, to the width of a bin."""
 
-    def __init__(self, percentile: float = 99.99, bins: int = 2048) -> None:
+    @checked(error=QuantizeError)
+    def __init__(
+        self, percentile: Annotated[float, Range(above=50, most=100)] = 99.99, bins: Bins = 2048
+    ) -> None:
         super().__init__(bins)
         self._share = percentile / 100
 
@@ -119,7 +126,8 @@ class MseObserver(HistogramObserver):
     The extremes are shrunk to 100 %, 99 %, ... 20 %.  Source: Nagel et al. 2021, sec. 3.1.
     """
 
-    def __init__(self, grid: Grid, rounding: Rounding = "half_even", bins: int = 2048) -> None:
+    @checked(error=QuantizeError)
+    def __init__(self, grid: Grid, rounding: Rounding = "half_even", bins: Bins = 2048) -> None:
         super().__init__(bins)
         self._grid, self._rounding = grid, rounding
 
@@ -143,6 +151,7 @@ class PerChannelObserver(Observer):
     axes: of the channels; several are taken together, the last varies fastest.
     """
 
+    @checked(error=QuantizeError)
     def __init__(self, make: Callable[[], Observer], axes: Sequence[int]) -> None:
         self._make, self._axes = make, tuple(axes)
         self._channels: list[Observer] = []
@@ -162,9 +171,10 @@ class PerChannelObserver(Observer):
         return least, most
 
 
+@checked(error=QuantizeError)
 def make_observer(
     name: ObserverName, grid: Grid, axes: Sequence[int] = (), rounding: Rounding = "half_even",
-    percentile: float = 99.99,
+    percentile: Annotated[float, Range(above=50, most=100)] = 99.99,
 ) -> Observer:  # fmt: skip
     """Return a new observer by name; with axes, one that observes each channel apart."""
     if name == "minmax":

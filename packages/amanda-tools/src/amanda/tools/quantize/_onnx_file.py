@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.files import replacing_all
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import read_onnx
 from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
@@ -80,7 +82,7 @@ def convert_file(
     """Write a copy of an ONNX file that computes with integers where `tool` simulates them."""
     target = _checked(source, tool, out, force)
     onnx = _onnx()
-    model = _readied(onnx.load(source), tool.options)
+    model = _readied(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
         plain = Path(folder, source.name)
         _save(model, plain)
@@ -96,11 +98,8 @@ def convert_file(
     told = {one.key: one.value for one in model.metadata_props}
     notes = json.dumps([*json.loads(told.get("amanda", "[]")), about])
     onnx.helper.set_model_props(model, {**told, "amanda": notes})
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        _save(model, Path(folder, target.name))
-        # The data that belong to the file come before it, so that it never lacks them.
-        for one in sorted(Path(folder).iterdir(), key=lambda one: one.name == target.name):
-            one.replace(target.parent / one.name)
+    with replacing_all(target, force) as path:
+        _save(model, path)
     left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
     result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
     if writer.has_narrow_products:

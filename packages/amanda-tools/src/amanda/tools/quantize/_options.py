@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import amanda
-from amanda.tools.kit import check_one_of
 from amanda.tools.mapping import MappingTool
 from amanda.tools.quantize._grid import Bits, FloatGrid, Grid, QuantizeError, Rounding
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
@@ -59,31 +57,16 @@ class Options:
     calibration: int
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {
-            "method": Method, "observer": ObserverName, "weight_observer": ObserverName, "rounding": Rounding
-        }  # fmt: skip
-        for name, known in choices.items():
-            check_one_of(name, getattr(self, name), get_args(known), QuantizeError)
         if self.weight_bits is None and self.activation_bits is None:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
         for given in (self.weight_bits, self.activation_bits):
             for bits in given.values() if isinstance(given, Mapping) else [given]:
                 if isinstance(bits, Mapping) or bits is not None:
                     self._check_grid(Grid.of(bits, False))
-        size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
-            raise QuantizeError(f"group_size is {size!r}; give a number of weights, such as 32, 64 or 128")
-        if size is not None and not self.per_channel:
-            raise QuantizeError(f"group_size is {size}, and per_channel False: a group lies within a channel")
-        for name, least, most in (("percentile", 50, 100), ("averaging", 0, 1)):
-            given = getattr(self, name)
-            if not isinstance(given, Real):
-                raise QuantizeError(f"{name} is {given!r}; give a number")
-            if not least < given <= most:  # type: ignore[operator]
-                raise QuantizeError(f"{name} is {given!r}; give more than {least} and at most {most}")
-        count = self.calibration
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
-            raise QuantizeError(f"calibration is {count!r}; give a number of executions, 0 for none")
+        if self.group_size is not None and not self.per_channel:
+            raise QuantizeError(
+                f"group_size is {self.group_size}, and per_channel False: a group lies within a channel"
+            )
         if self.method.startswith("lsq") and self.rounding != "half_even":
             raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
         if self.method in ("dynamic", "qat") and self.observer != "minmax":

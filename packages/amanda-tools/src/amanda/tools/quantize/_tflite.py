@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import amanda
+from amanda.files import write_file
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._requirements import check
 from amanda.tools.quantize._files import checked_target
@@ -78,10 +77,7 @@ def convert_keras(
         graph.quantise(name, node)
     made = _converted(graph.function())
     before = len(_converted(function, quantise=False))
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        whole = Path(folder, target.name)
-        whole.write_bytes(made)
-        whole.replace(target)
+    write_file(target, made)
     file = LiteFile(made)
     rows = [row for one in graph.made for row in file.rows(one)]
     return ConvertResult(target, rows, before, len(made), dict(tool.result.left) | file.left(graph.made))

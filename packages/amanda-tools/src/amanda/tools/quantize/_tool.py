@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import amanda
-from amanda.tools.kit import SEVERAL, Parts, WeightReads, makes_a_weight
+from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
+from amanda.tools.kit import SEVERAL, Globs, Parts, WeightReads, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
@@ -48,25 +49,26 @@ class QuantizeTool(amanda.Tool):
     >>> quantize = QuantizeTool(activation_bits=None)
     """
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
         method: Method = "static",
-        weight_bits: Bits | Mapping[str, Bits | None] | None = 8,
-        activation_bits: Bits | Mapping[str, Bits | None] | None = 8,
-        type: list[str] | str | None = None,
+        weight_bits: Bits | Mapping[Name, Bits | None] | None = 8,
+        activation_bits: Bits | Mapping[Name, Bits | None] | None = 8,
+        type: Globs = None,
         observer: ObserverName = "minmax",
         weight_observer: ObserverName = "minmax",
-        percentile: float = 99.99,
+        percentile: Annotated[float, Range(above=50, most=100)] = 99.99,
         per_channel: bool = True,
         symmetric_weights: bool = True,
         symmetric_activations: bool = False,
         rounding: Rounding = "half_even",
-        averaging: float = 0.01,
-        calibration: int = 0,
+        averaging: PositiveShare = 0.01,
+        calibration: NonNegativeInt = 0,
         sqnr: bool = False,
-        group_size: int | None = None,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
+        group_size: PositiveInt | None = None,
+        module: Globs = None,
+        exclude: Globs = None,
     ) -> None:
         super().__init__()
         wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())

@@ -7,7 +7,7 @@ heuristics that it compares with.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from amanda.tools.remat._records import Storage
@@ -99,7 +99,9 @@ def _h_dtr_eq(storage: Storage, staleness: float) -> float:
     return (storage.cost + sum(root.cost for root in around)) / (storage.size * staleness)
 
 
-HEURISTICS: dict[str, Heuristic] = {
+HeuristicName = Literal["h_dtr", "h_dtr_eq", "h_dtr_local", "h_e_star", "msps", "lru", "size"]
+
+HEURISTICS: dict[HeuristicName, Heuristic] = {
     # Cost of the storage and its evicted neighbourhood, over bytes and staleness.
     "h_dtr": lambda one, staleness: (one.cost + _evicted_cost(one)) / (one.size * staleness),
     # The same with the neighbourhood by union-find, which is fast.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Hashable
-from numbers import Integral
 from time import perf_counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import amanda
-from amanda.errors import ToolError
+from amanda.errors import OptionError, ToolError
+from amanda.options import Name, NonNegativeInt, Where, checked
 from amanda.tools.kit import Rerun, rerun
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.remat import _pytorch
-from amanda.tools.remat._heuristics import HEURISTICS
+from amanda.tools.remat._heuristics import HEURISTICS, HeuristicName
 from amanda.tools.remat._ledger import Totals
 from amanda.tools.remat._records import OpCounts
 from amanda.tools.remat._result import RematResult
@@ -25,6 +25,11 @@ logger = logging.getLogger("amanda")
 _KNOWN = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
+_BYTES = 'a number of bytes, or a text such as "2GiB" or "512 MB"'
+Budget: TypeAlias = Annotated[
+    NonNegativeInt | Name, Where(_BYTES, lambda budget: isinstance(budget, int) or _AMOUNT.fullmatch(budget))
+]
+
 
 class RematTool(amanda.Tool):
     """A tool that keeps the tensors that autograd saves within a budget, and recomputes evicted ones.
@@ -33,25 +38,22 @@ class RematTool(amanda.Tool):
     heuristic: chooses the storage to evict first, a name in `HEURISTICS`.
     cost: of an op, its "time" or, for runs that are to repeat exactly, "count" (each op is 1).
     strict: raise BudgetError if the budget cannot be held, instead of a warning.
-    `result` has the evictions, `clear` starts anew.  Raises ToolError for other options.
+    `result` has the evictions, `clear` starts anew.  Raises OptionError for other options.
 
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
     """
 
     is_copied_when_used = False
 
+    @checked
     def __init__(
         self,
-        budget: int | str | None = None,
-        heuristic: str = "h_dtr_eq",
+        budget: Budget | None = None,
+        heuristic: HeuristicName = "h_dtr_eq",
         cost: Literal["time", "count"] = "time",
         strict: bool = False,
     ) -> None:
         super().__init__()
-        if heuristic not in HEURISTICS:
-            raise ToolError(f"heuristic is one of {', '.join(HEURISTICS)}, not {heuristic!r}")
-        if cost not in ("time", "count"):
-            raise ToolError(f'cost is "time" or "count", not {cost!r}')
         self._budget = _bytes(budget)
         self._heuristic = HEURISTICS[heuristic]
         self._unit = cost == "count"
@@ -168,8 +170,6 @@ def _bytes(budget: int | str | None) -> int | None:
     if isinstance(budget, str) and (found := _AMOUNT.fullmatch(budget)) is not None:
         power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if budget is None:
-        return None
-    if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 0:
-        return int(budget)
-    raise ToolError(f'budget is a number of bytes, or a text such as "2GiB" or "512 MB", not {budget!r}')
+    if budget is None or isinstance(budget, int):
+        return budget
+    raise OptionError(f'budget is {budget!r}; give a number of bytes, or a text such as "2GiB" or "512 MB"')

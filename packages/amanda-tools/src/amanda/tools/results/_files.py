@@ -1,41 +1,82 @@
-"""Reading what was saved as JSON, with nothing believed that was not looked at."""
+"""Reading and writing of files: nothing is believed that was not looked at, and errors name the file."""
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amanda.errors import AmandaError
-from amanda.tools.results._limits import read_text
+from amanda.errors import AmandaError, FileError
+from amanda.files import naming
+from amanda.tools.results._limits import TooLargeError, read_text
 
 T = TypeVar("T")
 
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
+
+@contextmanager
+def parsing(path: str | Path, what: str, kind: type[AmandaError] = AmandaError) -> Iterator[None]:
+    """Raise an error that names a file, whatever the reading of a damaged or crafted file raises.
+
+    what: such a file, for messages: "bundle of amanda diff".  kind: of the error; a FileError where the file
+    itself cannot be read, and a TooLargeError, stay what they are.
+    """
+    try:
+        with naming(path, "read"):
+            yield
+    except (FileError, TooLargeError):
+        raise
+    except Exception as error:  # of parsers, decompressors and numbers: their kinds are not listed anywhere
+        if isinstance(error, kind) and str(path) in str(error):
+            raise
+        raise kind(f"{path} is no {what} that can be read: {in_words(error)}") from error
+
+
+def read_json(
+    path: str | Path, what: str, make: Callable[[Any], T], kind: type[AmandaError] = AmandaError
+) -> T:
     """Return `make(content)` for the content of a JSON file, which may be gzipped.
 
-    what: such a file, for messages: "file of statistics".
-    Raises TooLargeError, and AmandaError where there is none, and where it is another: for what `make`
-    raises of a content that it does not know, such as ValueError.
+    what: such a file, for messages: "file of statistics".  make: may raise anything for another content.
+    kind: of the error.
+    Raises TooLargeError, FileError where the file cannot be read, and an error of the kind for another one.
     """
-    path = Path(path)
-    try:
-        text = read_text(path)
-    except (EOFError, zlib.error) as error:
-        raise AmandaError(f"{path} is a gzip file that ends too early or is damaged: {error}") from error
-    except OSError as error:
-        raise AmandaError(f"{path} cannot be read: {error.strerror or error}") from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise AmandaError(f"{path} is no {what} that can be read: it is no JSON ({error})") from error
-    try:
+    with parsing(path, what, kind):
+        text = read_text(Path(path))
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is no JSON ({error})") from error
         return make(content)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise AmandaError(f"{path} is no {what} that can be read: {in_words(error)}") from error
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """Return JSON of plain values; NaN and infinities are the words "nan", "inf" and "-inf".
+
+    >>> to_json({"loss": float("nan")})
+    '{"loss": "nan"}'
+    """
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_in_words(content), indent=indent, allow_nan=False)
+
+
+def _in_words(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else str(float(content))
+    if isinstance(content, Mapping):
+        return {_in_words(key): _in_words(value) for key, value in content.items()}
+    return [_in_words(value) for value in content] if isinstance(content, (list, tuple)) else content
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that a word of `to_json` stands for; anything else as it is."""
+    return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def check_schema(found: Any, name: str, version: int, oldest: int = 1) -> int:
@@ -68,6 +109,10 @@ def in_words(error: Exception) -> str:
     """Return a sentence about a content that cannot be read."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than there is"
     if isinstance(error, (ValueError, AmandaError)):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -7,12 +7,17 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, checked
+from amanda.tools.results._files import to_json
 from amanda.tools.results._merging import by_rank, merge
 from amanda.tools.results._result import Result
 from amanda.tools.results._table import restored
 
 
-def gather(result: Result, group: Any = None, *, to: int | None = None, per_rank: bool = False) -> Any:
+@checked
+def gather(
+    result: Result, group: Any = None, *, to: NonNegativeInt | None = None, per_rank: bool = False
+) -> Any:
     """One result of all ranks of a process group; every rank of it calls this, with its own.
 
     group: of `torch.distributed`; the default group if None.  to: the rank, of all processes, that gets it;
@@ -33,7 +38,7 @@ def gather(result: Result, group: Any = None, *, to: int | None = None, per_rank
             "torch.distributed.init_process_group(...) comes first"
         )
     with amanda.disabled():
-        own = json.dumps(result.to_dict()) if isinstance(result, Result) else type(result).__name__
+        own = to_json(result.to_dict()) if isinstance(result, Result) else type(result).__name__
         found: list[Any] = [None] * distributed.get_world_size(group)
         if to is None:
             distributed.all_gather_object(found, own, group)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from amanda.errors import AmandaError
+from amanda.tools.results._fields import made_of
 from amanda.tools.results._files import check_schema
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import shortened
@@ -82,7 +83,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
     def from_dict(cls: type[PlacesT], found: Mapping[str, Any]) -> PlacesT:
         """Return what `to_dict` was asked of; raises ValueError for another schema or a newer version."""
         check_schema(found, cls.name, cls.version)
-        return cls._of([cls.place(**place) for place in found["places"]], found.get("by", cls.keys))
+        return cls._of([made_of(cls.place, place) for place in found["places"]], found.get("by", cls.keys))
 
     def facts(self) -> Mapping[str, Any]:
         """The keys of rows, and each place."""

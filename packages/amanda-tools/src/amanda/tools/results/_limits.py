@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import stat
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -54,17 +55,23 @@ def check_size(path: Path, size: int, usual: int = ARRAYS) -> None:
         )
 
 
-def check_file(path: Path, usual: int = ARRAYS) -> None:
-    """Raise TooLargeError for a file that is larger itself, and OSError where there is none."""
-    check_size(path, path.stat().st_size, usual)
+def check_file(path: Path) -> None:
+    """Raise TooLargeError for a file of arrays that is larger itself, and OSError where there is none.
+
+    Raises AmandaError for what is no regular file: a pipe would be waited for.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise AmandaError(f"{path} is no regular file")
+    check_size(path, found.st_size)
 
 
 def read_text(path: Path) -> bytes:
     """Content of a file of text, which may be gzipped.
 
-    Raises TooLargeError, OSError, and EOFError or zlib.error for a gzip file that is damaged.
+    Raises TooLargeError, OSError, and ValueError for a gzip file that is damaged.
     """
-    check_file(path, TEXT)
+    check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
         raw = file.read((_chosen.get() or TEXT) + 1)
     check_size(path, len(raw), TEXT)
@@ -75,16 +82,16 @@ def read_text(path: Path) -> bytes:
         with gzip.GzipFile(fileobj=BytesIO(raw)) as inflated:
             while text.write(inflated.read(_CHUNK)):
                 check_size(path, text.tell(), TEXT)
-    except gzip.BadGzipFile as error:
-        raise zlib.error(str(error)) from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"it is a gzip file that ends too early or is damaged ({error})") from error
     return text.getvalue()
 
 
 def read_npz(path: Path) -> Mapping[str, NDArray[Any]]:
     """Arrays of an npz file by name.
 
-    Raises TooLargeError, OSError, and ValueError or BadZipFile for another file, or one whose arrays say
-    that they are of another size than they are.
+    Raises TooLargeError, OSError, and anything for another file, or one whose arrays say that they are of
+    another size than they are: call it within `parsing`.
     """
     import numpy as np
 

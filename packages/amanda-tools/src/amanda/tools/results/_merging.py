@@ -7,6 +7,8 @@ from copy import copy
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from amanda.errors import AmandaError
+from amanda.options import Name, checked
+from amanda.tools.results._files import in_words
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._table import Table
 
@@ -31,7 +33,8 @@ def can_merge(result: object) -> bool:
     return isinstance(result, Mergeable) or any(column.merge for column in columns)
 
 
-def merge(results: Mapping[str, Result], missing: Sequence[str] = ()) -> Result:
+@checked
+def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result:
     """One result of several of the same tool, by what each is of: "rank0", "rank1".
 
     missing: what should have left a result and did not, which the result then says.
@@ -40,23 +43,28 @@ def merge(results: Mapping[str, Result], missing: Sequence[str] = ()) -> Result:
     Raises AmandaError where there is none, or they are of several tools or have other columns.
     """
     _check(results)
-    merged: Any
-    first, *others = results.values()
-    if not others:
-        merged = copy(first)
-    elif isinstance(first, Mergeable) and all(type(other) is type(first) for other in others):
-        merged = cast(Any, first).merged(*others)
-    elif any(column.merge for column in first.columns):
-        merged = _by_columns(results)
-    else:
-        merged = by_rank(results)
+    try:
+        merged = _together(results)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # of values that somebody wrote
+        raise AmandaError(
+            f"results of {_listed(results)} cannot be put together: {in_words(error)}"
+        ) from error
     told = told_apart({name: one.remarks for name, one in results.items()})
-    if others or missing:
-        told.append(f"Of {_listed(results)}{' together' if others else ''}.")
+    if len(results) > 1 or missing:
+        told.append(f"Of {_listed(results)}{' together' if len(results) > 1 else ''}.")
     if missing:
         told.append(f"There is no result of {_listed(missing)}.")
     merged.remarks = told
-    return cast(Result, merged)
+    return merged
+
+
+def _together(results: Mapping[str, Result]) -> Result:
+    first, *others = results.values()
+    if not others:
+        return copy(first)
+    if isinstance(first, Mergeable) and all(type(other) is type(first) for other in others):
+        return cast(Result, cast(Any, first).merged(*others))
+    return _by_columns(results) if any(column.merge for column in first.columns) else by_rank(results)
 
 
 def by_rank(results: Mapping[str, Result]) -> Table:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
+from amanda.files import write_file
 from amanda.tools.results._result import Result
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ class PlottedResult(Result):
             return super().save(path)
         picture = BytesIO()
         self.plot().savefig(picture, format=path.suffix[1:], dpi=150)
-        path.write_bytes(picture.getvalue())
-        return path
+        return write_file(path, picture.getvalue())
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {**super()._forms(), ".svg": self.to_svg}

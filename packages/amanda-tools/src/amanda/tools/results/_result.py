@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError
+from amanda.files import write_file
 from amanda.tools.results import _html
+from amanda.tools.results._files import to_json
 from amanda.tools.results._shown import as_text, for_console
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ class Result(ABC):
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
+        """`to_dict` as JSON; NaN and infinities are words."""
+        return to_json(self.to_dict(), indent=1)
 
     def to_csv(self) -> str:
         """The rows as comma-separated values, with the columns' names first."""
@@ -170,7 +171,8 @@ class Result(ABC):
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.
 
-        Raises AmandaError for a suffix that names none; then nothing is written.
+        A file that was there is replaced by the whole new one.
+        Raises AmandaError for a suffix that names none, and FileError where the file cannot be written.
         """
         path = Path(path)
         forms = self._forms()
@@ -179,8 +181,7 @@ class Result(ABC):
             known = ", ".join(self.suffixes)
             raise AmandaError(f"{path} has no suffix of a form in which {self.name} can be saved: {known}")
         text = forms[suffix]()
-        path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
-        return path
+        return write_file(path, text if text.endswith("\n") else f"{text}\n")
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {".json": self.to_json, ".csv": self.to_csv, ".html": self.to_html, ".txt": self.whole}

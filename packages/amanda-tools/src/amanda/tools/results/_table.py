@@ -6,11 +6,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from amanda.errors import AmandaError
+from amanda.options import checked
 from amanda.plugins import tool_class
-from amanda.tools.results._files import read_json, schema_of
+from amanda.tools.results._files import number_of, read_json, schema_of
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import amount, shortened
 
@@ -47,23 +48,40 @@ class Table(Result):
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Table:
-        """Return a table of what any result's `to_dict` gave.  Raises KeyError or TypeError for others."""
-        rows = found["rows"]
-        columns = [_column(one, [row[one["name"]] for row in rows]) for one in found["columns"]]
-        told = {"schema", "version", "title", "notes", "columns", "rows"}
+        """Return a table of what any result's `to_dict` gave.  Raises KeyError, TypeError or ValueError."""
+        version, title, rows = found["version"], found["title"], found["rows"]
+        if type(version) is not int or not isinstance(title, str):
+            raise ValueError(f"its version is {version!r}, and its title {title!r}")
+        columns, values = [], []
+        for told in found["columns"]:
+            column, those = _column(told, [row[told["name"]] for row in rows])
+            columns.append(column)
+            values.append(those)
+        told_apart = {"schema", "version", "title", "notes", "columns", "rows"}
         return cls(
-            str(found["schema"]).removeprefix("amanda."), found["version"], columns,
-            [[row[column.name] for column in columns] for row in rows], found["title"], found["notes"],
-            {name: value for name, value in found.items() if name not in told},
+            str(found["schema"]).removeprefix("amanda."), version, columns, list(zip(*values, strict=True)),
+            title, [str(note) for note in found["notes"]],
+            {name: value for name, value in found.items() if name not in told_apart},
         )  # fmt: skip
 
 
+@checked
 def load(path: str | Path) -> Result:
     """Load a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
 
     Raises AmandaError for a file that is none of a result, or of a version that its tool does not read.
     """
-    return read_json(path, "file of a result", restored)
+    return read_json(path, "file of a result", _shown)
+
+
+def _shown(found: Mapping[str, Any]) -> Result:
+    """Return a result that can be shown, saved and merged, so that a crafted file is refused here."""
+    result: Any = restored(found)
+    result.to_dict()
+    str(result)
+    if hasattr(type(result), "merged"):
+        result.merged(result)
+    return cast(Result, result)
 
 
 def restored(found: Mapping[str, Any], like: Result | None = None) -> Result:
@@ -91,16 +109,28 @@ def _result_of(name: str) -> type | None:
     return told if isinstance(told, type) and getattr(told, "name", None) == name else None
 
 
-def _column(told: Mapping[str, Any], values: Sequence[Any]) -> Column:
-    numbers = [value for value in values if isinstance(value, (int, float))]
-    unit = told.get("unit", "")
-    show: Any = partial(shortened, width=44)
-    if numbers and unit == "share":
-        show = "{:.1%}".format
-    elif numbers:
-        show = partial(amount, unit=unit) if unit == "B" else _number
-    total = bool(told.get("total", False))
-    return Column(told["name"], show, total, bool(numbers), unit=unit, merge=told.get("merge", ""))
+def _column(told: Mapping[str, Any], values: Sequence[Any]) -> tuple[Column, Sequence[Any]]:
+    """Return a column of a file, and its values: numbers if all are, without those that are missing."""
+    name, unit, merge = told["name"], told.get("unit", ""), told.get("merge", "")
+    if not isinstance(name, str) or not isinstance(unit, str) or merge not in _MERGES:
+        raise ValueError(f"it has a column {dict(told)}")
+    numbers = [number_of(value) for value in values]
+    there = [value for value in numbers if value is not None]
+    if not there or not all(isinstance(value, (int, float)) for value in there):
+        if there:
+            merge = ""
+        return Column(
+            name, _text, bool(told.get("total", False)) and not there, unit=unit, merge=merge
+        ), values
+    show: Any = partial(amount, unit=unit) if unit == "B" else "{:.1%}".format if unit == "share" else _number
+    return Column(name, show, bool(told.get("total", False)), number=True, unit=unit, merge=merge), numbers
+
+
+_MERGES = ("", *(word for word in typing.get_args(typing.get_type_hints(Column)["merge"]) if word))
+
+
+def _text(value: Any) -> str:
+    return shortened(str(value), 44)
 
 
 def _number(value: Any) -> str:

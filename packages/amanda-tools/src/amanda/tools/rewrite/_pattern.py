@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 import amanda
 from amanda.errors import ToolError
+from amanda.options import Name, NotEmpty, checked
 from amanda.tools.select import Patterns
 
 if TYPE_CHECKING:
@@ -30,9 +31,8 @@ class Capture:
     Two captures with one name fit the same value.
     """
 
-    def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise PatternError(f"Capture wants a name, not {name!r}; None stands for a value without one")
+    @checked(error=PatternError)
+    def __init__(self, name: Name) -> None:
         self.name = name
 
 
@@ -47,24 +47,16 @@ class Op:
     An Op among the inputs of several others is one op, whose output all of them read.
     """
 
+    @checked(error=PatternError)
     def __init__(
         self,
-        type: str | Sequence[str],
+        type: Name | Annotated[Sequence[Name], NotEmpty],
         *inputs: Pattern,
-        name: str | None = None,
+        name: Name | None = None,
         where: Callable[[amanda.OpContext], bool] | None = None,
         commutative: bool | None = None,
     ) -> None:
         self.types = (type,) if isinstance(type, str) else tuple(type)
-        if not self.types or not all(isinstance(one, str) and one for one in self.types):
-            raise PatternError(f"Op wants a type, or a list of them, not {type!r}")
-        for one in inputs:
-            if not (one is None or isinstance(one, (Op, Maybe, Capture))):
-                raise PatternError(
-                    f"Op({', '.join(self.types)}) is given {one!r}; its inputs are Op, Maybe, Capture or None"
-                )
-        if where is not None and not callable(where):
-            raise PatternError(f"`where` of Op({', '.join(self.types)}) is {where!r}; give a function")
         self._types = Patterns("type", self.types)
         self.inputs = inputs
         self.name = name
@@ -94,12 +86,14 @@ class Op:
 class Maybe:
     """An op that may be absent; then the first pattern among its inputs stands in its place."""
 
+    @checked(error=PatternError)
     def __init__(self, op: Op) -> None:
-        if not isinstance(op, Op) or op.passed is None:
-            raise PatternError(f"Maybe wants an Op that tells what it is given, not {op!r}")
+        if op.passed is None:
+            raise PatternError(f"Maybe wants an op that tells what it is given, not {op!r}")
         self.op = op
 
 
+@checked(error=PatternError)
 @dataclass(frozen=True)
 class Rule:
     """A pattern, given by its last op, and a function that computes the output of that op instead.
@@ -116,10 +110,6 @@ class Rule:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, Op):
-            raise PatternError(f"a rule's pattern is its last Op, not {self.pattern!r}")
-        if not callable(self.replacement):
-            raise PatternError(f"a rule's replacement is a function of a match, not {self.replacement!r}")
         names = [op.name for op in self.ops if op.name is not None]
         twice = [name for name in names if names.count(name) > 1]
         if twice:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import amanda
+from amanda.options import Name, checked
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.rewrite._frameworks import frameworks
@@ -39,7 +40,8 @@ class RewriteTool(amanda.Tool):
 
     is_copied_when_used = False
 
-    def __init__(self, rules: Sequence[str | Rule] | str | Rule = ()) -> None:
+    @checked(error=PatternError)
+    def __init__(self, rules: Sequence[Name | Rule] | Name | Rule = ()) -> None:
         super().__init__()
         self.rules = tuple(chosen(rules))
         self.depends_on(StandardMapping(), frameworks())

@@ -6,10 +6,10 @@ print(Search(tool, accuracy, "evolution", costs=["flops"]).run(trials=50))
 found = tool.finalize(model)
 """
 
-from amanda.tools.search._checks import SearchError
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._costs import Costs, Weight
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import ChoicesResult, SearchResult, Trial

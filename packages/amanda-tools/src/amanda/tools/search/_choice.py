@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from amanda.options import Length, Name, checked
 from amanda.tools.search._candidates import ACTIVATIONS, Activation, Candidate, Function, Keep, Skip
-from amanda.tools.search._checks import SearchError, check_type
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._weight_candidates import Bits, Convolution, Width
 from amanda.tools.select import Selection
 
@@ -31,22 +32,17 @@ class Choice:
     >>> choice = Choice(["keep", "conv5", "conv3g2"], type="conv2d", module="features")
     """
 
+    @checked(error=SearchError)
     def __init__(
         self,
-        candidates: Sequence[str | Callable[..., Any]],
-        type: str | Sequence[str] = (),
-        module: str | Sequence[str] = (),
+        candidates: Annotated[Sequence[Name | Callable[..., Any]], Length(2)],
+        type: Name | Sequence[Name] = (),
+        module: Name | Sequence[Name] = (),
         shared: bool = False,
     ) -> None:
         self.selection, self.shared = Selection(type, module), shared
         self.name = f"all {self.selection}"
         where = f"the choice at {self.selection}"
-        is_list = isinstance(candidates, Sequence) and not isinstance(candidates, str)
-        if not is_list or len(candidates) < 2:
-            raise SearchError(
-                f"SearchTool: {where} has candidates {candidates!r}; give a list of two or more"
-            )
-        check_type(f"SearchTool: shared of {where}", shared, bool, "True or False")
         self.candidates = [candidate(one, where) for one in candidates]
         labels = [one.label for one in self.candidates]
         twice = {label for label in labels if labels.count(label) > 1}
@@ -54,17 +50,17 @@ class Choice:
             raise SearchError(f"SearchTool: {where} has {', '.join(sorted(twice))} twice; name each once")
 
     @classmethod
-    def of(cls, text: str) -> Choice:
+    @checked(error=SearchError)
+    def of(cls, text: Name) -> Choice:
         """Return the choice of a text: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is a shared one.
 
         Raises SearchError for another text.
         """
-        check_type("SearchTool: a choice", text, str, "a Choice or a text such as 'conv2d=keep|conv5'")
         selection, found, candidates = text.partition("=")
         shared = selection.startswith(_SHARED)
         type, _, module = selection.removeprefix(_SHARED).partition("@")
-        if not found or not (type or module):
-            raise SearchError(f"SearchTool: a choice is {text!r}; write type@module=candidate|candidate")
+        if not found or not (type or module) or "|" not in candidates:
+            raise SearchError(f"SearchTool: choices has {text!r}; write type@module=candidate|candidate")
         return cls(candidates.split("|"), [type] if type else (), [module] if module else (), shared)
 
 

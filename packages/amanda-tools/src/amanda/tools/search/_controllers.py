@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from amanda.options import NonNegativeFloat, PositiveInt, Share, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.search._checks import check_integer, check_real
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._result import dominates
 
 Space = Mapping[str, Sequence[str]]
 Architecture = dict[str, str]
 
 
+@runtime_checkable
 class Controller(Protocol):
     """Proposes architectures, and is told what comes of them.
 
@@ -48,9 +50,8 @@ class Evolution(Random):
     oldest dies that another dominates.
     """
 
-    def __init__(self, population: int = 20, sample: int = 5) -> None:
-        check_integer("Evolution: population", population, 1)
-        check_integer("Evolution: sample", sample, 1)
+    @checked(error=SearchError)
+    def __init__(self, population: PositiveInt = 20, sample: PositiveInt = 5) -> None:
         self._population, self._sample = population, sample
         self._alive: list[tuple[Architecture, tuple[float, ...]]] = []
 
@@ -85,9 +86,8 @@ class PolicyGradient:
     rate: of learning.  decay: of the baseline.  The reward is the metric.
     """
 
-    def __init__(self, rate: float = 1.0, decay: float = 0.9) -> None:
-        check_real("PolicyGradient: rate", rate)
-        check_real("PolicyGradient: decay", decay, 1)
+    @checked(error=SearchError)
+    def __init__(self, rate: NonNegativeFloat = 1.0, decay: Share = 0.9) -> None:
         self._rate, self._decay = rate, decay
         self._logits: dict[str, Any] = {}
         self._baseline: float | None = None

@@ -10,7 +10,7 @@ import amanda
 from amanda.tools.flops import Cost, FlopsTool
 from amanda.tools.kit import holders_of, parameter_inputs
 from amanda.tools.mapping import itemsize
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._site import Site
 
 

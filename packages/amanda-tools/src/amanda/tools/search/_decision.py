@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from amanda.tools._libraries import numpy as np
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 
 if TYPE_CHECKING:
     from amanda.tools.search._libraries import Library

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from amanda.tools.search._candidates import Candidate, Keep
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site

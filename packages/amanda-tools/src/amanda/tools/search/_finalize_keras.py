@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools.search._candidates import ACTIVATIONS, Activation, Skip
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._finalize import changed, lost
 from amanda.tools.search._weight_candidates import Convolution, WeightCandidate
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from amanda.options import shown
 from amanda.tools.search._candidates import Activation, Candidate, Skip
-from amanda.tools.search._checks import check_type
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._finalize import changed, lost
 from amanda.tools.search._padding import padded
 from amanda.tools.search._weight_candidates import Convolution, WeightCandidate
@@ -23,7 +24,8 @@ def finalized(model: Any, sites: Iterable[Site]) -> Any:
     """
     import torch
 
-    check_type("SearchTool.finalize: the model", model, torch.nn.Module, "the module that was run")
+    if not isinstance(model, torch.nn.Module):
+        raise SearchError(f"SearchTool.finalize: model is {shown(model)}; give the module that was run")
     made = deepcopy(model)
     with torch.no_grad():
         for site, chosen in changed(sites):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import amanda
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit._tensors_jax import new_reference
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 
 
 class JaxGradientSum:

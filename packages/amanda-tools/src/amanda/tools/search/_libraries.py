@@ -13,7 +13,7 @@ from amanda.tools.kit import tensors_of
 from amanda.tools.kit._requirements import check
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._gradients import Gradients, GradientSum
 from amanda.tools.search._padding import Edges, padded
 

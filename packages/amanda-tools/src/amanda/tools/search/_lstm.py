@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import amanda
+from amanda.options import NonNegativeFloat, PositiveFloat, Range, Seed, Share, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.search._checks import SearchError, check_integer, check_real
 from amanda.tools.search._controllers import Architecture, Space
+from amanda.tools.search._errors import SearchError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,28 +25,21 @@ class LSTMPolicy:
     seed: of the parameters at the start.
     """
 
+    @checked(error=SearchError)
     def __init__(
         self,
-        hidden: int = 64,
-        rate: float = 0.01,
-        decay: float = 0.9,
-        entropy: float = 1e-4,
-        temperature: float = 5.0,
-        bound: float = 2.5,
-        seed: int = 0,
+        hidden: Annotated[int, Range(1, 65_536)] = 64,
+        rate: NonNegativeFloat = 0.01,
+        decay: Share = 0.9,
+        entropy: NonNegativeFloat = 1e-4,
+        temperature: PositiveFloat = 5.0,
+        bound: NonNegativeFloat = 2.5,
+        seed: Seed = 0,
     ) -> None:
         try:
             import torch
         except ImportError as error:
             raise SearchError("LSTMPolicy: it needs PyTorch: pip install torch") from error
-        check_integer("LSTMPolicy: hidden", hidden, 1)
-        check_integer("LSTMPolicy: seed", seed, 0)
-        check_real("LSTMPolicy: decay", decay, 1)
-        for name, value in (("rate", rate), ("entropy", entropy), ("bound", bound)):
-            check_real(f"LSTMPolicy: {name}", value)
-        check_real("LSTMPolicy: temperature", temperature)
-        if not temperature:
-            raise SearchError("LSTMPolicy: temperature is 0; give a finite number above 0")
         self._torch, self._hidden, self._rate, self._decay = torch, hidden, rate, decay
         self._entropy, self._temperature, self._bound, self._seed = entropy, temperature, bound, seed
         self._made: Any = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from amanda.options import shown
 from amanda.tools._libraries import numpy as np
-from amanda.tools.search._checks import SearchError
 from amanda.tools.search._controllers import Architecture, Random, Space
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._result import Trial
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class OptunaController(Random):
             told = 'it needs Optuna: pip install "amanda-tools[optuna]"'
             raise SearchError(f"OptunaController: {told}") from error
         if study is not None and not isinstance(study, (optuna.Study, optuna.samplers.BaseSampler)):
-            raise SearchError(f"OptunaController: study is {study!r}; give a study or a sampler of Optuna")
+            raise SearchError(
+                f"OptunaController: study is {shown(study)}; give a study or a sampler of Optuna"
+            )
         self._optuna, self._given = optuna, study
         self._study: Study | None = study if isinstance(study, optuna.Study) else None
         self._asked: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -9,15 +10,19 @@ from time import perf_counter
 from typing import Any, Literal
 
 import amanda
+from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeFloat, NonNegativeInt, OutputFile, Seed, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
-from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
+from amanda.tools.kit import Progress, attempt, check_finite, check_number
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
-from amanda.tools.search._trials_file import read_trials, write_trials
+from amanda.tools.search._trials_file import TrialsFile
+
+logger = logging.getLogger("amanda")
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
@@ -37,48 +42,34 @@ class Search:
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
     limits: the most of "flops" or "size"; architectures above it are not evaluated.
-    file: where trials are written, and from where `run` goes on.
+    file: where trials are written, and from where `run` goes on.  Searches in several processes may share
+    one: each has the trials of all.
     metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far
     it is.  compiled: as of `amanda.apply`.
 
     No architecture is evaluated twice, except where `train` is given.  Raises SearchError for what cannot be.
     """
 
+    @checked(error=SearchError)
     def __init__(
         self,
         tool: SearchTool,
         evaluate: Callable[[], Any],
         controller: Literal["random", "evolution", "policy", "lstm", "optuna"] | Controller = "evolution",
         train: Callable[[], Any] | None = None,
-        costs: Sequence[str | Callable[[], Any]] = (),
-        limits: Mapping[str, float] | None = None,
-        file: str | Path | None = None,
-        metric: str = "metric",
-        seed: int = 0,
+        costs: Sequence[Literal["flops", "size"] | Callable[[], Any]] = (),
+        limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None,
+        file: OutputFile | None = None,
+        metric: Name = "metric",
+        seed: Seed = 0,
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
     ) -> None:
-        check_type("Search: tool", tool, SearchTool, "a SearchTool")
-        if not callable(evaluate):
-            raise SearchError(f"Search: evaluate is {evaluate!r}; give a function that gives a number")
-        if train is not None and not callable(train):
-            raise SearchError(f"Search: train is {train!r}; give a function of no arguments, or None")
         if not tool.space:
             raise SearchError(
                 "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
             )
-        if isinstance(costs, str) or not isinstance(costs, Sequence):
-            raise SearchError(f"Search: costs is {costs!r}; give a list of 'flops', 'size', or functions")
-        for one in (cost for cost in costs if not callable(cost)):
-            check_one_of("Search: a cost", one, _COSTS, SearchError)
-        check_limits("Search: a limit", limits, _COSTS)
-        check_integer("Search: seed", seed, 0)
-        check_type("Search: progress", progress, bool, "True or False")
-        check_type("Search: metric", metric, str, "a name for the number")
-        check_type("Search: file", file, (str, Path, type(None)), "the path of a file, or None")
-        check_one_of("Search: compiled", compiled, ("eager", "instrument"), SearchError)
         if isinstance(controller, str):
-            check_one_of("Search: controller", controller, tuple(_CONTROLLERS), SearchError)
             controller = _CONTROLLERS[controller]()
         is_one = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
         if not is_one or isinstance(controller, type):
@@ -94,31 +85,33 @@ class Search:
                 f"Search: the metric is called {metric!r} and the costs {names}; give each a name of its own"
             )
         self._costs = dict(zip(names, costs, strict=True))
-        self._limits, self._file, self._metric = dict(limits or {}), Path(file) if file else None, metric
+        self._limits, self._metric = dict(limits or {}), metric
         self._seed, self._progress = seed, progress
         # One scope for all trials, since a scope logs each warning once.
         self._scope = amanda.apply(tool, compiled=compiled)
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
-        if self._file is not None and not self._file.parent.is_dir():
-            raise SearchError(
-                f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first"
-            )
+        self._file = TrialsFile(Path(file), self._space, names) if file else None
+        self._written, self._unwritten = 0, ""
         if isinstance(controller, OptunaController):
             self._trials = controller.begin(self._space, list(self._costs))
             if self._trials and self._file is not None:
-                told = f"file is {str(self._file)!r}, and the study has {len(self._trials)} trials"
+                told = f"file is {str(self._file.path)!r}, and the study has {len(self._trials)} trials"
                 raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
-        if self._file is not None and self._file.exists():
-            self._trials = read_trials(self._file, self._space, list(self._costs))
-            for trial in self._trials:
-                controller.tell(self._space, trial.architecture, trial.scores)
+        self._read()
 
     @property
     def result(self) -> SearchResult:
         """The trials so far."""
-        return SearchResult(self._trials, self._metric, list(self._costs), self._stopped)
+        result = SearchResult(self._trials, self._metric, list(self._costs), self._stopped)
+        if self._unwritten:
+            lacking = len(self._trials) - self._written
+            result.remarks = [f"{lacking} trials are not in the file: {self._unwritten}."]
+        return result
 
-    def run(self, trials: int | None = None, seconds: float | None = None) -> SearchResult:
+    @checked(error=SearchError)
+    def run(
+        self, trials: NonNegativeInt | None = None, seconds: NonNegativeFloat | None = None
+    ) -> SearchResult:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
         Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
@@ -127,11 +120,8 @@ class Search:
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
-        if trials is not None:
-            check_integer("Search.run: trials", trials, 0)
-        if seconds is not None:
-            check_real("Search.run: seconds", seconds)
         begun, self._stopped = perf_counter(), ""
+        self._read()
         if self._tool.mixture:
             raise SearchError(
                 "Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False"
@@ -148,14 +138,46 @@ class Search:
                     told = " ".join(architecture.values())
                     progress.begin(trials or len(self._trials) + 1, told, len(self._trials))
                     trial = self._trial(architecture)
-                    self._trials.append(trial)
-                    self._controller.tell(self._space, architecture, trial.scores)
-                    if self._file is not None:
-                        write_trials(self._file, self._space, self._trials)
+                    self._take([*self._trials, trial])
+                    self._write()
                     progress.done(trial.error or f"{self._metric} {trial.metric:g}")
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
         return self.result
+
+    def _take(self, trials: list[Trial]) -> None:
+        """Keep trials, and tell the controller of those that are not among the present ones."""
+        known = set(map(id, self._trials))
+        self._trials = trials
+        for trial in trials:
+            if id(trial) not in known:
+                self._controller.tell(self._space, trial.architecture, trial.scores)
+
+    def _read(self) -> None:
+        """Take the trials that others have added to the file since it was read or written last."""
+        if self._file is not None:
+            there = self._file.read()
+            self._insert(there[self._written :])
+
+    def _insert(self, others: list[Trial]) -> None:
+        """Keep trials of others, which are in the file behind those that it had before."""
+        self._take([*self._trials[: self._written], *others, *self._trials[self._written :]])
+        self._written += len(others)
+
+    def _write(self) -> None:
+        """Add to the file what is not in it yet; if that fails, log it once, and try again next time."""
+        if self._file is None:
+            return
+        number = self._written
+        try:
+            there = self._file.add(self._trials, number)
+        except AmandaError as error:
+            if not self._unwritten:
+                logger.warning("search: %s; the search goes on", error)
+            self._unwritten = str(error)
+            return
+        self._insert(there[number : len(there) - len(self._trials) + number])
+        self._written, self._unwritten = len(self._trials), ""
 
     def _next(self) -> dict[str, str] | None:
         """Return an architecture within the limits, a new one if nothing is trained; None without one."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import log
 from typing import Any
 
-from amanda.tools.search._checks import SearchError
+from amanda.tools.search._errors import SearchError
 
 Measure = Callable[[Mapping[str, str]], float]
 

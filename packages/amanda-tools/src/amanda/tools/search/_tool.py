@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
@@ -10,13 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import amanda
+from amanda.files import write_file
+from amanda.options import File, Name, NonNegativeFloat, Seed, checked
 from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
+from amanda.tools.results import parsing, read_json, to_json
 from amanda.tools.search._candidates import Original
-from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_type
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._costs import Costs
 from amanda.tools.search._decision import Decision
+from amanda.tools.search._errors import SearchError
 from amanda.tools.search._libraries import Library, frameworks
 from amanda.tools.search._residual import residual
 from amanda.tools.search._result import ChoicesResult
@@ -43,18 +45,16 @@ class SearchTool(amanda.Tool):
 
     is_copied_when_used = False
 
+    @checked(error=SearchError)
     def __init__(
         self,
-        choices: Sequence[Choice | str] | Choice | str = (),
+        choices: Sequence[Choice | Name] | Choice | Name = (),
         mixture: bool = False,
-        architecture: Path | None = None,
-        seed: int = 0,
+        architecture: File | None = None,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
         listed = [choices] if isinstance(choices, (str, Choice)) else choices
-        check_type("SearchTool: choices", listed, Sequence, "a list of Choices or texts")
-        check_type("SearchTool: mixture", mixture, bool, "True or False")
-        check_integer("SearchTool: seed", seed, 0)
         self.choices = [one if isinstance(one, Choice) else Choice.of(one) for one in listed]
         self.mixture, self._seed = mixture, seed
         self._has_alphas = mixture
@@ -129,7 +129,10 @@ class SearchTool(amanda.Tool):
             found.append(owner[0].take_gradient(owner[1]))
         return found
 
-    def settle(self, limits: Mapping[Literal["flops", "size"], float] | None = None) -> dict[str, str]:
+    @checked(error=SearchError)
+    def settle(
+        self, limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None
+    ) -> dict[str, str]:
         """Choose the candidate with the largest mixture weight at each op; return the architecture.
 
         limits: the most of `flops` or `size`.  As long as an architecture is above a limit, one op changes to
@@ -137,7 +140,6 @@ class SearchTool(amanda.Tool):
         change breaks an earlier limit.  Raises SearchError where no such change is left.
         """
         measures = {"flops": self.flops, "size": self.size}
-        check_limits("SearchTool.settle: a limit", limits, tuple(measures))
         found = {name: one.probabilities() for name, one in self._decisions.items()}
         shares = {name: one for name, one in found.items() if one}
         architecture = settled(shares, self.architecture, limits or {}, measures)
@@ -172,28 +174,16 @@ class SearchTool(amanda.Tool):
             )
         return self.sites[0].library.finalized(model, self.sites)
 
+    @checked(error=SearchError)
     def save(self, path: str | Path) -> Path:
-        """Write the architecture as JSON, which the option `architecture` reads."""
-        check_type("SearchTool.save: path", path, (str, Path), "the path of a file")
-        path = Path(path)
-        try:
-            path.write_text(json.dumps(self.architecture, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SearchError(f"SearchTool.save: {path} cannot be written: {error}") from error
-        return path
+        """Write the architecture as JSON, which the option `architecture` reads. Raises FileError."""
+        return write_file(path, to_json(self.architecture, indent=1) + "\n")
 
+    @checked(error=SearchError)
     def load(self, path: str | Path) -> None:
-        """Take the architecture of a file; raise SearchError for a file that has none."""
-        check_type("SearchTool: architecture", path, (str, Path), "the path of a file that `save` wrote")
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            self.architecture = {str(name): str(label) for name, label in found.items()}
-        except (OSError, ValueError, AttributeError) as error:
-            if isinstance(error, SearchError):
-                raise
-            raise SearchError(
-                f"SearchTool: {path} holds no architecture, which `save` writes: {error}"
-            ) from error
+        """Take the architecture of a file; raise SearchError for one that has none, FileError without one."""
+        with parsing(path, "architecture, which `save` writes,", SearchError):
+            self.architecture = read_json(path, "architecture", _architecture)
 
     @property
     def result(self) -> ChoicesResult:
@@ -319,3 +309,9 @@ class SearchTool(amanda.Tool):
     @amanda.differentiable
     def _compute(self, *inputs: Any, site: Site, original: Original) -> Any:
         return site.compute(inputs, original, self.mixture)
+
+
+def _architecture(found: Any) -> dict[str, str]:
+    if not isinstance(found, Mapping) or not all(isinstance(label, str) for label in found.values()):
+        raise ValueError("it holds no object of labels by the names of ops")
+    return dict(found)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import amanda
 from amanda.action import Routine
 from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeInt, PositiveInt, checked, shown
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.select._patterns import Paths, Patterns, listed, unmatched
 from amanda.tools.steps import Steps, Window
@@ -35,16 +36,15 @@ class Selection:
 
     """
 
+    @checked(error=SelectionError)
     def __init__(
         self,
-        type: str | Sequence[str] = (),
-        module: str | Sequence[str] = (),
+        type: Name | Sequence[Name] = (),
+        module: Name | Sequence[Name] = (),
         phase: Phase | None = None,
     ) -> None:
         self._types = Patterns("type", listed("type", type, SelectionError) or None)
         self._modules = Paths("module", listed("module", module, SelectionError) or None)
-        if phase not in (None, *get_args(Phase)):
-            raise SelectionError(f"phase is {phase!r}; it is one of {', '.join(get_args(Phase))}")
         self._phase = phase
         self._matched = self._met = False
 
@@ -88,12 +88,12 @@ class Selection:
 def select(
     tool: ToolT,
     *,
-    type: str | Sequence[str] = (),
-    module: str | Sequence[str] = (),
+    type: Name | Sequence[Name] = (),
+    module: Name | Sequence[Name] = (),
     phase: Phase | None = None,
-    start: int = 0,
-    end: int | None = None,
-    frequency: int = 1,
+    start: NonNegativeInt = 0,
+    end: NonNegativeInt | None = None,
+    frequency: PositiveInt = 1,
     steps: Steps | None = None,
 ) -> ToolT:
     """The tool itself, applied to these ops alone, at the steps of `range(start, end, frequency)`.
@@ -101,12 +101,12 @@ def select(
     type, module, phase: see `Selection`.  steps: what counts them; one of its own if None is given.
     Raises SelectionError and `amanda.tools.steps.WindowError`.
     """
+    if not isinstance(tool, amanda.Tool):
+        raise SelectionError(f"select: tool is {shown(tool)}; give a tool, such as FlopsTool()")
     selection = Selection(type, module, phase)
-    window = None
-    if (start, end, frequency) != (0, None, 1):
-        window = Window(steps or Steps(), start, end, frequency)
+    window = Window(Steps() if steps is None else steps, start, end, frequency)
     selection.let(tool)
-    if window is not None:
+    if (start, end, frequency) != (0, None, 1):
         window.let(tool)
     return tool
 

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from weakref import ref
 
 import amanda
 from amanda.backend import when_imported
 from amanda.errors import ToolError
+from amanda.options import NonNegativeFloat, PositiveInt, PositiveShare, Range, Seed, Share, checked
 from amanda.tools.kit._requirements import check
 from amanda.tools.sentinel import _pytorch
 from amanda.tools.sentinel._alarms import Alarm, SentinelError
@@ -42,33 +43,27 @@ class SentinelTool(amanda.Tool):
     compiled: treatment of compiled functions in watched steps, as in `amanda.apply`.
     seed: seed of the choice of ops.  limit: number of alarms that the result keeps.
 
-    Raises ToolError for options that are not valid.
+    Raises OptionError for options that are not valid.
     """
 
     is_copied_when_used = False
 
     intercepts = False
 
+    @checked
     def __init__(
         self,
-        budget: float | None = 0.01,
-        share: float = 0.1,
-        threshold: float = 12.0,
-        window: int = 64,
+        budget: PositiveShare | None = 0.01,
+        share: Share = 0.1,
+        threshold: NonNegativeFloat = 12.0,
+        window: Annotated[int, Range(8, 1_000_000)] = 64,
         ranks: bool = True,
         stop: bool = False,
         compiled: Compiled = "instrument",
-        seed: int = 0,
-        limit: int = 1_000,
+        seed: Seed = 0,
+        limit: PositiveInt = 1_000,
     ) -> None:
         super().__init__()
-        if budget is not None and not 0 < budget <= 1:
-            raise ToolError(f"budget is {budget}; it is a share of the time, such as 0.01, or None")
-        if not 0 <= share <= 1:
-            raise ToolError(f"share is {share}; it lies between 0 and 1")
-        for name, given, least in (("threshold", threshold, 0), ("window", window, 8), ("limit", limit, 1)):
-            if given < least:
-                raise ToolError(f"{name} is {given}; it is at least {least}")
         self._options = budget, threshold, window, ranks, stop, limit
         self._watching = share, seed, compiled
         self._handles: list[Any] = []

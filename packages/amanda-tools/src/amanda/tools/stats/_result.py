@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from amanda.tools.results import NOTHING, Column, Result, check_schema, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json, shortened
 from amanda.tools.stats._sketch import Sketch
 from amanda.tools.stats._statistics import Statistics
 
@@ -148,10 +148,13 @@ class StatsResult(Result):
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema(found, cls.name, cls.version)
         measured = [
-            Measured(
-                **{key: row[key] for key in (*KEYS, "dtype", "executions")},
-                statistics=Statistics.from_dict(kept["statistics"]),
-                sketch=kept["sketch"] and Sketch.from_dict(kept["sketch"]),
+            made_of(
+                Measured,
+                {
+                    **{key: row[key] for key in (*KEYS, "dtype", "executions")},
+                    "statistics": Statistics.from_dict(kept["statistics"]),
+                    "sketch": kept["sketch"] and Sketch.from_dict(kept["sketch"]),
+                },
             )
             for row, kept in zip(found["rows"], found["kept"], strict=True)
         ]

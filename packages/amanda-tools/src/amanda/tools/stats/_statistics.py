@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from amanda.tools.results import made_of
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -92,4 +94,7 @@ class Statistics:
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:
         """Return the statistics that `to_dict` described."""
         given = {name: value[name] for name in cls.__dataclass_fields__ if value[name] is not None}
-        return cls(**given)
+        found = made_of(cls, given)
+        if min(getattr(found, name) for name in ("count", "nan", "inf", "negative_inf", "zeros", "m2")) < 0:
+            raise ValueError(f"its statistics are {dict(value)}")
+        return found

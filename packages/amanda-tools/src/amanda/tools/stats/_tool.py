@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 import amanda
-from amanda.errors import AmandaError
-from amanda.tools.kit import OpRecord, OpTensor, TensorTool
+from amanda.options import PositiveInt, Range, Share, checked
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
@@ -54,21 +53,20 @@ class StatsTool(TensorTool[_OpStreams]):
     """
 
     is_copied_when_used = False
+    by_slice = True
 
+    @checked
     def __init__(
         self,
         weights: bool = True,
         activations: bool = True,
         gradients: bool = True,
-        every: int = 1,
-        quantiles: Sequence[float] = (0.01, 0.5, 0.99),
-        bins: int = 4096,
+        every: PositiveInt = 1,
+        quantiles: Sequence[Share] = (0.01, 0.5, 0.99),
+        bins: Annotated[int, Range(0, 1 << 24)] = 4096,
     ) -> None:
-        chosen = {"weight": weights, "output": activations, "gradient": gradients}
+        chosen: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
         super().__init__([role for role, is_chosen in chosen.items() if is_chosen], every)
-        for q in quantiles:
-            if not isinstance(q, Real) or not 0 <= q <= 1:
-                raise AmandaError(f"{q!r} is no quantile; give numbers from 0 (least) to 1 (most)")
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
@@ -118,7 +116,7 @@ class StatsTool(TensorTool[_OpStreams]):
     ) -> Iterator[tuple[Accumulator, Any]]:
         for one in tensors:
             label = one.role if "weight" in one.role else f"{one.role} {one.flat_index}"
-            label += " (partial)" if is_partial(one.tensor) else ""
+            label += f" {one.slice}" * bool(one.slice) + " (partial)" * is_partial(one.tensor)
             stream = record.measured.get(label)
             if stream is None:
                 stream = record.measured[label] = _Stream(Accumulator(self._bins), one.dtype)

@@ -9,6 +9,7 @@ from threading import get_ident
 import amanda
 from amanda import interceptor
 from amanda.action import opening
+from amanda.options import checked
 
 Listener = Callable[[int], object]
 
@@ -74,6 +75,7 @@ class Steps(amanda.Tool):
             one.executions = 0
         self._turn(0)
 
+    @checked
     def on_step(self, listener: Listener) -> None:
         """Call `listener(number)` at the beginning of each step, ahead of its routines, and now."""
         self._listeners.append(listener)

@@ -9,6 +9,7 @@ from typing import Any
 import amanda
 from amanda.action import Routine, has_run, marks
 from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.steps._steps import Steps
 
 
@@ -24,10 +25,14 @@ class Window:
     decides for all, so that a backward routine does not miss what its forward routine left out.
     """
 
-    def __init__(self, steps: Steps, start: int = 0, end: int | None = None, frequency: int = 1) -> None:
-        for name, value, least in (("start", start, 0), ("frequency", frequency, 1)):
-            if value < least:
-                raise WindowError(f"{name} is {value}; it is a number of steps, {least} at least")
+    @checked(error=WindowError)
+    def __init__(
+        self,
+        steps: Steps,
+        start: NonNegativeInt = 0,
+        end: NonNegativeInt | None = None,
+        frequency: PositiveInt = 1,
+    ) -> None:
         if end is not None and end <= start:
             raise WindowError(f"end is {end}, start {start}: no step is in between (end is left out)")
         self._start, self._end, self._frequency = start, end, frequency

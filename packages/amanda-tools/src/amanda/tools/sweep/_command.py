@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from amanda.errors import AmandaError
-from amanda.tools.command import SpecError, compiled_option, exit_status, function_of, save_option
+from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.command import __file__ as _command_package
 from amanda.tools.results import PlottedResult
 from amanda.tools.sweep._errors import SweepError
@@ -22,9 +22,10 @@ _BEFORE = (str(Path(__file__).parent), str(Path(_command_package).parent), "<fro
 
 
 def _numbers(text: str) -> list[float]:
+    numbers = OptionType(float)
     try:
-        return [float(one) for one in text.split(",")]
-    except ValueError:
+        return [numbers.convert(one, None, None) for one in text.split(",")]
+    except click.BadParameter:
         told = f"{text!r} is not numbers with commas between them, such as 0.5,0.9"
         raise click.BadParameter(told) from None
 

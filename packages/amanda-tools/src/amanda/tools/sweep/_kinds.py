@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, TypeVar
 
+from amanda.options import Name, NotEmpty, Range, Share, checked
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.sweep._errors import SweepError
@@ -27,11 +28,12 @@ class SparsitySweep(Sweep[float]):
     >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="structured", progress=False)
     """
 
+    @checked(error=SweepError)
     def __init__(
         self,
         evaluate: Callable[[], Any],
-        sparsities: Sequence[float] = (0.3, 0.5, 0.7, 0.8, 0.9),
-        metric: str = "metric",
+        sparsities: Annotated[Iterable[Share], NotEmpty] = (0.3, 0.5, 0.7, 0.8, 0.9),
+        metric: Name = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
         cost: Cost = "size",
@@ -66,14 +68,15 @@ class BitsSweep(Sweep[int]):
     >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
     """
 
+    @checked(error=SweepError)
     def __init__(
         self,
         evaluate: Callable[[], Any],
-        bits: Sequence[int] = (8, 6, 5, 4, 3, 2),
+        bits: Annotated[Iterable[Annotated[int, Range(2, 16)]], NotEmpty] = (8, 6, 5, 4, 3, 2),
         weights: bool = True,
         activations: bool = True,
         calibrate: Callable[[], Any] | None = None,
-        metric: str = "metric",
+        metric: Name = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
         cost: Cost = "size",

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from time import perf_counter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
-from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
+from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, checked
+from amanda.tools.kit import Progress, attempt, check_finite, check_number
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.search import SearchResult, Trial
 from amanda.tools.sweep._allocate import KEEP, Allocation
@@ -20,10 +21,6 @@ from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
 
 Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
-
-
-def _is_share(number: object) -> bool:
-    return isinstance(number, (int, float)) and 0 < number <= 1
 
 
 class Sweep(Generic[Level]):
@@ -46,24 +43,23 @@ class Sweep(Generic[Level]):
     a tool is no finite number.
     """
 
+    @checked(error=SweepError)
     def __init__(
         self,
         evaluate: Callable[[], Any],
         make: Callable[[Level], amanda.Tool],
         levels: Sequence[Level],
         prepare: Prepare | None = None,
-        level: str = "level",
-        metric: str = "metric",
+        level: Name = "level",
+        metric: Name = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
         cost: Cost = None,
         left: Left | None = None,
     ) -> None:
-        if not callable(cost):
-            check_one_of("cost", cost, (None, "size", "flops") if left else (None,), SweepError)
-        if not callable(evaluate):
-            raise SweepError(f"evaluate is {evaluate!r}; give a function of no arguments that gives a number")
-        numeric = all(isinstance(one, Real) for one in levels)
+        if isinstance(cost, str) and left is None:
+            raise SweepError(f"Sweep: cost is {cost!r} without left; give left too, a function, or None")
+        numeric = all(isinstance(one, Real) and isfinite(one) for one in levels)
         if not levels or not numeric or len({f"{one:g}" for one in levels}) < len(levels):
             raise SweepError(
                 f"levels is {list(levels)}; give one number at least, all different in six digits"
@@ -88,7 +84,8 @@ class Sweep(Generic[Level]):
         points = [self._points[key] for key in keys if key in self._points]
         return SweepResult(points, self._dense, *self._names, self._is_done())
 
-    def run(self, retries: int = 0) -> SweepResult:
+    @checked(error=SweepError)
+    def run(self, retries: NonNegativeInt = 0) -> SweepResult:
         """Measure what was not measured yet.
 
         retries: how often a point is evaluated again that failed, now or in a run before.
@@ -98,8 +95,6 @@ class Sweep(Generic[Level]):
         reach the caller as they are: `result` has what was measured by then, and another `run` goes on
         from there.
         """
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise SweepError(f"retries is {retries!r}; give a whole number from 0")
         with Progress(self._progress) as progress:
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
@@ -119,7 +114,10 @@ class Sweep(Generic[Level]):
                     self._measure(site, level, progress, total, retries)
         return self.result
 
-    def search(self, budgets: Sequence[float], retries: int = 0) -> SearchResult:
+    @checked(error=SweepError)
+    def search(
+        self, budgets: Annotated[Sequence[PositiveShare], NotEmpty], retries: NonNegativeInt = 0
+    ) -> SearchResult:
         """Choose a level for each op such that the cost is within a budget, and evaluate the choice.
 
         budgets: shares of the cost without the tool, such as 0.25.  Each op gets one of the levels, or is
@@ -135,8 +133,6 @@ class Sweep(Generic[Level]):
         name = self._prices.name
         if self._prices.cost is None:
             raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
-        if not isinstance(budgets, Sequence) or not budgets or not all(map(_is_share, budgets)):
-            raise SweepError(f"search: budgets is {budgets!r}; give shares of the {name}, up to 1")
         self.run(retries)
         assert self._dense is not None
         allocation = Allocation(self._sites, self._levels, self._points, self._dense, self._prices)

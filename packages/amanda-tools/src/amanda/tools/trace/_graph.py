@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from amanda.tools.kit import leaves
-from amanda.tools.results import check_schema
+from amanda.tools.results import check_schema, made_of
 
 if TYPE_CHECKING:
     import networkx
@@ -178,7 +178,24 @@ class Graph:
         check_schema({"schema": "amanda.trace", "version": VERSION, **found}, "trace", VERSION)
         ops = tuple(_made(Op, {**op, "id": int(op["id"], 16)}) for op in found["ops"])
         tensors = tuple(_made(Tensor, tensor) for tensor in found["tensors"])
-        return cls(ops, tensors, tuple(found["frameworks"]), found["executions"], found["dropped"])
+        made = cls(ops, tensors, tuple(found["frameworks"]), found["executions"], found["dropped"])
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise ValueError for an index that refers to nothing."""
+        for op in self.ops:
+            _check_indices(f"op {op.index}", (*op.reads, *op.makes, *op.writes), len(self.tensors))
+            _check_indices(f"op {op.index}", (op.forward,), len(self.ops))
+        for tensor in self.tensors:
+            _check_indices(f"tensor {tensor.index}", (tensor.producer, *tensor.consumers), len(self.ops))
+            _check_indices(f"tensor {tensor.index}", (tensor.alias_of,), len(self.tensors))
+
+
+def _check_indices(what: str, indices: Iterable[Any], count: int) -> None:
+    for index in indices:
+        if index is not None and not (type(index) is int and 0 <= index < count):
+            raise ValueError(f"{what} refers to {index!r}, and there are {count}")
 
 
 def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
@@ -188,7 +205,8 @@ def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
 def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
     """Return an item of what JSON has of it: lists become tuples, unknown keys are left out."""
     names = [field.name for field in fields(kind) if field.name in found or field.name != "recomputations"]
-    return kind(**{name: found[name] if name == "attributes" else _tuples(found[name]) for name in names})
+    values = {name: found[name] if name == "attributes" else _tuples(found[name]) for name in names}
+    return made_of(kind, values)
 
 
 def _tuples(value: Any) -> Any:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from amanda.options import checked
 from amanda.tools.results import NOTHING, Column, Result, read_json, shortened
 from amanda.tools.trace._graph import VERSION, Graph, Position
 from amanda.tools.trace._model_explorer import collection
@@ -93,6 +94,7 @@ class TraceResult(Result):
         return {**super()._forms(), **forms}
 
 
+@checked
 def load(path: str | Path) -> Graph:
     """Return the graph of a file that `save` wrote as JSON.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from numbers import Integral
 from typing import Any
 
 import amanda
-from amanda.errors import ToolError
+from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace._attributes import plain
 from amanda.tools.trace._following import Following
@@ -31,19 +30,16 @@ class TraceTool(amanda.Tool):
 
     is_copied_when_used = False
 
+    @checked
     def __init__(
         self,
-        executions: int = 8,
+        executions: PositiveInt = 8,
         backward: bool = True,
-        limit: int = 100_000,
+        limit: PositiveInt = 100_000,
         attributes: bool = True,
         count: bool = False,
     ) -> None:
         super().__init__()
-        if not all(isinstance(one, Integral) and one > 0 for one in (executions, limit)):
-            raise ToolError(
-                f"TraceTool was given executions={executions} and limit={limit}; both are 1 or more"
-            )
         self._executions, self._limit, self._attributes, self._count = executions, limit, attributes, count
         self.clear()
         self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))

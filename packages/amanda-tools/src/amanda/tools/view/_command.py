@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from amanda.files import write_file
 from amanda.tools.command import exit_status, limit_option, path_to_write
 from amanda.tools.view._page import to_page
 
@@ -33,7 +34,7 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
     they say of one op is joined.
     """
     page = output or _beside(files[0])
-    page.write_text(to_page(*files, title=title), encoding="utf-8")
+    write_file(page, to_page(*files, title=title))
     sys.stdout.write(f"{page}\n")
     if shown:
         webbrowser.open(page.resolve().as_uri())

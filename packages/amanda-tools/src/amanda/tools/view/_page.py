@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Result
+from amanda.options import checked
+from amanda.tools.results import Result, parsing
 from amanda.tools.view._files import Source, read
 from amanda.tools.view._graph import graph, op_columns, stages
 from amanda.tools.view._tables import Ops, is_about_ops, ops_named_by, table
@@ -22,6 +23,7 @@ from amanda.tools.view._timeline import places, timeline
 _SCRIPTS = "dom model tree layout graph table chart timeline diff details main".split()
 
 
+@checked
 def to_page(*given: str | Path | Result, title: str | None = None) -> str:
     """Return a self-contained HTML page of saved files, or of results themselves.
 
@@ -31,7 +33,10 @@ def to_page(*given: str | Path | Result, title: str | None = None) -> str:
     if not given:
         raise AmandaError("a page is made of one result or more; none was given")
     sources = [read(one) for one in given]
-    shown = title or ", ".join(source.name for source in sources)
+    names = ", ".join(source.name for source in sources)
+    shown = title or names
+    with parsing(names, "result"):
+        data = _embedded(document(sources, shown))
     style, script = _text("view.css"), _script()
     library = _text("dagre.min.js").partition("//# sourceMappingURL")[0]
     parts = {
@@ -40,7 +45,7 @@ def to_page(*given: str | Path | Result, title: str | None = None) -> str:
         "style": style,
         "notice": escape(_text("dagre.LICENSE")).replace("--", "- -"),
         "library": library,
-        "data": _embedded(document(sources, shown)),
+        "data": data,
         "script": script,
     }
     return re.sub(r"{{(.*?)}}", lambda found: parts[found[1]], _text("index.html"))

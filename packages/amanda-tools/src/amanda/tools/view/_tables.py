@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amanda.errors import AmandaError
+from amanda.tools.results import number_of
 from amanda.tools.view._files import Source, is_number
 
 KEYS = ("phase", "type", "module", "source")
@@ -71,7 +72,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
         "schema": source.schema,
         "title": _text(source.content.get("title")) or source.schema.removeprefix("amanda."),
         "columns": columns,
-        "rows": [[_number(row.get(name)) for name in names] for row in rows],
+        "rows": [[number_of(row.get(name)) for name in names] for row in rows],
         "first": source.content.get("first"),
         "ops": _ops_of(rows, columns, ops) if is_about_ops(source) else None,
     }
@@ -111,13 +112,8 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    there = [_number(value) for value in values if value is not None]
+    there = [number_of(value) for value in values if value is not None]
     return bool(there) and all(map(is_number, there))
-
-
-def _number(value: Any) -> Any:
-    """Return the number that a word stands for where JSON has none for it."""
-    return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def _text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
+from amanda.files import file_beside
 from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
 
 from .._requirements import check
@@ -33,6 +35,7 @@ class SavedModelFolder(Artefact):
 
     def __init__(self, path: Path) -> None:
         check("saved_model")
+        _check_files(path)
         self._path = path
         self._file = _read(path)
         self._changed: dict[str, Any] = {}
@@ -107,6 +110,14 @@ def _note(path: Path, about: Mapping[str, Any]) -> None:
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"{json.dumps([*before, about], indent=1)}\n", encoding="utf-8")
+
+
+def _check_files(path: Path) -> None:
+    """Raise ArtefactError for a link that leads out of the folder, whose file a copy would have in it."""
+    for folder, _, names in os.walk(path, followlinks=True):
+        inner = Path(folder).relative_to(path)
+        for name in names:
+            file_beside(path / _MODEL, str(inner / name), f"parts of {path}")
 
 
 def _read(path: Path) -> Any:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
@@ -90,7 +91,9 @@ class ExportedFile(Artefact):
         """Write the program, and what was done in a file within it."""
         assert self._made is not None
         notes = [*json.loads(self._notes[ABOUT] or "[]"), about]
-        torch.export.save(self._made, path, extra_files={ABOUT: json.dumps(notes, indent=1)})
+        content = BytesIO()  # what PyTorch writes itself aborts the process when the disk is full
+        torch.export.save(self._made, content, extra_files={ABOUT: json.dumps(notes, indent=1)})
+        path.write_bytes(content.getbuffer())
 
 
 def _sizes(program: ExportedProgram, module: Any) -> Any:

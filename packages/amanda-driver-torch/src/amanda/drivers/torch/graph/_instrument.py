@@ -10,6 +10,7 @@ import torch
 from amanda import apply
 from amanda.backend import Namespace, State
 from amanda.errors import AmandaError
+from amanda.options import checked
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten
 
@@ -27,6 +28,7 @@ def namespace() -> Namespace:
     return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/graph")
 
 
+@checked
 def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None = None) -> GraphModule:
     """A copy of a graph with the tools' routines in it, which run whenever it does, outside of scopes too.
 

@@ -14,6 +14,7 @@ from onnx import GraphProto, ModelProto, TensorProto, inliner, numpy_helper
 
 import amanda
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import read_onnx
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._onnx_removal import bodies_of, made_by, read_in, smaller_proto
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
@@ -35,13 +36,7 @@ class OnnxModel(Subject):
 
     def __init__(self, model: ModelProto | str | PathLike[str]) -> None:
         super().__init__(model)
-        try:
-            given = model if isinstance(model, ModelProto) else onnx.load(fspath(model))
-        except Exception as error:
-            raise PruneError(
-                f"ChannelPruneTool.prepare was given {fspath(model)}, which is no ONNX model that can be "
-                f"read: {error}"
-            ) from error
+        given = model if isinstance(model, ModelProto) else read_onnx(model, PruneError)
         self.proto = _plain(given)
         graph = self.proto.graph
         held = {one.name for one in graph.initializer}

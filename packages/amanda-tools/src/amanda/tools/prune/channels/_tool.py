@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from os import PathLike
-from typing import Any, get_args
+from typing import Any
 
 import amanda
+from amanda.options import PositiveInt, Seed, Share, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import check_one_of
+from amanda.tools.kit import Globs
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.prune._masks import PruneError, check_sparsity
+from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._importance import Budget, Importance, Of, Scope
 from amanda.tools.prune.channels._plan import Choice, Plan, made_plan
 from amanda.tools.prune.channels._result import ChannelPruneResult
@@ -42,25 +43,19 @@ class ChannelPruneTool(amanda.Tool):
 
     is_copied_when_used = False
 
+    @checked(error=PruneError)
     def __init__(
         self,
-        sparsity: float = 0.5,
+        sparsity: Share = 0.5,
         importance: Importance = "l2",
         scope: Scope = "local",
         of: Of = "channels",
-        round_to: int = 1,
-        module: list[str] | str | None = None,
-        exclude: list[str] | str | None = None,
-        seed: int = 0,
+        round_to: PositiveInt = 1,
+        module: Globs = None,
+        exclude: Globs = None,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
-        check_sparsity(sparsity)
-        if not callable(importance):
-            check_one_of("importance", importance, ("l1", "l2", "taylor", "random"), PruneError)
-        check_one_of("scope", scope, get_args(Scope), PruneError)
-        check_one_of("of", of, get_args(Of), PruneError)
-        if not isinstance(round_to, int) or round_to < 1:
-            raise PruneError(f"round_to is {round_to!r}; it is a whole number of channels, 1 or more")
         self._choice = Choice(
             Budget(sparsity, scope, of, round_to), importance, seed,
             listed("module", module, PruneError), listed("exclude", exclude, PruneError),
@@ -107,6 +102,7 @@ class ChannelPruneTool(amanda.Tool):
             raise
         return result
 
+    @checked(error=PruneError)
     def finalize(self, model: Any, remove: bool = False, optimizer: Any = None) -> ChannelPruneResult:
         """Write masks into the weights of a model, or remove the channels.
 

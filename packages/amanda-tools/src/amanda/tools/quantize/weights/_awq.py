@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+from amanda.options import PositiveInt, Range, checked
 from amanda.tools._libraries import numpy as np
+from amanda.tools.kit import Selected
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, tied
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
-from amanda.tools.quantize.weights._integers import IntegerTool, check_count, sums_of
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
+Steps: TypeAlias = Annotated[int, Range(1, 10_000)]
 
 
 class AWQTool(IntegerTool, FoldingTool):
@@ -38,19 +40,17 @@ class AWQTool(IntegerTool, FoldingTool):
     >>> awq = AWQTool(bits=4, group_size=32)
     """
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        bits: int = 4,
-        group_size: int | None = 128,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        steps: int = 20,
+        steps: Steps = 20,
         clip: bool = False,
         **selected: Unpack[Selected],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
-        check_count("steps", steps, "exponents, such as 20")
-        if not isinstance(clip, bool):
-            raise QuantizeError(f"clip is {clip!r}; give True or False")
         self._steps, self._clip = steps, clip
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
@@ -100,8 +100,13 @@ class AWQTool(IntegerTool, FoldingTool):
         return dequantized(*quantized(matrix, self.grid, size))
 
 
+@checked(error=QuantizeError)
 def awq_scales(
-    matrix: Tensor, magnitudes: Tensor, gram: Tensor, rounded: Callable[[Tensor], Tensor], steps: int = 20
+    matrix: Tensor,
+    magnitudes: Tensor,
+    gram: Tensor,
+    rounded: Callable[[Tensor], Tensor],
+    steps: Steps = 20,
 ) -> Tensor:
     """Return the scales of inputs, (K,), with the least squared error of the outputs.
 
@@ -127,8 +132,13 @@ def awq_scales(
     return best
 
 
+@checked(error=QuantizeError)
 def awq_clipped(
-    matrix: Tensor, gram: Tensor, rounded: Callable[[Tensor], Tensor], size: int, steps: int = 20
+    matrix: Tensor,
+    gram: Tensor,
+    rounded: Callable[[Tensor], Tensor],
+    size: PositiveInt,
+    steps: Steps = 20,
 ) -> Tensor:
     """Return a matrix whose groups of so many inputs are clipped to what gives the least squared error.
 

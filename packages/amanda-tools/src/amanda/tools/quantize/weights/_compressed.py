@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amanda.files import naming, replacing, write_file
 from amanda.tools._libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
 from amanda.tools.quantize.weights._layers import linear_layers
+from amanda.tools.results import to_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,9 +24,11 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
     `weight_zero_point` in the place of each quantised weight; config.json has the `quantization_config`,
     beside what `model.config` says if the model is of transformers.  The format is "pack-quantized".
     Returns the folder.  Raises QuantizeError for a tool that has met another model, for quantised weights of
-    others than linear layers, for AWQ's scales of inputs that are not folded, and as `convert` does.
+    others than linear layers, for AWQ's scales of inputs that are not folded, and as `convert` does; and
+    FileError.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     layers, left = linear_layers(model, tool)
@@ -56,11 +59,16 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
         state.update({prefix + part: value for part, value in made.items()})
     own: Any = getattr(getattr(model, "config", None), "to_dict", dict)
     config = {**own(), "quantization_config": _config(model, tool, set(layers))}
-    told = json.dumps(config, indent=2) + "\n"
+    told = to_json(config, indent=2) + "\n"
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(_unshared(state), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(told, encoding="utf-8")
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "model.safetensors") as part:
+        try:
+            save_file(_unshared(state), part, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+    write_file(folder / "config.json", told)
     return folder
 
 

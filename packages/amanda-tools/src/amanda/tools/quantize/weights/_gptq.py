@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from amanda.tools.kit import Progress
+from amanda.options import PositiveInt, Range, checked
+from amanda.tools.kit import Progress, Selected
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._grouping import Codes, dequantized, nearest, qparams
-from amanda.tools.quantize.weights._integers import IntegerTool, check_count
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
+Damping: TypeAlias = Annotated[float, Range(above=0, below=1)]
 
 
 class GPTQTool(IntegerTool, CalibratedTool):
@@ -36,25 +37,22 @@ class GPTQTool(IntegerTool, CalibratedTool):
     >>> gptq = GPTQTool(bits=4, group_size=32)
     """
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        bits: int = 4,
-        group_size: int | None = 128,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        damping: float = 0.01,
-        block: int = 128,
+        damping: Damping = 0.01,
+        block: PositiveInt = 128,
         act_order: bool = False,
         **selected: Unpack[Selected],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
-        if not isinstance(damping, (int, float)) or not 0 < damping < 1:
-            raise QuantizeError(f"damping is {damping!r}; give a share between 0 and 1, such as 0.01")
-        check_count("block", block, "columns, such as 128")
-        if not isinstance(act_order, bool):
-            raise QuantizeError(f"act_order is {act_order!r}; give True or False")
         self._damping, self._block, self._act_order = damping, block, act_order
         self._turn: _Turn | None = None
 
+    @checked(error=QuantizeError)
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
         """Quantise weights in the order in which ops read them first, after which later inputs know of it.
 
@@ -145,10 +143,16 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return kind == (b.shape, b.dtype, b.device) and bool((a == b).all())
 
 
+@checked(error=QuantizeError)
 def gptq(
-    matrix: Tensor, hessian: Tensor, grid: Grid, group_size: int, damping: float = 0.01, block: int = 128,
+    matrix: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    group_size: PositiveInt,
+    damping: Damping = 0.01,
+    block: PositiveInt = 128,
     act_order: bool = False,
-) -> Codes:  # fmt: skip
+) -> Codes:
     """Return the integers of a matrix of weights, column by column.
 
     matrix: (outputs, K).  hessian: (K, K), 2 / n times the sum of products of pairs of the n inputs.

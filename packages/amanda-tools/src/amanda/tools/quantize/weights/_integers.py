@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
 import amanda
+from amanda.options import PositiveInt, Range, checked
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import (
     Held,
     HeldError,
+    Selected,
     Weight,
     WeightResult,
     WeightTool,
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
 
+WeightBits: TypeAlias = Annotated[int, Range(2, 8)]
 
 _PASSED_ON = frozenset({"detach", "data", "alias", "requires_grad"})
 """Ops that hand a parameter on as it is, as `state_dict` does: other ops read what they return."""
@@ -76,19 +78,16 @@ class IntegerTool(WeightTool[CalibratedWeight]):
     weight_type = CalibratedWeight
     framework = "PyTorch"
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        bits: int = 4,
-        group_size: int | None = 128,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
         symmetric: bool = True,
         **selected: Unpack[Selected],
     ) -> None:
         super().__init__(**selected)
         self.grid = Grid.of(bits, symmetric)
-        if not isinstance(bits, int) or bits > 8:
-            raise QuantizeError(f"bits is {bits!r}; give a number from 2 to 8")
-        if group_size is not None:
-            check_count("group_size", group_size, "inputs, or None for all")
         self.group_size = group_size
         self.other_readers: dict[Hashable, str] = {}
         """By parameter, an op that reads it otherwise than as the whole weight of a linear layer."""
@@ -227,12 +226,6 @@ def has_factors(weight: Weight) -> bool:
     """Return True if the integers are of a weight whose inputs an op divides."""
     factors = weight.get("smoothing")
     return factors is not None and bool((factors != 1).any())
-
-
-def check_count(option: str, given: Any, told: str) -> None:
-    """Raise QuantizeError unless an option is a whole number from 1."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise QuantizeError(f"{option} is {given!r}; give a number of {told}")
 
 
 def _is_same(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.options import Share, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import origin
+from amanda.tools.kit import Selected, origin
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, FoldResult, tied
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import Unpack
-
-    from amanda.tools.kit._weight_selection import Selected
 
 
 class SmoothQuantTool(FoldingTool):
@@ -38,14 +37,13 @@ class SmoothQuantTool(FoldingTool):
     wants_gram = False
     transforms_gradients = True
 
+    @checked(error=QuantizeError)
     def __init__(
         self,
-        alpha: float = 0.5,
+        alpha: Share = 0.5,
         **selected: Unpack[Selected],
     ) -> None:
         super().__init__(**selected)
-        if not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
-            raise QuantizeError(f"alpha is {alpha!r}; give a number from 0 to 1")
         self._alpha = alpha
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
@@ -97,7 +95,8 @@ class SmoothQuantTool(FoldingTool):
         return self.written(model)
 
 
-def smoothing(most: Tensor, weight: Tensor, alpha: float = 0.5) -> Tensor:
+@checked(error=QuantizeError)
+def smoothing(most: Tensor, weight: Tensor, alpha: Share = 0.5) -> Tensor:
     """Return max|x|^alpha / max|w|^(1 - alpha) of each input channel, (channels,).
 
     most: (channels,), largest magnitudes of the inputs.  weight: (outputs, channels, ...).

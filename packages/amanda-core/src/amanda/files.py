@@ -1,0 +1,193 @@
+"""Files that are written whole or not at all, under errors that name them.
+
+with replacing("flops.json") as part:
+    part.write_text(text)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
+from tempfile import TemporaryFile, mkdtemp
+
+from amanda.errors import ArtefactError, FileError, MissingFileError
+
+__all__ = [
+    "check_file_to_write", "check_folder_to_write", "file_beside", "is_part", "naming", "replacing",
+    "replacing_all", "write_file",
+]  # fmt: skip
+
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
+_LONGEST = 60
+"""Characters of a name that the name of its part has: 255 bytes are the most, and a character has up to 4."""
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write a file as `replacing` does, text as UTF-8; return its path. Raises FileError."""
+    with replacing(path) as part:
+        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return Path(path)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the path of a new file beside a file, which the new one replaces when the context is left.
+
+    After an exception, or if the process is killed, the file is as it was before.  A new file has the mode
+    that the umask leaves, a replaced one keeps its own.  What is no file, such as a pipe, is written itself.
+    Raises FileError in place of an OSError.
+    """
+    path = Path(path)
+    with naming(path):
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        if target.exists() and not target.is_file():
+            yield target
+            return
+        part = target.with_name(f".{target.name[:_LONGEST]}.{token_hex(4)}.part")
+        try:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            yield part
+            if target.exists():
+                with suppress(OSError):  # a file system without modes
+                    part.chmod(stat.S_IMODE(target.stat().st_mode))
+            _store(part)
+            part.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def replacing_all(target: Path, force: bool) -> Iterator[Path]:
+    """Give a path in a new folder; a file or folder there replaces the target, and files beside it, its data.
+
+    After an exception, such as KeyboardInterrupt, the target is as it was.  force: whether what is there is
+    replaced.  Raises ArtefactError where something is there, and FileError in place of an OSError.
+    """
+    with naming(target):
+        folder = Path(mkdtemp(prefix=f".{target.name[:_LONGEST]}.", dir=target.parent))
+        try:
+            new, old = folder / "new", folder / "old"
+            new.mkdir()
+            old.mkdir()
+            yield new / target.name
+            for path in new.rglob("*"):
+                if path.is_file():
+                    _store(path)
+            # The data that belong to a file come before it, so that it never lacks them.
+            names = sorted((one.name for one in new.iterdir()), key=lambda name: name == target.name)
+            for name in names:
+                if os.path.lexists(target.parent / name) and not force:
+                    there = target.parent / name
+                    raise ArtefactError(f"{there} is there already; force (--force) replaces it")
+            for name in names:
+                _exchange(new / name, target.parent / name, old / name)
+        finally:
+            rmtree(folder, ignore_errors=True)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    """Put a file or folder in another's place; a folder cannot replace one that is not empty."""
+    if not target.is_dir():
+        new.replace(target)
+        return
+    target.replace(old)
+    try:
+        new.replace(target)
+    except BaseException:
+        old.replace(target)
+        raise
+
+
+def _store(path: Path) -> None:
+    """Have the disk store what was written, so that a crash of the system leaves no empty file."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None]:
+    """Raise a FileError that names a path in place of an OSError.
+
+    verb: what could not be done with the file: "written", "read".
+    """
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        parent = Path(path).parent
+        if isinstance(error, FileNotFoundError) and not parent.exists():
+            reason = f"there is no folder {parent}"
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        raise kind(f"{path} cannot be {verb}: {reason}", error.errno) from error
+
+
+def file_beside(path: Path, name: str, what: str) -> Path:
+    """Return the path of a file that another one, of a stranger perhaps, names as a part of it.
+
+    path: the other file, which may be a link to one among its parts, as in a cache of downloads.
+    what: the part, for messages: "the data of weight".
+    Raises ArtefactError for a file outside of its folder, also by a link, and for what is no regular file.
+    """
+    place = path.parent / name
+    homes = [path.parent.resolve(), path.resolve().parent]
+    leads_out = Path(name).is_absolute() or ".." in Path(name).parts
+    if leads_out or not any(place.resolve().is_relative_to(home) for home in homes):
+        raise ArtefactError(f"{what} lie outside of its folder, in {name}")
+    with naming(place, "read"):
+        if not stat.S_ISREG(place.stat().st_mode):
+            raise ArtefactError(f"{what} lie in {name}, which is no regular file")
+    return place
+
+
+def is_part(name: str, of: str | None = None) -> bool:
+    """Return True for the name of a file that `replacing` began and a killed process left.
+
+    of: the name of the whole file; None for any.
+    """
+    found = _PART.fullmatch(name)
+    return found is not None and (of is None or found[1] == of[:_LONGEST])
+
+
+def check_file_to_write(path: str | os.PathLike[str]) -> None:
+    """Raise FileError where a file cannot be written: its folder lacks, or may not be written to."""
+    path = Path(path)
+    with naming(path):
+        if path.is_dir():
+            raise FileError(f"{path} cannot be written: it is a folder")
+        if not path.parent.is_dir():
+            raise MissingFileError(f"{path} cannot be written: there is no folder {path.parent}")
+        if not path.exists() or path.is_file():
+            _check_writable(path.parent, path)
+
+
+def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
+    """Raise FileError where a folder cannot be made, or files cannot be made in it; make nothing."""
+    folder = Path(folder)
+    with naming(folder):
+        there = next((one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)), folder)
+        if not there.is_dir():
+            raise FileError(f"{folder} cannot be written: {there} is no folder")
+        _check_writable(there, folder)
+
+
+def _check_writable(folder: Path, path: Path) -> None:
+    """Make a file without a name in a folder: permissions alone do not tell of a read-only disk."""
+    try:
+        with TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        reason = f"the folder {folder} cannot be written to ({error.strerror or error})"
+        raise FileError(f"{path} cannot be written: {reason}", error.errno) from error

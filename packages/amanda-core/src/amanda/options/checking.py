@@ -1,0 +1,225 @@
+"""`checked`: the arguments of a call are compared with the annotations of what is called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from amanda.errors import AmandaError, OptionError, did_you_mean
+from amanda.options.kinds import Kind, Mismatch, kind_of, shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ClassT = TypeVar("ClassT", bound=type)
+
+REQUIRED: Any = inspect.Parameter.empty
+"""Default of an option that has none."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a tool or a function: its name, annotation and default (`REQUIRED` without one)."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+    @property
+    def kind(self) -> Kind:
+        """Return what the option accepts."""
+        return kind_of(self.annotation)
+
+    @property
+    def type_in_words(self) -> str:
+        """Return what the option accepts, in words; "" without an annotation."""
+        return "" if self.annotation is REQUIRED else self.kind.words
+
+    @property
+    def default_in_words(self) -> str:
+        """Return the default as Python writes it, of a path its text, or "needed"."""
+        if self.default is REQUIRED:
+            return "needed"
+        return str(self.default) if isinstance(self.default, PurePath) else repr(self.default)
+
+    def __str__(self) -> str:
+        kind = f": {self.type_in_words}" if self.type_in_words else ""
+        default = "" if self.default is REQUIRED else f" = {self.default_in_words}"
+        return f"{self.name}{kind}{default}"
+
+
+class _Decorator(Protocol):
+    """`checked` with an error: of a class and of a function it returns the same type."""
+
+    @overload
+    def __call__(self, target: ClassT, /) -> ClassT: ...
+
+    @overload
+    def __call__(self, target: Callable[P, T], /) -> Callable[P, T]: ...
+
+
+@overload
+def checked(target: ClassT, /) -> ClassT: ...
+
+
+@overload
+def checked(target: Callable[P, T], /) -> Callable[P, T]: ...
+
+
+@overload
+def checked(*, error: type[AmandaError]) -> _Decorator: ...
+
+
+def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) -> Any:
+    """Compare the arguments of each call of a function, or of a constructor, with its annotations.
+
+    Numbers of numpy arrive as Python's own.  Defaults, and arguments without an annotation, are not compared.
+    target: a function or a method, such as `__init__`; or a dataclass, whose fields are compared.
+    error: raised with the names of what is called and of the option, the value, and what is right.
+    """
+    if target is None:
+        return functools.partial(_checked, error=error)
+    return _checked(target, error=error)
+
+
+def _checked(target: Any, error: type[AmandaError]) -> Any:
+    if isinstance(target, type):
+        constructor = getattr(target, "__init__")  # noqa: B009
+        setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
+        return target
+    call: _Call | None = None
+
+    @functools.wraps(target)
+    def with_checks(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        nonlocal call
+        if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
+            call = _Call(target, error)
+        args = call.positions(args)
+        return target(*args, **call.names(args, kwargs)) if kwargs else target(*args)
+
+    return with_checks
+
+
+class _Call:
+    """The kinds of the arguments of a function, by position and by name."""
+
+    def __init__(self, function: Callable[..., Any], error: type[AmandaError]) -> None:
+        parameters = inspect.signature(function).parameters
+        hints = annotations_of(function)
+        kinds = {name: kind_of(hints[name]) for name in parameters if name in hints}
+        self._error, self._qualname = error, function.__qualname__
+        self._is_method = next(iter(parameters), "") == "self"
+        self._positions: list[tuple[str, Kind | None]] = []
+        self._more: tuple[str, Kind | None] = "", None
+        self._names: dict[str, Kind | None] = {}
+        self._others: Kind | None = None
+        self._takes_others = False
+        for name, parameter in parameters.items():
+            kind = kinds.get(name)
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                self._more = name, kind
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                unpacked = _unpacked(hints.get(name))
+                self._names.update({key: kind_of(hint) for key, hint in unpacked.items()})
+                self._takes_others, self._others = not unpacked, None if unpacked else kind
+            else:
+                if parameter.kind is not parameter.KEYWORD_ONLY:
+                    self._positions.append((name, kind))
+                if parameter.kind is not parameter.POSITIONAL_ONLY:
+                    self._names[name] = kind
+        self._count = len(self._positions)
+
+    def positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments that are given by position; Python itself refuses those that are too many."""
+        accepted = args
+        for position, value in enumerate(args):
+            name, kind = self._positions[position] if position < self._count else self._more
+            if kind is not None:
+                try:
+                    number = kind.accept(value)
+                except Mismatch as mismatch:
+                    raise self._mistake(args, name, value, kind, mismatch) from None
+                if number is not value:
+                    accepted = (*accepted[:position], number, *accepted[position + 1 :])
+        return accepted
+
+    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that are given by name; raise OptionError for a name that is no option."""
+        for name, value in kwargs.items():
+            kind = self._names.get(name, self._others)
+            if kind is not None:
+                try:
+                    kwargs[name] = kind.accept(value)
+                except Mismatch as mismatch:
+                    raise self._mistake(args, name, value, kind, mismatch) from None
+            elif name not in self._names and not self._takes_others:
+                hint = did_you_mean(name, self._names.keys() - {"self"})
+                raise OptionError(f"{self._name(args)} got an unexpected keyword argument {name!r}; {hint}")
+        return kwargs
+
+    def _mistake(
+        self, args: tuple[Any, ...], name: str, value: Any, kind: Kind, why: Mismatch
+    ) -> AmandaError:
+        return mistake(self._name(args), name, value, kind, str(why), self._error)
+
+    def _name(self, args: tuple[Any, ...]) -> str:
+        """Return the name of what is called: of a constructor the class, which may be a user's subclass."""
+        if self._qualname.endswith("__init__") and self._is_method and args:
+            return type(args[0]).__name__
+        return self._qualname.rpartition("<locals>.")[2]
+
+
+def mistake(
+    called: str, option: str, value: Any, kind: Kind, why: str = "", error: type[AmandaError] = OptionError
+) -> AmandaError:
+    """Return the error about a value of an option that is not of its kind."""
+    hint = f" ({why})" if why and not why.endswith("?") else f"; {why}" if why else ""
+    return error(f"{called}: {option} is {shown(value)}; give {kind.words}{hint}")
+
+
+def options_of(target: Callable[..., Any]) -> dict[str, Option]:
+    """Return the options of a class's constructor, or of a function, by name."""
+    function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+    hints = annotations_of(function)
+    options = {}
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            unpacked = _unpacked(hints.get(parameter.name))
+            options.update({name: Option(name, hint, None) for name, hint in unpacked.items()})
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            hint = hints.get(parameter.name, inspect.Parameter.empty)
+            options[parameter.name] = Option(parameter.name, hint, parameter.default)
+    return options
+
+
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function; Any stands for names that type checkers alone import."""
+    function = inspect.unwrap(function)
+    names, found = getattr(function, "__globals__", {}), {}
+    others: dict[str, Any] = {"Unpack": _Unpack}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        holder = types.SimpleNamespace(__annotations__={name: annotation})
+        while name not in found:
+            try:
+                found.update(typing.get_type_hints(holder, names, others, include_extras=True))
+            except NameError as error:
+                others[str(error.name)] = Any
+            except Exception:  # such as an array of a type that is Any
+                found[name] = Any
+    return found
+
+
+class _Unpack(Generic[T]):
+    """Stands for `typing.Unpack`, which Python 3.10 lacks."""
+
+
+def _unpacked(hint: Any) -> Mapping[str, Any]:
+    """Return the annotations of the options that `**options: Unpack[Options]` stands for."""
+    members = typing.get_args(hint) if typing.get_origin(hint) is _Unpack else ()
+    return typing.get_type_hints(members[0], include_extras=True) if members else {}

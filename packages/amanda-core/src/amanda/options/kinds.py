@@ -1,0 +1,387 @@
+"""Kinds: what an annotation accepts, and its words for messages, for the command line and `amanda info`."""
+
+from __future__ import annotations
+
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from itertools import islice
+from numbers import Integral, Rational, Real
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from amanda.errors import FileError
+from amanda.files import check_file_to_write, check_folder_to_write
+from amanda.options.ranges import WHOLE, At, Length, Range, Where
+
+_SHOWN = 120
+_LISTS = (Sequence, list, Iterable, Collection)
+_SETS = (set, frozenset, Set)
+
+
+class Mismatch(Exception):
+    """A value is not of a kind; the message tells which part of it, or why, or is empty."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an annotation accepts.
+
+    words: with an article, as Python writes values ("a whole number from 1 on", "True or False").
+    text: without, as a command line writes values ("whole number from 1 on", "true or false").
+    many: of several ("whole numbers from 1 on").
+    accept: returns the value, numpy's numbers as Python's own; raises Mismatch.
+    """
+
+    words: str
+    text: str
+    many: str
+    accept: Callable[[Any], Any]
+
+
+def shown(value: Any) -> str:
+    """Return the repr of any value for a message, at most some 120 letters of it."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits has none, nor a list nested too deep
+        return f"a {type(value).__name__} that has no repr"
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def kind_of(annotation: Any) -> Kind:
+    """Return the kind of an annotation; whatever is unknown to this module accepts all values."""
+    try:
+        return _cached(annotation)
+    except TypeError:  # not hashable
+        return _kind(annotation, ())
+
+
+def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(members[0], (*marks, *annotation.__metadata__))
+    where = next((mark for mark in marks if isinstance(mark, Where)), None)
+    if where is not None:
+        return _where(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
+    if origin in (Union, types.UnionType):
+        at = next((mark for mark in marks if isinstance(mark, At)), None)
+        return _path(at) if at is not None else _union([_kind(member, marks) for member in members])
+    if origin is Literal:
+        return _literal(members)
+    if isinstance(annotation, TypeVar):
+        return _ANY if annotation.__bound__ is None else _kind(annotation.__bound__, marks)
+    plain = origin or annotation
+    if plain in _PLAIN:
+        return _PLAIN[plain](marks)
+    if plain in _LISTS or plain in _SETS:
+        return _list(plain, members, marks)
+    if plain is tuple:
+        return _tuple(members, marks)
+    if isinstance(plain, type) and issubclass(plain, Mapping):
+        return _mapping(members)
+    if plain is Callable or plain is typing.Callable:
+        return _noun("function", _callable)
+    if plain is type:
+        return _noun("class", lambda value: isinstance(value, type))
+    if not isinstance(plain, type):
+        return _ANY
+    if issubclass(plain, os.PathLike):
+        return _path(next((mark for mark in marks if isinstance(mark, At)), None))
+    if getattr(plain, "_is_protocol", False):
+        return _protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
+    return _noun(plain.__name__, lambda value: isinstance(value, plain))
+
+
+_cached = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind(annotation, ()))
+
+
+def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
+    def accept(value: Any) -> Any:
+        if not holds(value):
+            raise Mismatch
+        return value
+
+    return _named(noun, accept, suffix)
+
+
+def _named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
+    article = "an" if noun[0] in "aeiouAEIO" else "a"
+    many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
+
+
+def _protocol(plain: type) -> Kind:
+    methods = [name for base in plain.__mro__[:-1] for name in vars(base) if name[0] != "_"]
+
+    def holds(value: Any) -> bool:
+        return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
+
+    return _noun("object", holds, f" with {' and '.join(methods)}")
+
+
+def _where(kind: Kind, where: Where) -> Kind:
+    if where == Where(where.words):  # words alone
+        return Kind(where.words, where.words, where.words, kind.accept)
+
+    def accept(value: Any) -> Any:
+        value = kind.accept(value)
+        if not where.holds(value):
+            raise Mismatch
+        return value
+
+    return Kind(where.words, where.words, where.words, accept)
+
+
+def _callable(value: Any) -> bool:
+    return callable(value)
+
+
+def _bool(marks: tuple[Any, ...]) -> Kind:
+    def accept(value: Any) -> bool:
+        if type(value) is not bool:
+            raise Mismatch
+        return value
+
+    return Kind("True or False", "true or false", "True or False", accept)
+
+
+def _none(marks: tuple[Any, ...]) -> Kind:
+    def accept(value: Any) -> None:
+        if value is not None:
+            raise Mismatch
+
+    return Kind("None", "none", "None", accept)
+
+
+def _int(marks: tuple[Any, ...]) -> Kind:
+    bounds = next((mark for mark in marks if isinstance(mark, Range)), WHOLE)
+
+    def accept(value: Any) -> int:
+        if type(value) is not int:
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise Mismatch
+            value = int(value)
+        if not bounds.least <= value <= bounds.most:
+            raise Mismatch("" if WHOLE.least <= value <= WHOLE.most else "it has more than 64 bits")
+        return int(value)
+
+    stated = Range(
+        bounds.least if bounds.least > WHOLE.least else -float("inf"),
+        bounds.most if bounds.most < WHOLE.most else float("inf"),
+    )
+    return _named("whole number", accept, str(stated))
+
+
+def _float(marks: tuple[Any, ...]) -> Kind:
+    bounds = next((mark for mark in marks if isinstance(mark, Range)), Range())
+
+    def accept(value: Any) -> Any:
+        if type(value) is not float and type(value) is not int:
+            # A fraction is a number, but no framework and no file takes one.
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or (isinstance(value, Rational) and not isinstance(value, Integral)):
+                raise Mismatch
+            value = int(value) if isinstance(value, Integral) else float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise Mismatch("it is beyond the largest float") from None
+        if not bounds.holds(number):
+            raise Mismatch("" if number == number and abs(number) != float("inf") else "it is not finite")
+        return value
+
+    return _named("number", accept, str(bounds))
+
+
+def _str(marks: tuple[Any, ...]) -> Kind:
+    length = next((mark for mark in marks if isinstance(mark, Length)), Length())
+
+    def accept(value: Any) -> str:
+        if not isinstance(value, str):
+            raise Mismatch
+        if not length.holds(len(value)):
+            raise Mismatch("" if value else "it is empty")
+        return value
+
+    return Kind("a text", "text", "texts", accept)
+
+
+def _any(marks: tuple[Any, ...]) -> Kind:
+    return _ANY
+
+
+def _path(at: At | None) -> Kind:
+    name = "path" if at is None else f"path of a {at.what.removeprefix('output ')}"
+
+    def accept(value: Any) -> Any:
+        if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
+            raise Mismatch
+        text = os.fspath(value)
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise Mismatch("it is empty" if not text else "")
+        try:
+            if at is not None and (trouble := _trouble_at(Path(text), at.what)):
+                raise Mismatch(trouble)
+        except OSError as error:
+            raise Mismatch(str(error.strerror).lower()) from None
+        except UnicodeError:
+            raise Mismatch("it is no text that files may be called by") from None
+        return value
+
+    return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
+
+
+def _trouble_at(path: Path, wanted: str) -> str:
+    """Return what is wrong at a path; "" if nothing is."""
+    if wanted == "file":
+        return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
+    if wanted == "folder":
+        return "" if path.is_dir() else "it is no folder" if path.exists() else "there is no such folder"
+    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+        return "a name in it is too long"
+    try:
+        (check_file_to_write if wanted == "output file" else check_folder_to_write)(path)
+    except FileError as error:
+        return str(error).partition(" cannot be written: ")[2]
+    return ""
+
+
+def _literal(members: tuple[Any, ...]) -> Kind:
+    by_value = {(member.__class__, member): member for member in members}
+    texts = [
+        str(member).lower() if member is None or isinstance(member, bool) else str(member)
+        for member in members
+    ]
+
+    def accept(value: Any) -> Any:
+        kinds = (
+            kind for kind, base in ((str, str), (bool, bool), (int, Integral)) if isinstance(value, base)
+        )
+        try:
+            return by_value[next(kinds, type(value)), value]
+        except Exception:  # an object may raise anything where it is compared
+            near = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+            raise Mismatch(f"did you mean {near[0]!r}?" if near else "") from None
+
+    one_of = "one of " if len(members) > 3 else ""
+    words = one_of + _joined(list(map(repr, members)), "," if one_of else " or")
+    return Kind(words, " or ".join(texts), words, accept)
+
+
+def _joined(words: Sequence[str], last: str = " or") -> str:
+    return ", ".join(words[:-1]) + (f"{last} " if len(words) > 1 else "") + words[-1]
+
+
+def _union(kinds: Sequence[Kind]) -> Kind:
+    def accept(value: Any) -> Any:
+        details = []
+        for kind in kinds:
+            try:
+                return kind.accept(value)
+            except Mismatch as mismatch:
+                details.append(str(mismatch))
+        raise Mismatch(next(filter(None, details), ""))
+
+    ordered = sorted(kinds, key=lambda kind: kind.words == "None")
+    words = _joined([kind.words for kind in ordered], ", or" if len(kinds) > 2 else " or")
+    return Kind(
+        words,
+        " or ".join(kind.text for kind in kinds),
+        _joined([kind.many for kind in ordered]),
+        accept,
+    )
+
+
+def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+    item = kind_of(members[0]) if members else _ANY
+    length = next((mark for mark in marks if isinstance(mark, Length)), Length())
+    is_set, takes_all = plain in _SETS, plain in (Iterable, Collection)
+
+    def accept(value: Any) -> Any:
+        if isinstance(value, (str, bytes, bytearray, memoryview)):
+            raise Mismatch
+        if takes_all and isinstance(value, Iterable) and not isinstance(value, Sequence):
+            try:
+                items = iter(value)
+            except TypeError:  # a tensor of no axes says that it can be iterated
+                raise Mismatch from None
+            value = list(islice(items, length.most + 1))  # an iterator may have no end
+        if not isinstance(value, Set if is_set else Sequence):
+            raise Mismatch
+        if not length.holds(len(value)):
+            raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
+        accepted = _accepted([item] * len(value), value)
+        if all(map(_is, accepted, value)):
+            return value
+        return set(accepted) if is_set else accepted
+
+    nonempty = " that is not empty" if length.least == 1 else ""
+    noun = "set" if is_set else "list"
+    return Kind(
+        f"a {noun} of {item.many}{nonempty}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
+    )
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
+    items = []
+    for position, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+        try:
+            items.append(kind.accept(value))
+        except Mismatch as mismatch:
+            why = f": {mismatch}" if str(mismatch) else ""
+            raise Mismatch(f"item {position} is {shown(value)}{why}") from None
+    return items
+
+
+def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+    if not members or members[-1] is Ellipsis:
+        items = _list(Sequence, members[:1], marks)
+        words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
+        return Kind(words, items.text, many, lambda value: tuple(items.accept(value)))
+    kinds = [kind_of(member) for member in members]
+
+    def accept(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise Mismatch
+        if len(value) != len(kinds):
+            raise Mismatch(f"it has {len(value)} item{'s' * (len(value) != 1)}")
+        return tuple(_accepted(kinds, value))
+
+    same = len({kind.words for kind in kinds}) == 1
+    parts = f"{len(kinds)} {kinds[0].many}" if same else ", ".join(kind.words for kind in kinds)
+    return Kind(f"a tuple of {parts}", f"list of {kinds[0].text}", f"tuples of {parts}", accept)
+
+
+def _mapping(members: tuple[Any, ...]) -> Kind:
+    kinds = [kind_of(member) for member in members] or [_ANY, _ANY]
+
+    def accept(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        for key, one in list(value.items()):
+            for kind, part, name in ((kinds[0], key, "key"), (kinds[-1], one, f"value of {shown(key)}")):
+                try:
+                    kind.accept(part)
+                except Mismatch:
+                    raise Mismatch(f"its {name} is {shown(part)}") from None
+        return value
+
+    words = f"a dict of {kinds[-1].many} by {kinds[0].many}" if members else "a dict"
+    return Kind(words, words.removeprefix("a "), "dicts", accept)
+
+
+_ANY = Kind("any value", "text", "values", lambda value: value)
+_PLAIN: dict[Any, Callable[[tuple[Any, ...]], Kind]] = {
+    bool: _bool, int: _int, float: _float, str: _str, type(None): _none, None: _none, Any: _any, object: _any,
+    Path: lambda marks: _path(next((mark for mark in marks if isinstance(mark, At)), None)),
+    PurePath: lambda marks: _path(None), os.PathLike: lambda marks: _path(None),
+}  # fmt: skip

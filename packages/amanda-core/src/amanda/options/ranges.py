@@ -1,0 +1,126 @@
+"""Ranges for annotations: `Annotated[int, Range(1, 8)]`, and names for the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, isfinite, isnan
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+_MOST_INT = (1 << 63) - 1  # what frameworks' sizes, native counters and files hold
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number: `Range(0, 1)` has both ends; above, below: bounds that are not in the range.
+
+    finite: False for a float that may be nan or infinite; nan passes any bound then.
+    """
+
+    least: float = -inf
+    most: float = inf
+    above: float = -inf
+    below: float = inf
+    finite: bool = True
+
+    def holds(self, number: float) -> bool:
+        """Return True if a number is in the range."""
+        if not isfinite(number) and self.finite:
+            return False
+        inside = self.least <= number <= self.most and self.above < number < self.below
+        return inside or (not self.finite and (isnan(number) or self == Range(finite=False)))
+
+    def __str__(self) -> str:
+        """Return words that follow a noun: " from 0 to 1", " above 0"; "" without bounds."""
+        low = f"from {_text(self.least)}" if self.least > -inf else ""
+        low = f"above {_text(self.above)}" if self.above > -inf else low
+        high = f"at most {_text(self.most)}" if self.most < inf else ""
+        high = f"below {_text(self.below)}" if self.below < inf else high
+        if self.least > -inf and self.most < inf:
+            return f" from {_text(self.least)} to {_text(self.most)}"
+        if low and high:
+            return f" {low} and {high}"
+        ending = " on" if self.least > -inf else ""
+        return (f" {low}{ending}" if low else f" {high}" if high else "") + (
+            "" if self.finite else ", nan or inf"
+        )
+
+
+def _text(bound: float) -> str:
+    """Return a bound in words; powers of two beyond a million are written as such."""
+    for number, end in ((bound, ""), (bound + 1, " - 1")):
+        whole = int(number)
+        if whole == number and abs(whole) > 1 << 20 and abs(whole) & (abs(whole) - 1) == 0:
+            return f"{'-' if whole < 0 else ''}2**{abs(whole).bit_length() - 1}{end}"
+    return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
+
+
+WHOLE = Range(-_MOST_INT - 1, _MOST_INT)
+"""Range of an int that states none: 64 bits."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """Number of items of a list, or of letters of a text: at least so many, and at most."""
+
+    least: int = 0
+    most: int = 1_000_000
+
+    def holds(self, count: int) -> bool:
+        """Return True if a number of items is right."""
+        return self.least <= count <= self.most
+
+
+@dataclass(frozen=True)
+class At:
+    """What must be at a path: a "file" or a "folder" that is there, or an "output file" or "output folder".
+
+    An output file need not be there, but its folder must.  An output folder need not be there either; its
+    nearest parent that is there must be a folder that can be written.
+    """
+
+    what: Literal["file", "folder", "output file", "output folder"]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Words for what is right, and a condition that no other mark states: `Where("an even number", is_even)`.
+
+    holds: returns True for a value that is right; called for values of the annotated type.
+    """
+
+    words: str
+    holds: Callable[[Any], bool] = lambda value: True
+
+
+NotEmpty = Length(1)
+"""At least one item or letter."""
+
+PositiveInt = Annotated[int, Range(1, _MOST_INT)]
+"""A whole number from 1 on."""
+NonNegativeInt = Annotated[int, Range(0, _MOST_INT)]
+"""A whole number from 0 on."""
+Seed = Annotated[int, Range(0, (1 << 64) - 1)]
+"""A whole number of 64 bits without a sign."""
+PositiveFloat = Annotated[float, Range(above=0)]
+"""A finite number above 0."""
+NonNegativeFloat = Annotated[float, Range(0)]
+"""A finite number from 0 on."""
+Share = Annotated[float, Range(0, 1)]
+"""A number from 0 to 1."""
+PositiveShare = Annotated[float, Range(above=0, most=1)]
+"""A number above 0 and at most 1."""
+AnyFloat = Annotated[float, Range(finite=False)]
+"""A number that may be nan or infinite; a plain `float` is finite."""
+Name = Annotated[str, NotEmpty]
+"""A text that is not empty."""
+File = Annotated[str | PathLike[str] | Path, At("file")]
+"""The path of a file that is there."""
+Folder = Annotated[str | PathLike[str] | Path, At("folder")]
+"""The path of a folder that is there."""
+OutputFile = Annotated[str | PathLike[str] | Path, At("output file")]
+"""The path of a file to write, in a folder that is there."""
+OutputFolder = Annotated[str | PathLike[str] | Path, At("output folder")]
+"""The path of a folder to write into, which is made when needed."""
