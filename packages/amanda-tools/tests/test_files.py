@@ -17,31 +17,20 @@ import children
 import pytest
 import torch
 from disk import full_disk
+from tool_files import READERS, X, save_each, tools_after_a_run
 from torch import nn
 
 import amanda
 from amanda.errors import AmandaError, FileError
 from amanda.tools.command import merge
 from amanda.tools.command._processes import folder_of_ranks
-from amanda.tools.coverage import CoverageTool
 from amanda.tools.diff import diff
-from amanda.tools.diff._bundle import opened
 from amanda.tools.dump import Dump, DumpTool
-from amanda.tools.effective_path import EffectivePath, EffectivePathTool
-from amanda.tools.flops import FlopsTool
-from amanda.tools.partition import Plan
-from amanda.tools.profile import ProfileTool
-from amanda.tools.quantize import QuantizeTool
 from amanda.tools.results import Column, Table, load, locked
 from amanda.tools.results import merge as together
 from amanda.tools.search import Search, SearchTool
-from amanda.tools.stats import StatsResult, StatsTool
-from amanda.tools.trace import TraceTool
 from amanda.tools.trace import load as load_trace
 from amanda.tools.view import main as view
-from amanda.tools.view import to_page
-
-X = torch.linspace(-1, 1, 32).reshape(1, 32)
 
 
 @pytest.fixture(scope="module")
@@ -51,37 +40,13 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def tools(model: nn.Module) -> dict[str, Any]:
-    """Tools that have seen the model twice, by name."""
-    made: dict[str, Any] = {
-        "flops": FlopsTool(), "coverage": CoverageTool(), "profile": ProfileTool(), "stats": StatsTool(),
-        "trace": TraceTool(), "quantize": QuantizeTool(calibration=1), "path": EffectivePathTool(),
-    }  # fmt: skip
-    for tool in made.values():
-        with amanda.apply(tool):
-            model(X), model(X)
-    made["search"] = SearchTool(["relu=relu|gelu"])
-    made["search"].prepare(model, X)
-    return made
+    return tools_after_a_run(model)
 
 
 @pytest.fixture(scope="module")
 def saved(tools: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file of each kind."""
     folder = tmp_path_factory.mktemp("saved")
-    for name in ("flops", "coverage", "profile", "stats", "trace"):
-        tools[name].result.save(folder / f"{name}.json")
-    tools["profile"].result.save(folder / "profile.trace.json")
-    tools["path"].result.paths[0].save(folder / "path.npz")
-    tools["search"].save(folder / "architecture.json")
-    for suffix in (".json", ".safetensors"):
-        tools["quantize"].save(folder / f"scales{suffix}")
-    Search(tools["search"], lambda: 1.0, file=folder / "trials.json", progress=False).run(trials=1)
-    diff(lambda: torch.relu(X), lambda: torch.relu(X + 1), bundle=folder / "bundle.zip")
-    for form in ("npz", "safetensors"):
-        dump = DumpTool(folder / form, outputs="full", format=form)
-        with amanda.apply(dump):
-            torch.relu(X)
-        assert not dump.result.failure
+    save_each(tools, folder)
     return folder
 
 
@@ -204,40 +169,6 @@ ARCHIVES: dict[str, Callable[[bytes], bytes]] = {
     "a list of runs": with_content("diff.json", '{"runs": ["a"]}'),
     "deep": with_content("diff.json", "[" * 200_000),
     "a path out": with_content("../diff.json", "{}"),
-}
-
-
-def read_bundle(path: Path) -> object:
-    with opened(path) as runs:
-        return dict(runs)
-
-
-def read_dump(path: Path) -> object:
-    dump = Dump(path.parent)
-    return [dump.array(entry) for entry in dump]
-
-
-def read_trials(tools: dict[str, Any], path: Path) -> object:
-    return Search(tools["search"], lambda: 1.0, file=path, progress=False)
-
-
-READERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
-    "flops.json": lambda tools, path: load(path),
-    "coverage.json": lambda tools, path: load(path),
-    "profile.json": lambda tools, path: load(path),
-    "profile.trace.json": lambda tools, path: to_page(path),
-    "stats.json": lambda tools, path: StatsResult.load(path),
-    "trace.json": lambda tools, path: load_trace(path),
-    "scales.json": lambda tools, path: QuantizeTool().load(path),
-    "scales.safetensors": lambda tools, path: QuantizeTool().load(path),
-    "path.npz": lambda tools, path: EffectivePath.load(path),
-    "architecture.json": lambda tools, path: SearchTool(["relu=relu|gelu"], architecture=path),
-    "trials.json": read_trials,
-    "bundle.zip": lambda tools, path: read_bundle(path),
-    "npz/index.json": lambda tools, path: read_dump(path),
-    "npz/tensors-00000.npz": lambda tools, path: read_dump(path),
-    "safetensors/tensors-00000.safetensors": lambda tools, path: read_dump(path),
-    "partition.json": lambda tools, path: Plan.load(path),
 }
 
 
