@@ -3,8 +3,8 @@
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
 tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, opdb_jax, opdb_mindspore, fuzz, soak,
-mindspore, jax, pythons, torch_versions, tf_versions, types, lint, dist, wheels, release, templates,
-third_party, docs, recipes, suites, bench, paper, gpu.
+reliability, mindspore, jax, pythons, torch_versions, tf_versions, types, lint, dist, wheels, release,
+templates, third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
 from __future__ import annotations
@@ -230,6 +230,28 @@ def soak(session: nox.Session) -> None:
     """Run for long under tools: memory and exceptions; arguments after -- go to pytest."""
     paths = [f"{TORCH}/tests/test_{name}.py" for name in ("soak", "restored_property")]
     python(session, "-m", "pytest", *paths, "-m", "soak", *session.posargs, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def reliability(session: nox.Session) -> None:
+    """Attack each framework under tools, in 20 minutes at most; after -- the names of some attacks.
+
+    JAX and MindSpore are attacked where their sessions have made their environments.
+    """
+    paths = ("tests/support", f"{TOOLS}/tests/support", "website")
+    env = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    attacks = ("tests/reliability/run.py", *(session.posargs or ["--record"]))
+    python(session, *attacks, **env)
+    for name, framework in (("jax", "JAX"), ("mindspore", "MindSpore")):
+        other = ROOT / ".nox" / name / BIN / "python"
+        if other.exists():
+            session.run(
+                str(other), *attacks, "--framework", framework, "--minutes", "3", external=True, env=env
+            )
 
 
 def support(session: nox.Session, kind: str, version: str, what: str, *tests: str, **env: str) -> None:

@@ -51,7 +51,7 @@ def _kill(framework: Framework, folder: str, instant: float) -> None:
 
 def _read(folder: Path, framework: Framework, step: Step) -> None:
     """Read the result and every tensor of the dump; replace the dump."""
-    assert len(load(folder / "flops.json")), "flops.json is empty"
+    assert load(folder / "flops.json").rows(), "flops.json is empty"
     dump = Dump(folder / "dump")
     arrays = [dump.array(entry) for entry in dump]
     assert any(array is not None for array in arrays), "the dump has no tensor"

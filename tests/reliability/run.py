@@ -24,7 +24,7 @@ ATTACKS = ("threads", "server", "exceptions", "signals", "soak", "kills", "full_
 OF_FILES = {"damage": "PyTorch"}
 """Attacks on files, which are the same for every framework: the one whose tools write them."""
 START, CHILD = 180.0, 60.0
-"""Seconds more that a framework has to start, and each attack."""
+"""Seconds that a framework has to start, and that an attack has beside its own."""
 Row = dict[str, Any]
 
 
@@ -36,6 +36,7 @@ def main() -> int:
         "--framework", action="append", choices=FRAMEWORKS, help="all that are installed if none"
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="that an attack goes on for")
+    parser.add_argument("--minutes", type=float, default=13.0, help="that all attacks have together")
     parser.add_argument("--record", action="store_true", help="write the rows into docs/reliability.md")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,50 +46,51 @@ def main() -> int:
     if options.rows is not None:
         _attack(FRAMEWORKS[options.framework[0]], chosen, options.seconds, options.rows)
         return 0
-    rows = []
+    failed, end = False, time.monotonic() + 60 * options.minutes
     for name in options.framework or FRAMEWORKS:
-        if FRAMEWORKS[name].installed():
-            rows += attacked(
-                name, [attack for attack in chosen if OF_FILES.get(attack, name) == name], options.seconds
-            )
-    if options.record:
-        from amanda_docs import reliability
+        if not FRAMEWORKS[name].installed():
+            continue
+        rows = attacked(
+            name, [one for one in chosen if OF_FILES.get(one, name) == name], options.seconds, end
+        )
+        failed |= any(row["wrong"] or row["left"] for row in rows)
+        if options.record:
+            from amanda_docs import reliability
 
-        reliability.record(rows)
-    return int(any(row["wrong"] or row["left"] for row in rows))
+            reliability.record(rows)
+    return int(failed)
 
 
-def attacked(name: str, attacks: Sequence[str], seconds: float) -> list[Row]:
-    """Return the rows of a framework; an attack that ends the process has a row that tells how."""
+def attacked(name: str, attacks: Sequence[str], seconds: float, end: float) -> list[Row]:
+    """Return the rows of a framework; an attack that ends the process has a row that tells how.
+
+    end: the moment, of the monotonic clock, at which the attack under way is ended and others are left out.
+    """
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         while len(rows) < len(attacks):
             file, rest = Path(folder, str(len(rows))), attacks[len(rows) :]
-            command = [
-                sys.executable,
-                __file__,
-                *rest,
-                "--framework",
-                name,
-                "--seconds",
-                str(seconds),
-                "--rows",
-                file,
-            ]
-            limit = START + len(rest) * (CHILD + 3 * seconds)
-            try:
-                done = children.run(command, limit=limit, stdout=None, stderr=None)
-                ended = f"the process ended with {done.returncode}"
-            except AssertionError:
-                ended = f"the process ran longer than {limit:.0f} s"
+            options = ("--framework", name, "--seconds", str(seconds), "--rows", str(file))
+            limit = min(START + len(rest) * (CHILD + 3 * seconds), end - time.monotonic())
+            ended = "not tried: the time of all attacks was over"
+            if limit > 0:
+                ended = _run([*rest, *options], limit)
             lines = file.read_text().splitlines() if file.exists() else []
             rows += map(json.loads, lines)
             if len(lines) < len(rest):
-                rows.append(
-                    _row(FRAMEWORKS[name], rest[len(lines)], count=0, unit="", wrong=1, left=[], note=ended)
-                )
+                none = {"count": 0, "unit": "attempts", "wrong": 1, "left": []}
+                rows.append(_row(FRAMEWORKS[name], rest[len(lines)], **none, note=ended))
                 _print(rows[-1])
     return rows
+
+
+def _run(arguments: Sequence[str], limit: float) -> str:
+    """Run attacks in a child process; say how it ended."""
+    try:
+        done = children.run([sys.executable, __file__, *arguments], limit=limit, stdout=None, stderr=None)
+    except AssertionError:
+        return f"the process ran longer than {limit:.0f} s"
+    return f"the process ended with {done.returncode}"
 
 
 def _attack(framework: Framework, attacks: Sequence[str], seconds: float, file: Path) -> None:

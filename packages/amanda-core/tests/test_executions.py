@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from amanda.backend import Execution
 
 
@@ -19,3 +21,14 @@ def test_living_executions_have_numbers_of_their_own() -> None:
         made()
     living = [made() for _ in range(1_000)]
     assert len({one.number for one in living}) == 1_000
+
+
+def test_an_execution_that_was_interrupted_before_it_had_a_number_goes_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Execution._numbers, "take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made()
