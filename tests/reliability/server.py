@@ -55,7 +55,7 @@ def attack(framework: Framework, step: Step, seconds: float) -> Outcome:
         phase = ""
         for thread in threads:
             thread.join()
-    times = ", ".join(f"{1e6 * median(latency[name] or [0]):.0f}" for name in PHASES)
-    note = f"{scopes:,} scopes of profile and flops; median latency before, during, after: {times} us"
+    times = ", ".join(f"{1e6 * median(latency[name]):.0f} us" if latency[name] else "none" for name in PHASES)
+    note = f"{scopes:,} scopes of profile and flops; median latency before, during, after: {times}"
     requests = sum(map(len, latency.values()))
     return Outcome(requests, "requests", sum(wrong) + len(errors), note="; ".join([note, *errors[:1]]))
