@@ -182,7 +182,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "a word for compiled code": (
         lambda: amanda.apply(FlopsTool(), compiled="graph"),  # type: ignore[arg-type]
-        "Scope: compiled is 'graph'; give 'eager' or 'instrument'",
+        "apply: compiled is 'graph'; give 'eager' or 'instrument'",
     ),
     "a pickled tool": (
         lambda: pickle.dumps(applied(PruneTool)),

@@ -191,7 +191,11 @@ def again(network: Any) -> Callable[[], None]:
 
 
 def points() -> Iterator[dict[str, bool]]:
-    yield from ({"backward": backward, "require_outputs": after} for backward in (0, 1) for after in (0, 1))
+    yield from (
+        {"backward": backward, "require_outputs": after}
+        for backward in (False, True)
+        for after in (False, True)
+    )
 
 
 def no_op() -> amanda.Tool:

@@ -212,8 +212,8 @@ def test_a_tool_with_a_selection_of_its_own_says_what_no_op_fitted_in_its_result
         ({"phase": "both"}, SelectionError, "'backward', 'optimizer', 'construction'"),
         ({"type": ""}, SelectionError, "type is ''"),
         ({"module": [3]}, SelectionError, "item 0 is 3"),
-        ({"frequency": 0}, WindowError, "frequency is 0"),
-        ({"start": -1}, WindowError, "start is -1"),
+        ({"frequency": 0}, SelectionError, "frequency is 0"),
+        ({"start": -1}, SelectionError, "start is -1"),
         ({"start": 3, "end": 3}, WindowError, "no step is in between"),
     ],
 )

@@ -259,6 +259,7 @@ def _hint(given: object) -> str:
     return "; give instances of amanda.Tool, such as amanda.load_tool('flops')"
 
 
+@checked(error=ScopeError)
 def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
     """Apply tools to what runs in a scope: every op of every supported framework, forward and backward.
 

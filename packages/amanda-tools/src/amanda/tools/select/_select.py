@@ -85,6 +85,7 @@ class Selection:
         return phase == self._phase or (phase == "forward" and self._phase == "backward")
 
 
+@checked(error=SelectionError)
 def select(
     tool: ToolT,
     *,
@@ -99,7 +100,7 @@ def select(
     """The tool itself, applied to these ops alone, at the steps of `range(start, end, frequency)`.
 
     type, module, phase: see `Selection`.  steps: what counts them; one of its own if None is given.
-    Raises SelectionError and `amanda.tools.steps.WindowError`.
+    Raises SelectionError, and `amanda.tools.steps.WindowError` where no step is in the range.
     """
     if not isinstance(tool, amanda.Tool):
         raise SelectionError(f"select: tool is {shown(tool)}; give a tool, such as FlopsTool()")
