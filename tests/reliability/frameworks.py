@@ -90,7 +90,7 @@ class Framework(NamedTuple):
 
     start: imports it and returns a step, which gives the outputs of an input and, if the framework has
     gradients, those of their sum by both weights.  options: of `amanda.apply`.  keeps: whether the framework
-    keeps what it compiled for a tool, also when the tool is gone.
+    keeps what it compiled for a tool, also when the tool is gone.  without: attacks that end the process.
     """
 
     name: str
@@ -99,6 +99,7 @@ class Framework(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
     gradients: bool = True
     keeps: bool = False
+    without: Sequence[str] = ()
 
     def installed(self) -> bool:
         """Return True if the framework can be imported."""
@@ -219,7 +220,7 @@ FRAMEWORKS = {
         Framework("TensorFlow", "tensorflow-cpu", lambda: _tensorflow(False)),
         Framework("TensorFlow, function", "tensorflow-cpu", lambda: _tensorflow(True)),
         Framework("ONNX Runtime", "onnxruntime", _onnxruntime, gradients=False),
-        Framework("JAX", "jax", _jax),
-        Framework("MindSpore", "mindspore", _mindspore),
+        Framework("JAX", "jax", _jax, keeps=True),
+        Framework("MindSpore", "mindspore", _mindspore, without=("threads", "server", "signals")),
     )
 }

@@ -50,9 +50,12 @@ def main() -> int:
     for name in options.framework or FRAMEWORKS:
         if not FRAMEWORKS[name].installed():
             continue
-        rows = attacked(
-            name, [one for one in chosen if OF_FILES.get(one, name) == name], options.seconds, end
-        )
+        attacks = [
+            attack
+            for attack in chosen
+            if OF_FILES.get(attack, name) == name and attack not in FRAMEWORKS[name].without
+        ]
+        rows = attacked(name, attacks, options.seconds, end)
         failed |= any(row["wrong"] or row["left"] for row in rows)
         if options.record:
             from amanda_docs import reliability
