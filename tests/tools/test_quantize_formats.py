@@ -205,9 +205,9 @@ def test_bits_by_module() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 0}, "group_size is 0; give a number of weights, such as 32"),
+        ({"group_size": 0}, "group_size is 0; give a whole number from 1 on or None"),
         ({"group_size": 32, "per_channel": False}, "a group lies within a channel"),
-        ({"weight_bits": {"0": 99}}, "99 bits; give a number from 2 to 16, or e4m3 or e5m2"),
+        ({"weight_bits": {"0": 99}}, "its value of '0' is 99"),
         ({"weight_bits": "e4m3", "method": "lsq"}, "method is 'lsq', which is for integers"),
         ({"activation_bits": "e5m2", "observer": "histogram"}, "observer is 'histogram', which is for"),
     ],

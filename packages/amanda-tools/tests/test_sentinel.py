@@ -385,7 +385,7 @@ def test_a_result_is_saved_and_loaded(tmp_path: Path) -> None:
     result = sentinel.result
     told = json.loads(result.save(tmp_path / "sentinel.json").read_text())
     assert told["alarms"][0]["step"] == 1
-    assert load(tmp_path / "sentinel.json").rows() == [list(row) for row in result.rows()]
+    assert load(tmp_path / "sentinel.json").rows() == [tuple(row) for row in result.rows()]
     assert list(result.to_pandas()["watched"]) == [3] * len(result.ops)
     assert str(result).splitlines()[1].startswith("Alarm: corruption in step 1: linear (forward) of outer")
     sentinel.clear()

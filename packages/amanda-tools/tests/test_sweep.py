@@ -350,7 +350,11 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
             2,
             "'few' is not numbers with commas between them",
         ),
-        (["sparsity", "swept.py:total", "--levels", "2"], 2, "--levels 2: sparsity is 2.0; it is the share"),
+        (
+            ["sparsity", "swept.py:total", "--levels", "2"],
+            2,
+            "--levels 2: SparsitySweep: sparsities is",
+        ),
         (["bits", "swept.py:total", "--levels", "8,2.5"], 2, "--levels 8,2.5: bits are whole numbers"),
         (["sparsity", "swept.py:total", "--save", "a.xyz"], 2, "a.xyz ends in none of .json, .csv"),
         (["sparsity", "swept.py:total", "--save", "no/a.csv"], 2, "there is no folder no for a.csv"),

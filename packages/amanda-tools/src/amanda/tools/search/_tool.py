@@ -69,7 +69,7 @@ class SearchTool(amanda.Tool):
         self._wanted: dict[str, str] = {}
         self.costs = Costs()
         if architecture is not None:
-            self.load(architecture)
+            self.load(Path(architecture))
         self.depends_on(StandardMapping(), frameworks())
         self.add_inst_for_op(self._analyse, guard="read")
         self.add_inst_for_op(self._note_outputs, require_outputs=True)

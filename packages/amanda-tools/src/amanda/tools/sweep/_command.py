@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from amanda.errors import AmandaError
+from amanda.options import __file__ as _options_package
 from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.command import __file__ as _command_package
 from amanda.tools.results import PlottedResult
@@ -18,7 +19,10 @@ from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
-_BEFORE = (str(Path(__file__).parent), str(Path(_command_package).parent), "<frozen importlib")
+_BEFORE = (
+    *(str(Path(file).parent) for file in (__file__, _command_package, _options_package)),
+    "<frozen importlib",
+)
 
 
 def _numbers(text: str) -> list[float]:
