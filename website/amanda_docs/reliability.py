@@ -33,7 +33,8 @@ can end the process.
 
 *Wrong* counts wrong values, exceptions that are not those that were raised, and files that cannot be read.
 *Left behind* lists what is not as it was without a scope: changed attributes of the framework, open scopes,
-memory that grows.
+memory that grows. The figures were measured on two cores that other work shared, so latencies tell little
+beyond their order; an attack lasts seconds, which is why slow frameworks have few attempts.
 """
 ATTACKS = {
     "threads": (
