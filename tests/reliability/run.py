@@ -20,9 +20,9 @@ from typing import Any
 import children
 from frameworks import FRAMEWORKS, Framework, X
 
-ATTACKS = ("threads", "server", "exceptions", "signals", "soak", "kills", "full_disk", "damage")
-OF_FILES = {"damage": "PyTorch"}
-"""Attacks on files, which are the same for every framework: the one whose tools write them."""
+ATTACKS = ("threads", "server", "exceptions", "signals", "soak", "kills", "full_disk", "damage", "options")
+OF_TOOLS = {"damage": "PyTorch", "options": "PyTorch"}
+"""Attacks on tools alone, which are the same for every framework: the one that they are tried with."""
 START, CHILD = 180.0, 60.0
 """Seconds that a framework has to start, and that an attack has beside its own."""
 Row = dict[str, Any]
@@ -53,7 +53,7 @@ def main() -> int:
         attacks = [
             attack
             for attack in chosen
-            if OF_FILES.get(attack, name) == name and attack not in FRAMEWORKS[name].without
+            if OF_TOOLS.get(attack, name) == name and attack not in FRAMEWORKS[name].without
         ]
         rows = attacked(name, attacks, options.seconds, end)
         failed |= any(row["wrong"] or row["left"] for row in rows)

@@ -31,7 +31,8 @@ MindSpore is left out of three attacks: with and without tools it ends a process
 gradients at once, and under a tool with backward routines a handler that raises during its backward pass
 can end the process.
 
-*Wrong* counts wrong values, exceptions that are not those that were raised, and files that cannot be read.
+*Wrong* counts wrong values, exceptions that are not those that were raised, files that cannot be read, and
+options that are accepted, or not refused by an error that names them.
 *Left behind* lists what is not as it was without a scope: changed attributes of the framework, open scopes,
 memory that grows. The figures were measured on two cores that other work shared, so latencies tell little
 beyond their order; an attack lasts seconds, which is why slow frameworks have few attempts.
@@ -79,6 +80,13 @@ ATTACKS = {
         "`amanda run --every 0.2`, whose process is killed at the end. Steps go on and are right, the "
         "dump says that it is incomplete, the earlier result stays whole, and later saves have what was "
         "counted meanwhile.",
+    ),
+    "options": (
+        "Wrong options",
+        "Values of wrong classes (nan, -1, a text, a function, an array, ...) for each option of each tool, "
+        "selection, schedule and public function, and texts for those that the command line reads. Each "
+        "has to be refused by one `AmandaError` that names option and value, within ten seconds, or its "
+        "annotation allows it.",
     ),
     "damage": (
         "Damaged files",

@@ -82,11 +82,11 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
                 if path.is_file():
                     _store(path)
             # The data that belong to a file come before it, so that it never lacks them.
-            names = sorted((one.name for one in new.iterdir()), key=lambda name: name == target.name)
+            names = sorted((path.name for path in new.iterdir()), key=lambda name: name == target.name)
             for name in names:
                 if os.path.lexists(target.parent / name) and not force:
-                    there = target.parent / name
-                    raise ArtefactError(f"{there} is there already; force (--force) replaces it")
+                    path = target.parent / name
+                    raise ArtefactError(f"{path} is there already; force (--force) replaces it")
             for name in names:
                 _exchange(new / name, target.parent / name, old / name)
         finally:
@@ -157,8 +157,8 @@ def is_part(name: str, of: str | None = None) -> bool:
 
     of: the name of the whole file; None for any.
     """
-    found = _PART.fullmatch(name)
-    return found is not None and (of is None or found[1] == of[:_LONGEST])
+    match = _PART.fullmatch(name)
+    return match is not None and (of is None or match[1] == of[:_LONGEST])
 
 
 def check_file_to_write(path: str | os.PathLike[str]) -> None:
@@ -177,10 +177,11 @@ def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
     """Raise FileError where a folder cannot be made, or files cannot be made in it; make nothing."""
     folder = Path(folder)
     with naming(folder):
-        there = next((one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)), folder)
-        if not there.is_dir():
-            raise FileError(f"{folder} cannot be written: {there} is no folder")
-        _check_writable(there, folder)
+        folders = (folder, *folder.absolute().parents)
+        nearest = next((path for path in folders if os.path.lexists(path)), folder)
+        if not nearest.is_dir():
+            raise FileError(f"{folder} cannot be written: {nearest} is no folder")
+        _check_writable(nearest, folder)
 
 
 def _check_writable(folder: Path, path: Path) -> None:

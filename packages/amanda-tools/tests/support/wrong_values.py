@@ -1,4 +1,4 @@
-"""Values of 36 classes that options may be given by mistake, and what annotations allow, read anew."""
+"""Values of classes that options may be given by mistake, and what annotations allow, read anew."""
 
 from __future__ import annotations
 

@@ -201,18 +201,18 @@ def options_of(target: Callable[..., Any]) -> dict[str, Option]:
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a function; Any stands for names that type checkers alone import."""
     function = inspect.unwrap(function)
-    names, found = getattr(function, "__globals__", {}), {}
+    names, hints = getattr(function, "__globals__", {}), {}
     others: dict[str, Any] = {"Unpack": _Unpack}
     for name, annotation in getattr(function, "__annotations__", {}).items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
-        while name not in found:
+        while name not in hints:
             try:
-                found.update(typing.get_type_hints(holder, names, others, include_extras=True))
+                hints.update(typing.get_type_hints(holder, names, others, include_extras=True))
             except NameError as error:
                 others[str(error.name)] = Any
             except Exception:  # such as an array of a type that is Any
-                found[name] = Any
-    return found
+                hints[name] = Any
+    return hints
 
 
 class _Unpack(Generic[T]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import types
 import typing
@@ -29,7 +30,7 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """What an annotation accepts.
+    """The values that an annotation accepts.
 
     words: with an article, as Python writes values ("a whole number from 1 on", "True or False").
     text: without, as a command line writes values ("whole number from 1 on", "true or false").
@@ -316,7 +317,7 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
         accepted = _accepted([item] * len(value), value)
-        if all(map(_is, accepted, value)):
+        if all(map(operator.is_, accepted, value)):
             return value
         return set(accepted) if is_set else accepted
 
@@ -325,10 +326,6 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     return Kind(
         f"a {noun} of {item.many}{nonempty}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
     )
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
@@ -367,8 +364,8 @@ def _mapping(members: tuple[Any, ...]) -> Kind:
     def accept(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Mismatch
-        for key, one in list(value.items()):
-            for kind, part, name in ((kinds[0], key, "key"), (kinds[-1], one, f"value of {shown(key)}")):
+        for key, item in list(value.items()):
+            for kind, part, name in ((kinds[0], key, "key"), (kinds[-1], item, f"value of {shown(key)}")):
                 try:
                     kind.accept(part)
                 except Mismatch:

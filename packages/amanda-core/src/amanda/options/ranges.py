@@ -51,9 +51,9 @@ class Range:
 def _text(bound: float) -> str:
     """Return a bound in words; powers of two beyond a million are written as such."""
     for number, end in ((bound, ""), (bound + 1, " - 1")):
-        whole = int(number)
-        if whole == number and abs(whole) > 1 << 20 and abs(whole) & (abs(whole) - 1) == 0:
-            return f"{'-' if whole < 0 else ''}2**{abs(whole).bit_length() - 1}{end}"
+        size = abs(int(number))
+        if size == abs(number) and size > 1 << 20 and size & (size - 1) == 0:
+            return f"{'-' if number < 0 else ''}2**{size.bit_length() - 1}{end}"
     return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
 
 
@@ -75,7 +75,7 @@ class Length:
 
 @dataclass(frozen=True)
 class At:
-    """What must be at a path: a "file" or a "folder" that is there, or an "output file" or "output folder".
+    """The file or folder that a path has to lead to: a "file", "folder", "output file" or "output folder".
 
     An output file need not be there, but its folder must.  An output folder need not be there either; its
     nearest parent that is there must be a folder that can be written.

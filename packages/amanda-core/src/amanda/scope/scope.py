@@ -39,7 +39,6 @@ class Scope(interceptor.Extent):
     compiled: what becomes of callables that a framework's compiler has made.
     """
 
-    @checked(error=ScopeError)
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
         for tool in tools:
             if not is_tool(tool):

@@ -37,9 +37,9 @@ def evaluated(frame: FrameType) -> Any:
 def holds_routines(program: Any) -> bool:
     """Return True for a program that was traced for tools, so that routines are in it."""
     if program not in _ROUTINES:
-        _ROUTINES[program] = any(one.primitive.name.startswith(_PREFIX) for one in program.eqns) or any(
-            map(holds_routines, core.subjaxprs(program))
-        )
+        _ROUTINES[program] = any(
+            equation.primitive.name.startswith(_PREFIX) for equation in program.eqns
+        ) or any(map(holds_routines, core.subjaxprs(program)))
     return _ROUTINES[program]
 
 
@@ -137,8 +137,8 @@ def _checkpoint(*, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: A
 
 
 def _jit(*, jaxpr: Any, **params: Any) -> Program | None:
-    placed = (*params["in_shardings"], *params["out_shardings"])
-    if any(one is not pjit.UNSPECIFIED for one in placed) or any(params["donated_invars"]):
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    if any(sharding is not pjit.UNSPECIFIED for sharding in shardings) or any(params["donated_invars"]):
         return None
     return _function(jaxpr, _jitted, params["name"])
 

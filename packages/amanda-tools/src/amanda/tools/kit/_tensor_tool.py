@@ -80,7 +80,7 @@ class OpRecord:
 
 
 Role = Literal["input", "weight", "output", "gradient"]
-"""What a tensor is to its op."""
+"""The role of a tensor at its op."""
 RecordT = TypeVar("RecordT", bound=OpRecord)
 Key = tuple[int, int | None]
 """Ids of a forward op and of its backward op."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -29,9 +30,9 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 @cache
 def _types(kind: Any) -> dict[str, tuple[type, ...]]:
     """Return the types of the values that each field of plain types may have."""
-    found = {}
+    types = {}
     for name, hint in get_type_hints(kind).items():
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if all(part in _PLAIN for part in parts):
-            found[name] = tuple(one for part in parts for one in _PLAIN[part])
-    return found
+            types[name] = tuple(chain.from_iterable(_PLAIN[part] for part in parts))
+    return types
