@@ -20,16 +20,21 @@ from amanda.tools.kit._parameters import (
     StridedLayout,
     Undo,
 )
+from amanda.tools.kit._requirements import RequiredNames
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
 Part = StridedLayout | None
+_REQUIRED = RequiredNames("amanda.tools.kit", "torch", "torch:Tensor._base")
 
 
 class TorchParameters(ParameterStore):
     """Parameters and other leaves of autograd; a part is a view by extents, strides and offset."""
+
+    def __init__(self) -> None:
+        _REQUIRED.check()
 
     def is_parameter(self, parameter: Tensor) -> bool:
         """Return True for a Parameter, False for another leaf."""
