@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 import amanda
 from amanda.tools.mapping import StandardMapping
 
+AMANDA = str(Path(amanda.__file__).parent)
 Array = NDArray[np.float32]
 Step = Callable[[Array], list[Array]]
 
@@ -91,6 +93,7 @@ class Framework(NamedTuple):
     start: imports it and returns a step, which gives the outputs of an input and, if the framework has
     gradients, those of their sum by both weights.  options: of `amanda.apply`.  keeps: whether the framework
     keeps what it compiled for a tool, also when the tool is gone.  without: attacks that end the process.
+    raises_within: a folder; handlers of signals raise while functions of files in it are under way.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Framework(NamedTuple):
     gradients: bool = True
     keeps: bool = False
     without: Sequence[str] = ()
+    raises_within: str = ""
 
     def installed(self) -> bool:
         """Return True if the framework can be imported."""
@@ -217,8 +221,8 @@ FRAMEWORKS = {
     for framework in (
         Framework("PyTorch", "torch", lambda: _torch(False)),
         Framework("PyTorch, compiled", "torch", lambda: _torch(True), {"compiled": "instrument"}, keeps=True),
-        Framework("TensorFlow", "tensorflow-cpu", lambda: _tensorflow(False)),
-        Framework("TensorFlow, function", "tensorflow-cpu", lambda: _tensorflow(True)),
+        Framework("TensorFlow", "tensorflow-cpu", lambda: _tensorflow(False), raises_within=AMANDA),
+        Framework("TensorFlow, function", "tensorflow-cpu", lambda: _tensorflow(True), raises_within=AMANDA),
         Framework("ONNX Runtime", "onnxruntime", _onnxruntime, gradients=False),
         Framework("JAX", "jax", _jax, keeps=True),
         Framework("MindSpore", "mindspore", _mindspore, without=("threads", "server", "signals")),

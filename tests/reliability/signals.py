@@ -11,7 +11,7 @@ from raising import Patches
 
 def attack(framework: Framework, step: Step, seconds: float) -> Outcome:
     """Interrupt a step as its scope opens, while it runs, and as the scope closes."""
-    patches, tool, interrupts = Patches(lambda: step(X[0])), Double(), Interrupts()
+    patches, tool, interrupts = Patches(lambda: step(X[0])), Double(), Interrupts(framework.raises_within)
 
     def program() -> None:
         with framework.scope(tool):

@@ -6,21 +6,31 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from amanda import Scope
 from amanda.scope.attachment import attachment
 
+AGAIN = 2e-5
+"""Seconds after which an interrupt is tried again that came while other functions were under way."""
+
 
 class Interrupts:
-    """Raises a KeyboardInterrupt at some moment within the next seconds, or not at all."""
+    """Raises a KeyboardInterrupt at some moment within the next seconds, or not at all.
 
-    def __init__(self) -> None:
+    within: raise only while a function of a file in this folder is under way; "" for any.
+    """
+
+    def __init__(self, within: str = "") -> None:
         self.armed, self.raised = False, 0
+        self._within = within
         self._random = random.Random(0)
 
-    def handle(self, *_: Any) -> None:
-        if self.armed:
+    def handle(self, _: int, frame: FrameType | None) -> None:
+        if self.armed and frame is not None and not frame.f_code.co_filename.startswith(self._within):
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        elif self.armed:
             self.armed = False
             self.raised += 1
             raise KeyboardInterrupt

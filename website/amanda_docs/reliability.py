@@ -29,7 +29,8 @@ value than a step outside, and a tool that is lost, or leaks into another thread
 
 MindSpore is left out of three attacks: with and without tools it ends a process whose threads take
 gradients at once, and under a tool with backward routines a handler that raises during its backward pass
-can end the process.
+can end the process. TensorFlow ends the process, also without tools, where a handler raises in a function
+that its native code calls: there handlers raise while functions of Amanda are under way.
 
 *Wrong* counts wrong values, exceptions that are not those that were raised, files that cannot be read, and
 options that are accepted, or not refused by an error that names them.
