@@ -128,7 +128,7 @@ class FoldingTool(CalibratedTool):
         """
         import torch
 
-        from amanda.tools.prune.channels._pytorch import Module
+        from amanda.tools.prune.channels.tracing import Module
         from amanda.tools.quantize.weights._factors import FactorTracing
 
         if not isinstance(model, torch.nn.Module):
