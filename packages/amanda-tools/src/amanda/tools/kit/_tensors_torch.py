@@ -55,6 +55,12 @@ class TorchTensors(Tensors):
     def __init__(self) -> None:
         _REQUIRED.check()
 
+    def is_parameter(self, x: Any) -> bool:
+        """Return True for a Parameter, False for another leaf."""
+        import torch
+
+        return isinstance(x, torch.nn.Parameter)
+
     def is_strided(self, x: Any) -> bool:
         """Return True for a strided tensor of PyTorch's own classes."""
         import torch

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import amanda
 from amanda.backend import TensorMap
-from amanda.tools.kit import RequiredNames, StridedLayout, parameter_store, tensors_of
+from amanda.tools.kit import RequiredNames, tensors_of
+from amanda.tools.weights._parameters import StridedLayout, parameter_store
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
-from amanda.tools.kit import ParameterError, ParameterStore, StoredParameter, parameter_store
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
@@ -20,6 +19,7 @@ from amanda.tools.quantize.weights._calibrated import (
     Samples,
 )
 from amanda.tools.results import Column, Result
+from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter, parameter_store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

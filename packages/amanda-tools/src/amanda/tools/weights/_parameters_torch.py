@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit._parameters import (
+from amanda.tools.kit import RequiredNames
+from amanda.tools.weights._parameters import (
     Changed,
     ParameterError,
     ParameterStore,
@@ -20,14 +21,13 @@ from amanda.tools.kit._parameters import (
     StridedLayout,
     Undo,
 )
-from amanda.tools.kit._requirements import RequiredNames
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
 Part = StridedLayout | None
-_REQUIRED = RequiredNames("amanda.tools.kit", "torch", "torch:Tensor._base")
+_REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:Tensor._base")
 
 
 class TorchParameters(ParameterStore):
@@ -35,12 +35,6 @@ class TorchParameters(ParameterStore):
 
     def __init__(self) -> None:
         _REQUIRED.check()
-
-    def is_parameter(self, parameter: Tensor) -> bool:
-        """Return True for a Parameter, False for another leaf."""
-        import torch
-
-        return isinstance(parameter, torch.nn.Parameter)
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """Return the parameter or leaf that a tensor is, or is a view of; None for a computed tensor."""
