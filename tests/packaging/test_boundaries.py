@@ -12,7 +12,7 @@ import pytest
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 
-COMPRESS = {"dynamic_prune", "effective_flops", "prune", "quantize", "sweep", "weights"}
+COMPRESS = {"dynamic_prune", "effective_flops", "prune", "quantize", "sweep", "trials", "weights"}
 """Tools that change weights, and what is counted of them."""
 LABS = {"effective_path", "partition", "remat", "rewrite", "search"}
 ENTRIES = {"pytest_amanda"}
