@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
+from amanda import options
 from amanda.errors import AmandaError
-from amanda.options import __file__ as _options_package
+from amanda.tools import command as command_line
 from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
-from amanda.tools.command import __file__ as _command_package
 from amanda.tools.results import PlottedResult
 from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
 _BEFORE = (
-    *(str(Path(file).parent) for file in (__file__, _command_package, _options_package)),
+    *(str(Path(file).parent) for file in (__file__, command_line.__file__, options.__file__)),
     "<frozen importlib",
 )
 
