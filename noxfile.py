@@ -32,7 +32,7 @@ os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, PYENV.glob("
 
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS = DISTRIBUTIONS = [
+CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS, COMPRESS, LABS = DISTRIBUTIONS = [
     ROOT / "packages" / f"amanda-{name}"
     for name in (
         "core",
@@ -42,8 +42,11 @@ CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS = DISTRIBUTIONS = [
         "driver-mindspore",
         "driver-jax",
         "tools",
+        "compress",
+        "labs",
     )
 ]
+ALL_TOOLS = (TOOLS, COMPRESS, LABS)
 MIXES = {"wheels": DISTRIBUTIONS, "editable": [], "core-editable": DISTRIBUTIONS[1:], "core-wheel": [CORE]}
 EXAMPLE = ROOT / "examples" / "low_rank"
 WHEELS = ROOT / "build" / "wheels"
@@ -238,7 +241,7 @@ def reliability(session: nox.Session) -> None:
 
     JAX and MindSpore are attacked where their sessions have made their environments.
     """
-    paths = ("tests/support", f"{TOOLS}/tests/support", "website")
+    paths = ("tests/support", "website")
     env = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",
@@ -301,7 +304,7 @@ def install_mindspore(session: nox.Session) -> None:
     install(session, *group("torch"), but=BOUND_BY_MINDSPORE)
     needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *group("drivers"))
     install(session, *needed, but=BOUND_BY_MINDSPORE)
-    install(session, "--no-deps", *editable(CORE, TORCH, MINDSPORE, TOOLS))
+    install(session, "--no-deps", *editable(CORE, TORCH, MINDSPORE, *ALL_TOOLS))
 
 
 @nox.session
@@ -350,7 +353,7 @@ def _install_jax(session: nox.Session) -> None:
     needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", "keras", *group("drivers"))
     libraries = ("diffrax", "numpyro", "blackjax")
     install(session, *needed, *libraries, but=BOUND_BY_MINDSPORE)
-    install(session, "--no-deps", *editable(CORE, TORCH, JAX, TOOLS))
+    install(session, "--no-deps", *editable(CORE, TORCH, JAX, *ALL_TOOLS))
 
 
 @nox.session(python=PYTHONS)
@@ -493,7 +496,7 @@ def recipes(session: nox.Session) -> None:
     share(session)
     install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    files = "tests/tools/test_quantize_converted.py", "packages/amanda-tools/tests/test_quantize_qdq.py"
+    files = "tests/tools/test_quantize_converted.py", f"{COMPRESS}/tests/test_quantize_qdq.py"
     chosen = (*WITH_SLOW, "tests/docs", *files, "-k", "recipes or checkpoint or openvino", *session.posargs)
     session.run("python", "-m", "pytest", *chosen, env=env)
 
