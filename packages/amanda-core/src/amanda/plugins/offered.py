@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Offer(NamedTuple):
-    """Names of tools, of commands, and of packages of `amanda.tools` that have another name than their tool."""
+    """Names of tools, of commands, and of packages of `amanda.tools` that hold no tool of their name."""
 
     tools: tuple[str, ...]
     commands: tuple[str, ...] = ()
