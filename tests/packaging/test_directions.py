@@ -257,4 +257,4 @@ def test_the_core_names_the_distribution_of_each_tool_and_command() -> None:
         assert sorted(offer.tools) == sorted(points["amanda.tools"])
         assert sorted(offer.commands) == sorted(points.get("amanda.commands", ()))
         packages = {name for name in tools_of(distribution) if not name.startswith("_")}
-        assert packages <= {*offer.tools, *offer.commands, *offer.packages, "command", "lazy", "pytest"}
+        assert packages <= {*offer.tools, *offer.commands, *offer.packages, "command", "pytest"}

@@ -18,7 +18,7 @@ OFFERS = {
         ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile", "sentinel",
          "standard_mapping", "stats", "trace"),
         ("diff", "instrument", "merge", "run", "view"),
-        ("kit", "models", "notebook", "results", "select", "steps"),
+        ("kit", "libraries", "models", "notebook", "results", "select", "steps", "trials"),
     ),
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),

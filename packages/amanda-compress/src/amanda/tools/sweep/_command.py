@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
+import amanda.options
+import amanda.tools.command
 from amanda.errors import AmandaError
-from amanda.options import __file__ as _options_package
 from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
-from amanda.tools.command import __file__ as _command_package
 from amanda.tools.results import PlottedResult
 from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
 _BEFORE = (
-    *(str(Path(file).parent) for file in (__file__, _command_package, _options_package)),
+    *(str(Path(file).parent) for file in (__file__, amanda.tools.command.__file__, amanda.options.__file__)),
     "<frozen importlib",
 )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
-from amanda.tools.search import Costs, Weight
+from amanda.tools.sweep._costs import OpCosts, WeightSize
 from amanda.tools.sweep._result import Point, Site
 
 Cost: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
-Left: TypeAlias = "Callable[[Any, Weight], float]"
+Left: TypeAlias = "Callable[[Any, WeightSize], float]"
 """The share of a weight's bytes, or of the FLOPs of an op that reads it, that a level leaves."""
 
 
@@ -21,7 +21,7 @@ class Prices:
 
     def __init__(self, cost: Cost, left: Left | None) -> None:
         self.cost, self._left = cost, left
-        self.noted = Costs()
+        self.noted = OpCosts()
         """Is applied while the model is evaluated without the tool."""
         self.measured: float | None = None
 
@@ -35,10 +35,9 @@ class Prices:
         """The cost of the model without a tool."""
         if self.measured is not None:
             return self.measured
-        flops, size = self.noted.totals()
-        return size if self.cost == "size" else flops
+        return self.noted.size() if self.cost == "size" else self.noted.flops()
 
-    def weights(self, site: Site) -> dict[Hashable, Weight]:
+    def weights(self, site: Site) -> dict[Hashable, WeightSize]:
         """Return the weights that an op reads, by holder."""
         return self.noted.of_ops(site.op_ids)[1]
 

@@ -13,11 +13,11 @@ from amanda.action import ActionType, Routine
 from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, checked
 from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.search import SearchResult, Trial
 from amanda.tools.sweep._allocate import KEEP, Allocation
 from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._prices import Cost, Left, Prices
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
+from amanda.tools.trials import SearchResult, Trial
 
 Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]

@@ -8,20 +8,19 @@ found = tool.finalize(model)
 
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
-from amanda.tools.search._costs import Costs, Weight
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
-from amanda.tools.search._result import ChoicesResult, SearchResult, Trial
+from amanda.tools.search._result import ChoicesResult
 from amanda.tools.search._search import Search
 from amanda.tools.search._site import Site
 from amanda.tools.search._tool import SearchTool
+from amanda.tools.trials import SearchResult, Trial
 
 __all__ = [
     "Choice",
     "ChoicesResult",
     "Controller",
-    "Costs",
     "Evolution",
     "LSTMPolicy",
     "OptunaController",
@@ -33,5 +32,4 @@ __all__ = [
     "SearchTool",
     "Site",
     "Trial",
-    "Weight",
 ]

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from amanda.options import NonNegativeFloat, PositiveInt, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._result import dominates
+from amanda.tools.trials import dominates
 
 Space = Mapping[str, Sequence[str]]
 Architecture = dict[str, str]

@@ -9,7 +9,7 @@ from amanda.options import shown
 from amanda.tools.libraries import numpy as np
 from amanda.tools.search._controllers import Architecture, Random, Space
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._result import Trial
+from amanda.tools.trials import Trial
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -18,9 +18,9 @@ from amanda.tools.search._controllers import Controller, Evolution, PolicyGradie
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
-from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
 from amanda.tools.search._trials_file import TrialsFile
+from amanda.tools.trials import SearchResult, Trial
 
 logger = logging.getLogger("amanda")
 

@@ -9,7 +9,7 @@ from typing import Any
 from amanda.files import write_file
 from amanda.tools.results import check_schema, locked, number_of, read_json, to_json
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._result import Trial
+from amanda.tools.trials import Trial
 
 Space = Mapping[str, tuple[str, ...]]
 _NAME, _VERSION = "search_trials", 1
