@@ -49,7 +49,8 @@ class SearchResult(PlottedResult):
         number = partial(Column, number=True, show="{:.4g}".format)
         self.columns = (  # type: ignore[misc]
             Column("trial", number=True), Column("architecture", show=partial(shortened, width=60)),
-            number(metric), *map(number, self.costs), Column("front", show={True: "*", False: ""}.__getitem__),
+            number(metric), *map(number, self.costs),
+            Column("front", show={True: "*", False: ""}.__getitem__),
             number("seconds", unit="s"), Column("error", show=partial(shortened, width=36)),
         )  # fmt: skip
 
