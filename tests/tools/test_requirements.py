@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import amanda
 import amanda.tools.kit as kit
 from amanda.errors import ToolError
-from amanda.tools.kit._requirements import REQUIRED, check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.remat import RematTool
 
 TOOLS = Path(kit.__file__).parent.parent
@@ -22,6 +23,19 @@ INSTANCES = {"_graph_namespace", "_ragged_idx", "_reversed_padding_repeated_twic
 """Names that instances get as they are made, which no class holds."""
 OPTIONAL = {"_descriptor", "_hf_hook"}
 """Names that are asked for where they may be absent."""
+
+
+def required_names() -> list[RequiredNames]:
+    """The names that modules of tools state, of modules that state any."""
+    stated: list[RequiredNames] = []
+    for path in sorted(TOOLS.rglob("*.py")):
+        if "RequiredNames(" in path.read_text():
+            module = import_module("amanda.tools." + ".".join(path.relative_to(TOOLS).with_suffix("").parts))
+            stated += [value for value in vars(module).values() if isinstance(value, RequiredNames)]
+    return stated
+
+
+REQUIRED = required_names()
 
 
 def own_names() -> set[str]:
@@ -52,29 +66,36 @@ def undocumented(path: Path) -> Iterator[str]:
 
 
 def test_every_undocumented_name_that_a_tool_reads_is_in_the_table() -> None:
-    known = {
-        part for names in REQUIRED.values() for name in names for part in name.replace(":", ".").split(".")
-    }
+    known = {part for one in REQUIRED for name in one.names for part in name.replace(":", ".").split(".")}
     allowed = known | own_names() | PYTHONS | OPTIONAL | INSTANCES
     read = {(path.parent.name, name) for path in TOOLS.rglob("*.py") for name in undocumented(path)}
     assert {one for one in read if one[1] not in allowed} == set()
 
 
-@pytest.mark.parametrize("who", [one for one in REQUIRED if one[1] not in ("jax", "mindspore")], ids=" ".join)
-def test_the_frameworks_here_have_what_tools_lean_on(who: tuple[str, str]) -> None:
-    check.cache_clear()
-    check(*who)
+@pytest.mark.parametrize(
+    "required",
+    [one for one in REQUIRED if one.framework not in ("jax", "mindspore")],
+    ids=lambda one: f"{one.tool} {one.framework}",
+)
+def test_the_frameworks_here_have_what_tools_lean_on(required: RequiredNames) -> None:
+    RequiredNames(required.tool, required.framework, *required.names).check()
+
+
+def test_a_tool_of_another_distribution_states_its_own_names() -> None:
+    required = RequiredNames("amanda.tools.elsewhere", "torch", "torch:nn.Module", "torch:_C._no_such_name")
+    with pytest.raises(ToolError, match=r"lacks torch\._C\._no_such_name, which amanda\.tools\.elsewhere"):
+        required.check()
 
 
 def test_a_tool_names_what_a_framework_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    check.cache_clear()
+    (required,) = [one for one in REQUIRED if one.tool == "amanda.tools.remat"]
+    monkeypatch.setattr(required, "_is_complete", False)
     x = torch.ones(2, requires_grad=True)
     lacking = r"torch .* lacks torch\._C\._storage_Use_Count, which .*remat leans on"
     with pytest.raises(ToolError, match=lacking), amanda.apply(RematTool()):
         (x * 2).sum()
     monkeypatch.undo()
-    check.cache_clear()
     with amanda.apply(RematTool()):
         (x * 2).sum().backward()
     assert x.grad is not None

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from amanda.tools.kit import parameter_store
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._weight import PrunedWeight
+from amanda.tools.weights import parameter_store
 
 _TYPES = ("float16", "bfloat16")  # of float32 CUTLASS keeps 1:2
 _DEVICE, _CAPABILITY = "cuda", (8, 0)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from amanda.errors import AmandaError
 from amanda.options import Range
-from amanda.tools.kit import tensors_of
-from amanda.tools.weights import Unfolding, canonical, restored
+from amanda.tools.kit import Unfolding, canonical, restored, tensors_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

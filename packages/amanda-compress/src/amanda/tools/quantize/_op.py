@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.kit import parameter_store, tensors_of
+from amanda.tools.kit import tensors_of
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import Groups, QuantizeError
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
-from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, weight_input
+from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, parameter_store, weight_input
 
 if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeTool

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.quantize._grid import FloatGrid, Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_REQUIRED = RequiredNames("amanda.tools.quantize", "torch", "torch:_C._are_functorch_transforms_active")
 
 
 SMALL = 1 << 15
@@ -39,7 +41,7 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
         codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
         return codes.to(x.dtype).mul_(s)
     if torch.is_grad_enabled() and x.requires_grad:
-        check("quantize", "torch")
+        _REQUIRED.check()
         if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
             result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
             return result

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amanda.tools.kit import Unfolding
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
-from amanda.tools.weights import Unfolding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,12 +9,19 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import FloatGrid, Grid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.quantize",
+    "tensorflow",
+    "tensorflow.python.eager.record:record_operation",
+    "tensorflow.python.framework.op_def_registry:get",
+)
 
 Floats: TypeAlias = "NDArray[np.float32]"
 
@@ -72,6 +79,7 @@ def _write_on_grid(
 
 def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
     """Return a tensor, recorded on tapes: its gradient passes to `given` where no value was clipped."""
+    _REQUIRED.check()
     from tensorflow.python.eager import record
 
     record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
@@ -112,6 +120,7 @@ def write_recompute(context: amanda.OpContext) -> None:
 
 def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     """Return the op as a function of its inputs; None for a stateful op, and without a raw op of its name."""
+    _REQUIRED.check()
     from tensorflow.python.framework import op_def_registry
 
     kind, found = context.get_op_type(), context.get_attrs()

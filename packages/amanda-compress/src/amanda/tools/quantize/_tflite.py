@@ -10,7 +10,7 @@ from typing import Any
 
 import amanda
 from amanda.files import write_file
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
@@ -19,6 +19,14 @@ from amanda.tools.quantize._tflite_file import LiteFile
 from amanda.tools.quantize._tflite_graph import KERNELS, FakeQuantGraph, QuantizedNode
 from amanda.tools.quantize._tool import QuantizeTool
 from amanda.tools.quantize.weights._convert import ConvertResult
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.quantize",
+    "tensorflow",
+    "tensorflow.lite.python.lite:TFLiteConverterV2.from_concrete_functions",
+    "tensorflow.lite.python.schema_py_generated:ModelT.InitFromPackedBuf",
+    "tensorflow.python.framework.convert_to_constants:convert_variables_to_constants_v2",
+)
 
 
 class NodesTool(amanda.Tool):
@@ -65,7 +73,7 @@ def convert_keras(
             f"Keras runs on {runs_on}; a file of TensorFlow Lite is made of a model on tensorflow"
         )
     _check_options(tool.options)
-    check("quantize.tflite", "tensorflow")
+    _REQUIRED.check()
     nodes, function = _traced(model, tool)
     if waiting := tool.waiting_state():
         told = ", ".join(waiting[:4])

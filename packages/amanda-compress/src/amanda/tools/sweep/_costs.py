@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import amanda
 from amanda.tools.flops import Cost, FlopsTool
-from amanda.tools.kit import parameter_inputs, parameter_store
+from amanda.tools.kit import parameter_inputs
 from amanda.tools.mapping import itemsize
+from amanda.tools.weights import parameter_store
 
 
 class WeightSize(NamedTuple):

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import amanda
 from amanda.backend import TensorMap
-from amanda.tools.kit import StridedLayout, check, parameter_store, tensors_of
+from amanda.tools.kit import RequiredNames, tensors_of
+from amanda.tools.weights._parameters import StridedLayout, parameter_store
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:UntypedStorage._cdata")
 
 COPIES = frozenset({"contiguous", "clone", "to"})
 """Ops whose result is their input element by element, elsewhere in memory or in another type."""
@@ -134,7 +137,7 @@ class FollowedSlices:
 
         if len(self._made) >= self._most:
             self.sweep()
-        check("kit", "torch")
+        _REQUIRED.check()
         storage, of, form = made.untyped_storage(), source.of, source.form
         if compute is not None:
             of, form = partial(_selected, compute, of, inputs[1:]), None

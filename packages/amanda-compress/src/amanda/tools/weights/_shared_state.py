@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import StridedLayout
+from amanda.tools.weights._parameters import StridedLayout
 
 if TYPE_CHECKING:
     from amanda.tools.weights._parameter_slices import ParameterSlice

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Generic, cast
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.kit import ParameterError, tensors_of
+from amanda.tools.kit import canonical, restored, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
-from amanda.tools.weights._layout import canonical, restored
 from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._parameters import ParameterError
 from amanda.tools.weights._result import WeightResult
 from amanda.tools.weights._selection import WeightSelection
 from amanda.tools.weights._views import Find, IndexedRows

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools.kit import ParameterStore
 from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._parameters import ParameterStore
 from amanda.tools.weights._weight import Array, Present, Weight, WeightView
 
 if TYPE_CHECKING:

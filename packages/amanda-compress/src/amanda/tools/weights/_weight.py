@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import ParameterStore, tensors_of
+from amanda.tools.kit import canonical, canonical_extents, restored, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.weights._layout import canonical, canonical_extents, restored
+from amanda.tools.weights._parameters import ParameterStore
 from amanda.tools.weights._shared_state import in_memory_order
 
 if TYPE_CHECKING:

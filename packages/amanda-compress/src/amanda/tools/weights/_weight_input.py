@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import StridedLayout
 from amanda.tools.mapping import FACTORS, StandardMapping
 from amanda.tools.weights._parameter_slices import READS, SLICE, FollowedSlices, ParameterSlice
+from amanda.tools.weights._parameters import StridedLayout
 from amanda.tools.weights._shared_state import may_vary
 from amanda.tools.weights._variable_slices import Slices
 

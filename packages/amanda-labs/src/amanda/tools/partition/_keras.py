@@ -8,12 +8,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ToolError
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._keras_layers import Call, calls_of, stages_of
 
 if TYPE_CHECKING:
     from amanda.tools.partition._result import PartitionResult
+
+_KERAS = RequiredNames(
+    "amanda.tools.partition",
+    "keras",
+    "keras.src.ops.node:Node.input_tensors",
+    "keras.src.ops.symbolic_arguments:SymbolicArguments.fill_in",
+)
+
+_TF_KERAS = RequiredNames(
+    "amanda.tools.partition",
+    "tf_keras",
+    "tf_keras.src.engine.node:Node.keras_inputs",
+    "tf_keras.src.engine.node:Node.map_arguments",
+)
 
 
 @dataclass
@@ -52,7 +66,7 @@ def _keras_of(model: Any) -> Any:
     for name in ("keras", "tf_keras"):
         keras = sys.modules.get(name)
         if keras is not None and isinstance(model, keras.Model):
-            check("partition", name)
+            (_KERAS if name == "keras" else _TF_KERAS).check()
             return keras
     raise ToolError(
         f"submodels was given a {type(model).__name__}; it takes the functional or sequential model of Keras "

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import amanda
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.partition._channel import Bytes, Form, Link
 from amanda.tools.partition._crossed import Crossed
 from amanda.tools.partition._pytorch_bytes import unpacked
@@ -18,6 +18,14 @@ from amanda.tools.partition._pytorch_call import run
 from amanda.tools.partition._pytorch_optimizers import Optimizers
 from amanda.tools.partition._pytorch_passes import Passes
 from amanda.tools.partition._pytorch_stand_ins import StandIns
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.partition",
+    "torch",
+    "torch:Tensor._version",
+    "torch:_C._current_graph_task_id",
+    "torch:autograd.Variable._execution_engine.queue_callback",
+)
 
 logger = logging.getLogger("amanda")
 
@@ -30,7 +38,7 @@ class Protection:
     """
 
     def __init__(self) -> None:
-        check("partition", "torch")
+        _REQUIRED.check()
         self.crossed: dict[tuple[str, int], Crossed] = {}
         self.dropped: list[int] = []
         self.stand_ins, self.passes = StandIns(), Passes()

@@ -10,12 +10,23 @@ from typing import Any
 
 import amanda
 from amanda.options import checked
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._pytorch_graph import CutGraph
 from amanda.tools.partition._pytorch_pipe import pipe
 from amanda.tools.partition._pytorch_schedules import summing
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.partition",
+    "torch",
+    "torch.distributed.pipelining:Pipe._from_traced",
+    "torch.distributed.pipelining:Pipe._trace_with_export",
+    "torch.fx.graph:Graph._target_to_str",
+    "torch.fx.graph:_Namespace",
+    "torch:ops.aten.add.Tensor._schema",
+    "torch.distributed.pipelining._IR:aten_pipe_split_alias",
+)
 
 
 class Pipeline:
@@ -29,7 +40,7 @@ class Pipeline:
     def __init__(
         self, plan: Plan, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any]
     ) -> None:
-        check("partition.pipeline", "torch")
+        _REQUIRED.check()
         self.plan, self._model = plan, model
         with amanda.disabled(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees

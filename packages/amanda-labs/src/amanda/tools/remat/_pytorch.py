@@ -8,10 +8,28 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from amanda import interceptor
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.libraries import tree_map
 from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._records import Handle, flat
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.remat",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:Tensor._version",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._saved_tensors_hooks_is_enabled",
+    "torch:_C._autograd._top_saved_tensors_default_hooks",
+    "torch:_C._get_function_stack_at",
+    "torch:_C._is_any_autocast_enabled",
+    "torch:_C._len_torch_dispatch_stack",
+    "torch:_C._len_torch_function_stack",
+    "torch:_C._storage_Use_Count",
+    "torch.autograd.forward_ad:_current_level",
+    "torch:ops.aten.add.Tensor._schema",
+    "torch.utils._python_dispatch:_disable_current_modes",
+)
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -56,7 +74,7 @@ class Torch:
     def __init__(self) -> None:
         import torch
 
-        check("remat", "torch")
+        _REQUIRED.check()
         self.torch: Any = torch
         native: Any = torch._C
         self._tensor, self._strided = torch.Tensor, torch.strided

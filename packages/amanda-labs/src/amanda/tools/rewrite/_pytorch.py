@@ -11,13 +11,26 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
-from amanda.tools.kit import check, leaves
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
 from amanda.tools.rewrite._program import Node
 from amanda.tools.rewrite._steps import Step, Steps
 
 if TYPE_CHECKING:
     import torch
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.rewrite",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:Tensor._backward_hooks",
+    "torch:Tensor._make_wrapper_subclass",
+    "torch:Tensor._version",
+    "torch:_C._ForceDispatchKeyGuard",
+    "torch:_C._disabled_torch_function_impl",
+    "torch:_C._dispatch_tls_local_exclude_set",
+    "torch:_C._dispatch_tls_local_include_set",
+)
 
 HOOKS = ("register_hook", "retain_grad")
 """Methods that ask for the gradient, which arrives only if the match is not replaced."""
@@ -257,7 +270,7 @@ def _classes() -> tuple[Any, Any, Any]:
     """Return the class of stand-ins, and autograd functions from inputs to it, and on to its output."""
     import torch
 
-    check("rewrite", "torch")
+    _REQUIRED.check()
 
     class Delayed(torch.Tensor):
         # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same

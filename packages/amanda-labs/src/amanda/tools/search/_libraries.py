@@ -8,7 +8,7 @@ from math import erf
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.kit import check, tensors_of
+from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
@@ -18,6 +18,16 @@ from amanda.tools.search._padding import Edges, padded
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.search",
+    "jax",
+    "jax._src.core:set_current_trace",
+    "jax._src.core:trace_ctx.trace",
+    "jax._src.interpreters.batching:BatchTrace",
+    "jax._src.lax.control_flow.conditionals:_cond_jvp",
+    "jax._src.lax.control_flow.conditionals:_cond_linearize",
+)
 
 _NUMPY: dict[str, Callable[[Any], Any]] = {
     "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6), "tanh": lambda x: np.tanh(x),
@@ -134,7 +144,7 @@ class JaxLibrary(Library):
 
     def gradient_sum(self, parameter: Any, op: str) -> Gradients:
         """Return a sum that programs add to."""
-        check("search", "jax")
+        _REQUIRED.check()
         from amanda.tools.search._gradients_jax import JaxGradientSum
 
         return JaxGradientSum(parameter, op)

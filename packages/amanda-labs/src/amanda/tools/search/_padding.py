@@ -8,7 +8,11 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.search", "torch", *(f"torch:nn.Conv{axes}d._conv_forward" for axes in (1, 2, 3))
+)
 
 
 def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
@@ -38,7 +42,7 @@ class Edges:
     @classmethod
     def of(cls, context: amanda.OpContext) -> Edges | None:
         """Return the padding at an op; None where no module of torch.nn pads."""
-        check("search", "torch")
+        _REQUIRED.check()
         from torch import nn
 
         modules = [one for one in interceptor.subjects() if isinstance(one, nn.Module)]

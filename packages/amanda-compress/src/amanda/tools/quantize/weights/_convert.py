@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
@@ -15,6 +15,10 @@ from amanda.tools.results import Column, Result
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.quantize.weights", "torch", "torch:ops.aten._convert_weight_to_int4pack_for_cpu"
+)
 
 _TINYGEMM_GROUPS = (32, 64, 128)
 
@@ -142,7 +146,7 @@ def _int4(
     from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
     from torchao.quantization.utils import pack_tinygemm_scales_and_zeros
 
-    check("quantize.weights", "torch")
+    _REQUIRED.check()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     zero = (8 - zero_point) * scale
     both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)

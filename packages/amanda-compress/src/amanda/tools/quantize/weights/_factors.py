@@ -12,11 +12,21 @@ from typing import Any
 
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._call import Call, Work
-from amanda.tools.prune.channels._labels import Families, Family, shaped, varying
-from amanda.tools.prune.channels._layers import convolution, linear
-from amanda.tools.prune.channels._pytorch import ModuleTracing
-from amanda.tools.prune.channels._rules import Rule, concatenated, fresh, kept
+from amanda.tools.prune.channels.tracing import (
+    Call,
+    Families,
+    Family,
+    ModuleTracing,
+    Rule,
+    Work,
+    concatenated,
+    convolution,
+    fresh,
+    kept,
+    linear,
+    shaped,
+    varying,
+)
 
 UNMADE = "no parameter that could be divided makes its input"
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
-from amanda.tools.kit import ParameterError, ParameterStore, StoredParameter, parameter_store
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
@@ -20,6 +19,7 @@ from amanda.tools.quantize.weights._calibrated import (
     Samples,
 )
 from amanda.tools.results import Column, Result
+from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter, parameter_store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class FoldingTool(CalibratedTool):
         """
         import torch
 
-        from amanda.tools.prune.channels._pytorch import Module
+        from amanda.tools.prune.channels.tracing import Module
         from amanda.tools.quantize.weights._factors import FactorTracing
 
         if not isinstance(model, torch.nn.Module):

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
 import amanda
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools.kit import (
-    ParameterError,
-    StoredParameter,
-    StridedLayout,
-    leaves,
-    parameter_store,
-    tensors_of,
-)
+from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
 from amanda.tools.results import Column
-from amanda.tools.weights import SelectionOptions, Weight, WeightResult, WeightTool
+from amanda.tools.weights import (
+    ParameterError,
+    SelectionOptions,
+    StoredParameter,
+    Weight,
+    WeightResult,
+    WeightTool,
+    parameter_store,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +133,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
                 self._storages[storage] = held[0]
                 yield held
             elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
-                yield self._storages[storage], StridedLayout.of(tensor)
+                yield self._storages[storage], parameter_store(tensor).whole(tensor)
 
     def size(self, weight: Weight) -> int:
         """Return the number of weights that share a scale."""

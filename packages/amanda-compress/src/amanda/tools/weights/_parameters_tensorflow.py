@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda import interceptor
-from amanda.tools.kit._parameters import Changed, ParameterError, ParameterStore, StoredParameter, Undo
+from amanda.tools.weights._parameters import Changed, ParameterError, ParameterStore, StoredParameter, Undo
 
 Array = NDArray[Any]
 Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None

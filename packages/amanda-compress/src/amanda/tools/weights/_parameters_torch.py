@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit._parameters import (
+from amanda.tools.kit import RequiredNames
+from amanda.tools.weights._parameters import (
     Changed,
     ParameterError,
     ParameterStore,
@@ -26,16 +27,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 Part = StridedLayout | None
+_REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:Tensor._base")
 
 
 class TorchParameters(ParameterStore):
     """Parameters and other leaves of autograd; a part is a view by extents, strides and offset."""
 
-    def is_parameter(self, parameter: Tensor) -> bool:
-        """Return True for a Parameter, False for another leaf."""
-        import torch
-
-        return isinstance(parameter, torch.nn.Parameter)
+    def __init__(self) -> None:
+        _REQUIRED.check()
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """Return the parameter or leaf that a tensor is, or is a view of; None for a computed tensor."""

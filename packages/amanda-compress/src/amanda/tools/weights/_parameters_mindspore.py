@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda import interceptor
-from amanda.tools.kit._parameters import Changed, ParameterStore, StoredParameter, StridedLayout, Undo
 from amanda.tools.libraries import do
+from amanda.tools.weights._parameters import Changed, ParameterStore, StoredParameter, StridedLayout, Undo
 
 Part = StridedLayout | None
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from amanda import OpContext, interceptor
+from amanda import interceptor
 from amanda.errors import AmandaError
 from amanda.tools.libraries import do, to_numpy
 from amanda.tools.libraries import numpy as np
@@ -86,10 +86,6 @@ class ParameterStore:
         parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
         """
         return interceptor.ordinal(parameter)
-
-    def is_parameter(self, parameter: Any) -> bool:
-        """Return True for a parameter of a model, False for a leaf of autograd that a program created."""
-        return True
 
     def name(self, parameter: Any) -> str:
         """Return the name that the framework has given to a parameter; "" without one."""
@@ -210,35 +206,22 @@ def parameter_store(of: Any) -> ParameterStore:
     return _store(of if isinstance(of, str) else getattr(of, "framework", None) or backend_of(of))
 
 
-def parameter_inputs(context: OpContext) -> tuple[int, ...]:
-    """Return the positions of inputs that are parameters or views of one, or were read from a variable."""
-    variables = {
-        i: context.get_variable(i)
-        for i, value in enumerate(context.get_inputs())
-        if not isinstance(value, (list, tuple))
-    }
-    return tuple(
-        i for i, variable in variables.items()
-        if variable is not None and parameter_store(variable).is_parameter(variable)
-    )  # fmt: skip
-
-
 @cache
 def _store(backend: str) -> ParameterStore:
     if backend == "torch":
-        from amanda.tools.kit._parameters_torch import TorchParameters
+        from amanda.tools.weights._parameters_torch import TorchParameters
 
         return TorchParameters()
     if backend == "tensorflow":
-        from amanda.tools.kit._parameters_tensorflow import Variables
+        from amanda.tools.weights._parameters_tensorflow import Variables
 
         return Variables()
     if backend == "jax":
-        from amanda.tools.kit._parameters_jax import Slots
+        from amanda.tools.weights._parameters_jax import Slots
 
         return Slots()
     if backend == "mindspore":
-        from amanda.tools.kit._parameters_mindspore import MindSporeParameters
+        from amanda.tools.weights._parameters_mindspore import MindSporeParameters
 
         return MindSporeParameters()
     return Initializers() if backend in ("numpy", "builtins") else ParameterStore()

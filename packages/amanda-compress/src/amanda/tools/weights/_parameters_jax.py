@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from amanda.tools.kit._parameters import Changed, ParameterError, ParameterStore, StoredParameter
+from amanda.tools.weights._parameters import Changed, ParameterError, ParameterStore, StoredParameter
 
 
 class Slots(ParameterStore):

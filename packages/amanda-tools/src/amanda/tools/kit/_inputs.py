@@ -1,10 +1,21 @@
-"""Tensors that tools do not read: packed into others, or kept by their class."""
+"""Inputs of an op: those that are parameters, and those that cannot be read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import amanda
+from amanda.tools.kit._tensors import tensors_of
+
+
+def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
+    """Return the positions of inputs that are parameters or views of one, or were read from a variable."""
+    variables = {
+        i: context.get_variable(i)
+        for i, value in enumerate(context.get_inputs())
+        if not isinstance(value, (list, tuple))
+    }
+    return tuple(i for i, one in variables.items() if one is not None and tensors_of(one).is_parameter(one))
 
 
 def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.options import checked
-from amanda.tools.flops._result import FlopsResult
+from amanda.tools.flops import FlopsResult
 from amanda.tools.results import Column, Result, amount, shortened
 
 _Key = tuple[str, str, str]
