@@ -23,7 +23,7 @@ OFFERS = {
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
-        ("dynamic_prune", "weights"),
+        ("dynamic_prune", "effective_flops", "weights"),
     ),
     "labs": Offer(("effective_path", "partition", "remat", "rewrite", "search")),
 }  # fmt: skip
