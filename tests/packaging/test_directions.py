@@ -220,33 +220,9 @@ def test_a_distribution_of_tools_imports_those_below_it(place: int) -> None:
     assert offences(TOOLS[place], above) == []
 
 
-@pytest.mark.parametrize("distribution", [*TOOLS, *sorted(OWN)])
-def test_no_distribution_imports_a_private_name_of_another(distribution: str) -> None:
-    """For type checkers too."""
-    mine = {f"amanda.{kind}.{tool}" for kind in ("tools", "drivers") for tool in tools_of(distribution, kind)}
-    private = [
-        name
-        for name in sorted(imported_names(distribution))
-        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-        and not any(belongs(name, package) for package in mine)
-    ]
-    assert private == []
-
-
-def tools_of(distribution: str, kind: str = "tools") -> list[str]:
-    """Return the packages of a distribution below amanda.tools or amanda.drivers."""
-    return [path.name for path in (PACKAGES / distribution).glob(f"src/amanda/{kind}/*") if path.is_dir()]
-
-
-def imported_names(distribution: str) -> set[str]:
-    """Return the full names below `amanda` that a distribution imports."""
-    nodes = [node for module in modules(distribution) for node in ast.walk(ast.parse(module.read_text()))]
-    return {
-        f"{node.module}.{alias.name}"
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and belongs(str(node.module), "amanda")
-        for alias in node.names
-    }
+def tools_of(distribution: str) -> list[str]:
+    """Return the packages of a distribution below amanda.tools."""
+    return [path.name for path in (PACKAGES / distribution).glob("src/amanda/tools/*") if path.is_dir()]
 
 
 def test_the_core_names_the_distribution_of_each_tool_and_command() -> None:
