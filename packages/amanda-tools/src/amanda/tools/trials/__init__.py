@@ -1,10 +1,9 @@
-"""Trials of variants of a model: what each costs, and which no other dominates.
+"""Results of tools that try a model many times: trials, and those that no other dominates.
 
-In: metrics and costs, as sweeps and searches measure them.  Out: a result with the Pareto front.
-Called by `amanda.tools.sweep` and `amanda.tools.search`.
+result = SearchResult(trials, "accuracy", ["flops"], "")
+print(result.best, result.front)
 """
 
-from amanda.tools.trials._costs import OpCosts, WeightSize
 from amanda.tools.trials._result import SearchResult, Trial, dominates
 
-__all__ = ["OpCosts", "SearchResult", "Trial", "WeightSize", "dominates"]
+__all__ = ["SearchResult", "Trial", "dominates"]

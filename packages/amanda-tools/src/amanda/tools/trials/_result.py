@@ -1,4 +1,4 @@
-"""The variants of a model that were tried, and the Pareto front of their metric and costs."""
+"""Results of trials: what was tried, its metric and costs, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Trial:
     @property
     def scores(self) -> tuple[float, ...]:
         """The metric and the costs, all of which are the better the larger they are."""
-        return () if self.metric is None else (self.metric, *(-one for one in self.costs.values()))
+        return () if self.metric is None else (self.metric, *(-cost for cost in self.costs.values()))
 
 
-def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return True if scores are nowhere lower than others, and somewhere higher."""
-    pairs = list(zip(one, other, strict=True))
+def dominates(scores: Sequence[float], rivals: Sequence[float]) -> bool:
+    """Return True if scores are nowhere lower than a rival's, and somewhere higher."""
+    pairs = list(zip(scores, rivals, strict=True))
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
@@ -49,18 +49,20 @@ class SearchResult(PlottedResult):
         number = partial(Column, number=True, show="{:.4g}".format)
         self.columns = (  # type: ignore[misc]
             Column("trial", number=True), Column("architecture", show=partial(shortened, width=60)),
-            number(metric), *map(number, self.costs), Column("front", show=lambda one: "*" if one else ""),
+            number(metric), *map(number, self.costs),
+            Column("front", show={True: "*", False: ""}.__getitem__),
             number("seconds", unit="s"), Column("error", show=partial(shortened, width=36)),
         )  # fmt: skip
 
     @property
     def front(self) -> list[Trial]:
         """The trials that no other dominates, the first of equal ones, by falling metric."""
-        found: dict[tuple[float, ...], Trial] = {}
-        for one in self.trials:
-            if one.scores and not any(dominates(two.scores, one.scores) for two in self.trials if two.scores):
-                found.setdefault(one.scores, one)
-        return sorted(found.values(), key=lambda one: one.scores, reverse=True)
+        front: dict[tuple[float, ...], Trial] = {}
+        scores = [trial.scores for trial in self.trials if trial.scores]
+        for trial in self.trials:
+            if trial.scores and not any(dominates(rivals, trial.scores) for rivals in scores):
+                front.setdefault(trial.scores, trial)
+        return sorted(front.values(), key=lambda trial: trial.scores, reverse=True)
 
     @property
     def best(self) -> Trial | None:
@@ -71,9 +73,9 @@ class SearchResult(PlottedResult):
         """Return the trials in the order of evaluation."""
         front = set(map(id, self.front))
         return [
-            (number, " ".join(one.architecture.values()), one.metric, *one.costs.values(), id(one) in front,
-             one.seconds, one.error)
-            for number, one in enumerate(self.trials)
+            (number, " ".join(trial.architecture.values()), trial.metric, *trial.costs.values(),
+             id(trial) in front, trial.seconds, trial.error)
+            for number, trial in enumerate(self.trials)
         ]  # fmt: skip
 
     def notes(self) -> Sequence[str]:
@@ -89,19 +91,19 @@ class SearchResult(PlottedResult):
         """Return the architectures of the front by op."""
         return {
             "metric": self.metric, "costs": self.costs,
-            "front": [{"architecture": dict(one.architecture), self.metric: one.metric, **one.costs}
-                      for one in self.front],
+            "front": [{"architecture": dict(trial.architecture), self.metric: trial.metric, **trial.costs}
+                      for trial in self.front],
         }  # fmt: skip
 
     def draw(self, axes: Axes) -> None:
         """Draw the metric of each trial against the first cost, or the trials, and the front as a line."""
-        done = [(number, one) for number, one in enumerate(self.trials) if one.metric is not None]
+        done = [(number, trial) for number, trial in enumerate(self.trials) if trial.metric is not None]
         axes.scatter(
-            [_across(one, number) for number, one in done], [one.metric or 0.0 for _, one in done],
+            [_across(trial, number) for number, trial in done], [trial.metric or 0.0 for _, trial in done],
             s=14, color="gray", label="evaluated",
         )  # fmt: skip
         if self.costs:
-            line = [(_across(one, 0), one.metric or 0.0) for one in reversed(self.front)]
+            line = [(_across(trial, 0), trial.metric or 0.0) for trial in reversed(self.front)]
             axes.plot(
                 [x for x, _ in line],
                 [y for _, y in line],
@@ -117,4 +119,5 @@ class SearchResult(PlottedResult):
 
 
 def _across(trial: Trial, number: int) -> float:
+    """Return a trial's place on the horizontal axis: its first cost, else its number."""
     return next(iter(trial.costs.values()), float(number))

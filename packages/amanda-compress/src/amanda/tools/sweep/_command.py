@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from amanda import options
+import amanda.options
+import amanda.tools.command
 from amanda.errors import AmandaError
-from amanda.tools import command as command_line
 from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.results import PlottedResult
 from amanda.tools.sweep._errors import SweepError
@@ -20,7 +20,7 @@ from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
 _BEFORE = (
-    *(str(Path(file).parent) for file in (__file__, command_line.__file__, options.__file__)),
+    *(str(Path(file).parent) for file in (__file__, amanda.tools.command.__file__, amanda.options.__file__)),
     "<frozen importlib",
 )
 

@@ -8,7 +8,6 @@ found = tool.finalize(model)
 
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
-from amanda.tools.search._costs import Costs
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
@@ -17,13 +16,11 @@ from amanda.tools.search._search import Search
 from amanda.tools.search._site import Site
 from amanda.tools.search._tool import SearchTool
 from amanda.tools.trials import SearchResult, Trial
-from amanda.tools.trials import WeightSize as Weight
 
 __all__ = [
     "Choice",
     "ChoicesResult",
     "Controller",
-    "Costs",
     "Evolution",
     "LSTMPolicy",
     "OptunaController",
@@ -35,5 +32,4 @@ __all__ = [
     "SearchTool",
     "Site",
     "Trial",
-    "Weight",
 ]

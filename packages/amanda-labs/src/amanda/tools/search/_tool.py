@@ -153,11 +153,11 @@ class SearchTool(amanda.Tool):
         They are those of FlopsTool, without ops of blocks that are skipped; of other kernel sizes and groups,
         and masked channels, by their share of the weight.  Raises SearchError before `prepare`.
         """
-        return self.costs.flops(self.sites, self._completed("flops", architecture))
+        return self.costs.flops_of(self.sites, self._completed("flops", architecture))
 
     def size(self, architecture: Mapping[str, str] | None = None) -> float:
         """Return bytes of the parameters that the ops of `prepare` read in an architecture; see `flops`."""
-        return self.costs.size(self.sites, self._completed("size", architecture))
+        return self.costs.size_of(self.sites, self._completed("size", architecture))
 
     def finalize(self, model: Any) -> Any:
         """Return a copy of a model with the chosen candidates as modules or layers of its framework.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
+from amanda.tools.sweep._costs import OpCosts, WeightSize
 from amanda.tools.sweep._result import Point, Site
-from amanda.tools.trials import OpCosts, WeightSize
 
 Cost: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
 Left: TypeAlias = "Callable[[Any, WeightSize], float]"
@@ -35,8 +35,7 @@ class Prices:
         """The cost of the model without a tool."""
         if self.measured is not None:
             return self.measured
-        flops, size = self.noted.totals()
-        return size if self.cost == "size" else flops
+        return self.noted.size() if self.cost == "size" else self.noted.flops()
 
     def weights(self, site: Site) -> dict[Hashable, WeightSize]:
         """Return the weights that an op reads, by holder."""

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import amanda
-import amanda.tools.kit as kit
+import amanda.tools
 from amanda.errors import ToolError
 from amanda.tools.kit import RequiredNames
 from amanda.tools.remat import RematTool
 
-TOOLS = Path(kit.__file__).parent.parent
-HOMES = (TOOLS, Path(amanda.__file__).parent)
+TOOLS = [Path(folder) for folder in amanda.tools.__path__]
+HOMES = (*TOOLS, Path(amanda.__file__).parent)
 PYTHONS = {"_asdict", "_getframe"}
 INSTANCES = {"_graph_namespace", "_ragged_idx", "_reversed_padding_repeated_twice"}
 """Names that instances get as they are made, which no class holds."""
@@ -25,12 +24,17 @@ OPTIONAL = {"_descriptor", "_hf_hook"}
 """Names that are asked for where they may be absent."""
 
 
+def sources() -> list[tuple[Path, Path]]:
+    """Folder and file of each module of a tool, in whichever distribution."""
+    return [(folder, path) for folder in TOOLS for path in sorted(folder.rglob("*.py"))]
+
+
 def required_names() -> list[RequiredNames]:
     """The names that modules of tools state, of modules that state any."""
     stated: list[RequiredNames] = []
-    for path in sorted(TOOLS.rglob("*.py")):
+    for folder, path in sources():
         if "RequiredNames(" in path.read_text():
-            module = import_module("amanda.tools." + ".".join(path.relative_to(TOOLS).with_suffix("").parts))
+            module = import_module("amanda.tools." + ".".join(path.relative_to(folder).with_suffix("").parts))
             stated += [value for value in vars(module).values() if isinstance(value, RequiredNames)]
     return stated
 
@@ -68,7 +72,7 @@ def undocumented(path: Path) -> Iterator[str]:
 def test_every_undocumented_name_that_a_tool_reads_is_in_the_table() -> None:
     known = {part for one in REQUIRED for name in one.names for part in name.replace(":", ".").split(".")}
     allowed = known | own_names() | PYTHONS | OPTIONAL | INSTANCES
-    read = {(path.parent.name, name) for path in TOOLS.rglob("*.py") for name in undocumented(path)}
+    read = {(path.parent.name, name) for _, path in sources() for name in undocumented(path)}
     assert {one for one in read if one[1] not in allowed} == set()
 
 

@@ -1,4 +1,4 @@
-"""The result of a tool with choices: the ops with a choice, and the candidates that are chosen."""
+"""The ops with a choice, before anything is tried."""
 
 from __future__ import annotations
 

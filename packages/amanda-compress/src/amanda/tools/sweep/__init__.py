@@ -6,6 +6,7 @@ sweep.result.save("sensitivity.svg")
 """
 
 from amanda.tools.sweep._command import command
+from amanda.tools.sweep._costs import OpCosts, WeightSize
 from amanda.tools.sweep._errors import SweepError
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
@@ -14,11 +15,13 @@ from amanda.tools.sweep._sweep import Sweep
 __all__ = [
     "ALL",
     "BitsSweep",
+    "OpCosts",
     "Point",
     "Site",
     "SparsitySweep",
     "Sweep",
     "SweepError",
     "SweepResult",
+    "WeightSize",
     "command",
 ]
