@@ -87,11 +87,6 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
     ("quantize", "torch"): ("torch:_C._are_functorch_transforms_active",),
     ("quantize.weights", "torch"): ("torch:ops.aten._convert_weight_to_int4pack_for_cpu",),
     ("quantize", "tensorflow"): (*_RECORD, "tensorflow.python.framework.op_def_registry:get"),
-    ("quantize.tflite", "tensorflow"): (
-        "tensorflow.lite.python.lite:TFLiteConverterV2.from_concrete_functions",
-        "tensorflow.lite.python.schema_py_generated:ModelT.InitFromPackedBuf",
-        "tensorflow.python.framework.convert_to_constants:convert_variables_to_constants_v2",
-    ),
     ("remat", "torch"): (
         *_MEMORY,
         "torch:Tensor._version",

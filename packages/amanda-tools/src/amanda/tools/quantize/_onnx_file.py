@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.files import replacing_all
+from amanda.errors import FileError
+from amanda.files import check_file_to_write, replacing_all
 from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import read_onnx
-from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
@@ -116,9 +116,16 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
             f"a {type(tool).__name__} was given for {source}; give a QuantizeTool that has the scales of a "
             "session of the file"
         )
-    if out is not None and Path(out).resolve() == source.resolve():
-        out = None
-    return checked_target(out, ".onnx", "another ONNX file", force)
+    if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
+        raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
+    target = Path(out)
+    try:
+        check_file_to_write(target)
+    except FileError as error:
+        raise QuantizeError(str(error)) from error
+    if target.exists() and not force:
+        raise QuantizeError(f"{target} is there already; force=True replaces it")
+    return target
 
 
 def _onnx() -> Any:
