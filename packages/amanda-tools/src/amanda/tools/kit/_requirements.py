@@ -57,14 +57,6 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:_C._current_graph_task_id",
         "torch:autograd.Variable._execution_engine.queue_callback",
     ),
-    ("partition", "keras"): (
-        "keras.src.ops.node:Node.input_tensors",
-        "keras.src.ops.symbolic_arguments:SymbolicArguments.fill_in",
-    ),
-    ("partition", "tf_keras"): (
-        "tf_keras.src.engine.node:Node.keras_inputs",
-        "tf_keras.src.engine.node:Node.map_arguments",
-    ),
     ("partition.pipeline", "torch"): (
         "torch.distributed.pipelining:Pipe._from_traced",
         "torch.distributed.pipelining:Pipe._trace_with_export",
