@@ -332,7 +332,7 @@ def reward(tool: SearchTool) -> Callable[[], float]:
     return lambda: sum(wanted[name] == label for name, label in tool.architecture.items())
 
 
-@pytest.mark.parametrize("name", ["random", "evolution", "policy", "lstm", "optuna"])
+@pytest.mark.parametrize("name", ["random", "evolution", "policy", "optuna"])
 def test_a_search_goes_on_from_a_file(name: Any, model: nn.Module, images: Tensor, tmp_path: Path) -> None:
     tool = prepared(model, images)
     options: Any = {"costs": ["flops"], "progress": False, "seed": 4}
@@ -474,7 +474,7 @@ def test_a_shared_choice_is_one_of_all_its_ops() -> None:
     assert tool.flops() == prepared(tool.finalize(model), x, []).flops() > whole
 
 
-@pytest.mark.parametrize("name", ["random", "evolution", "policy", "lstm", "optuna"])
+@pytest.mark.parametrize("name", ["random", "evolution", "policy", "optuna"])
 def test_a_search_tries_each_shared_choice_once(name: Any) -> None:
     tool = prepared(Activations(), torch.rand(2, 1, 4, 4), [ACTIVATION])
     result = Search(tool, lambda: 1.0, name, progress=False).run(trials=10)

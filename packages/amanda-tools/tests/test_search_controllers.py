@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from amanda.tools.search import Evolution, LSTMPolicy, OptunaController, Search, SearchError, SearchTool
+from amanda.tools.search import Evolution, OptunaController, Search, SearchError, SearchTool
 
 LABELS = ("keep", "relu", "gelu", "silu")
 SPACE = {"a": ("x", "y"), "b": ("x", "y")}
@@ -94,51 +94,6 @@ def test_a_study_of_another_kind_is_an_error(
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SearchError, match=r'needs Optuna: pip install "amanda-tools\[optuna\]"'):
         Search(tool, lambda: 1, "optuna")
-
-
-def test_an_lstm_learns_decisions_that_depend_on_one_another() -> None:
-    """Each candidate alone is neither good nor bad, which a softmax for each op could not learn."""
-    controller = LSTMPolicy(rate=0.02, decay=1, entropy=0.0)
-    controller.tell(SPACE, {"a": "x", "b": "x"}, [0.0])  # the baseline from now on
-    for _ in range(150):
-        for a in "xy":
-            for b in "xy":
-                controller.tell(SPACE, {"a": a, "b": b}, [1.0 if a == b else -1.0])
-    drawn = [controller.ask(SPACE, np.random.default_rng(i)) for i in range(200)]
-    assert np.mean([one["a"] == one["b"] for one in drawn]) > 0.85
-    assert 0.2 < np.mean([one["a"] == "x" for one in drawn]) < 0.8
-
-
-def test_an_lstm_leaves_the_numbers_of_the_model_alone() -> None:
-    torch.manual_seed(0)
-    wanted = torch.rand(3)
-    torch.manual_seed(0)
-    controller = LSTMPolicy()
-    controller.tell(SPACE, controller.ask(SPACE, np.random.default_rng(0)), [1.0])
-    assert torch.equal(torch.rand(3), wanted)
-
-
-def test_an_lstm_finds_more_than_chance(tool: SearchTool) -> None:
-    means = {}
-    for name, controller in {"random": "random", "lstm": LSTMPolicy(rate=0.05)}.items():
-        search = Search(tool, reward(tool), controller, train=lambda: None, progress=False)  # type: ignore[arg-type]
-        means[name] = float(np.mean([one.metric or 0 for one in search.run(trials=150).trials[-40:]]))
-    assert means["lstm"] > means["random"] + 1
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"hidden": 0}, "hidden is 0; give a whole number from 1"),
-        ({"rate": "x"}, "rate is 'x'; give a number"),
-        ({"decay": 2}, "decay is 2; give a number from 0 to 1"),
-        ({"temperature": 0}, "temperature is 0; give a number above 0"),
-        ({"seed": -1}, "seed is -1; give a whole number from 0 on"),
-    ],
-)
-def test_wrong_options_of_an_lstm_are_errors(options: Any, told: str) -> None:
-    with pytest.raises(SearchError, match=f"LSTMPolicy: {told}"):
-        LSTMPolicy(**options)
 
 
 def test_with_costs_the_oldest_that_another_dominates_dies() -> None:

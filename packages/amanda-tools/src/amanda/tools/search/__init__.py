@@ -10,7 +10,6 @@ from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._costs import Costs, Weight
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import ChoicesResult, SearchResult, Trial
 from amanda.tools.search._search import Search
@@ -23,7 +22,6 @@ __all__ = [
     "Controller",
     "Costs",
     "Evolution",
-    "LSTMPolicy",
     "OptunaController",
     "PolicyGradient",
     "Random",

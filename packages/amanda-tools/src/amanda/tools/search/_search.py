@@ -16,7 +16,6 @@ from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Progress, attempt, check_finite, check_number
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
@@ -25,8 +24,7 @@ from amanda.tools.search._trials_file import TrialsFile
 logger = logging.getLogger("amanda")
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
-    "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
-    "optuna": OptunaController,
+    "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,
 }  # fmt: skip
 _COSTS = ("flops", "size")
 _DRAWS = 1000
@@ -37,7 +35,7 @@ class Search:
 
     tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
         higher the better, with the architecture in force; what it trains is trained for those that follow.
-    controller: "random", "evolution", "policy", "lstm", "optuna", or a `Controller`.
+    controller: "random", "evolution", "policy", "optuna", or a `Controller`.
     train: called ahead of each evaluation with the architecture in force, to train what architectures share.
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
@@ -55,7 +53,7 @@ class Search:
         self,
         tool: SearchTool,
         evaluate: Callable[[], Any],
-        controller: Literal["random", "evolution", "policy", "lstm", "optuna"] | Controller = "evolution",
+        controller: Literal["random", "evolution", "policy", "optuna"] | Controller = "evolution",
         train: Callable[[], Any] | None = None,
         costs: Sequence[Literal["flops", "size"] | Callable[[], Any]] = (),
         limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None,
