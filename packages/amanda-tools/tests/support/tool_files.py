@@ -24,7 +24,6 @@ from amanda.tools.search import SearchTool
 from amanda.tools.stats import StatsResult, StatsTool
 from amanda.tools.trace import TraceTool
 from amanda.tools.trace import load as load_trace
-from amanda.tools.view import to_page
 
 X = torch.linspace(-1, 1, 32).reshape(1, 32)
 
@@ -47,7 +46,6 @@ def save_each(tools: dict[str, Any], folder: Path) -> None:
     """Save a file of each kind into a folder."""
     for name in ("flops", "coverage", "profile", "stats", "trace"):
         tools[name].result.save(folder / f"{name}.json")
-    tools["profile"].result.save(folder / "profile.trace.json")
     tools["path"].result.paths[0].save(folder / "path.npz")
     tools["search"].save(folder / "architecture.json")
     for suffix in (".json", ".safetensors"):
@@ -74,7 +72,6 @@ READERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "flops.json": lambda tools, path: load(path),
     "coverage.json": lambda tools, path: load(path),
     "profile.json": lambda tools, path: load(path),
-    "profile.trace.json": lambda tools, path: to_page(path),
     "stats.json": lambda tools, path: StatsResult.load(path),
     "trace.json": lambda tools, path: load_trace(path),
     "scales.json": lambda tools, path: QuantizeTool().load(path),
