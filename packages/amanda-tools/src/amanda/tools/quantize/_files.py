@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from amanda.files import write_file
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.results import check_file, check_schema, parsing, read_text, to_json
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import FileError
 from amanda.files import check_file_to_write, replacing_all
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import read_onnx
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
