@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 import onnxruntime
 
 from ._model import Model, array_of, referred
+from ._names import bodies_of
 from ._schedule import Step
 from ._symbols import Symbol, tensor_type
 from ._types import add_outputs, types_told
@@ -166,12 +167,7 @@ class Sessions:
 def _is_custom(node: NodeProto) -> bool:
     if node.domain not in _BUILT_IN:
         return True
-    return any(
-        _is_custom(inner)
-        for attribute in node.attribute
-        for body in ([attribute.g] if attribute.HasField("g") else attribute.graphs)
-        for inner in body.node
-    )
+    return any(_is_custom(inner) for body in bodies_of(node) for inner in body.node)
 
 
 def passed(names: Sequence[str], symbol: Callable[[str], Symbol]) -> Passed:

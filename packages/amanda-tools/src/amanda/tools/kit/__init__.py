@@ -6,7 +6,6 @@ A tool that observes tensors derives from `TensorTool`; one that changes weights
 
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._leaves import leaves
-from amanda.tools.kit._onnx_file import read_onnx
 from amanda.tools.kit._parameters import (
     ParameterError,
     ParameterStore,
@@ -26,5 +25,5 @@ __all__ = [
     "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "ParameterError", "ParameterStore",
     "Progress", "Role", "StoredParameter", "StridedLayout", "TensorTool", "Tensors", "TensorsError",
     "Window", "check", "check_number", "leaves", "op_tensors", "parameter_inputs",
-    "parameter_store", "read_onnx", "remarks_on_packed_inputs", "tensors_of", "windows_of",
+    "parameter_store", "remarks_on_packed_inputs", "tensors_of", "windows_of",
 ]  # fmt: skip
