@@ -11,7 +11,7 @@ from amanda.tools.onnx_graph._files import add_note, inlined, opset_of, read_onn
 from amanda.tools.onnx_graph._nodes import (
     attribute_of,
     bodies_of,
-    captured_by,
+    captures_of,
     constant_of,
     first_output_of,
     names_in,
@@ -23,7 +23,7 @@ from amanda.tools.onnx_graph._nodes import (
 )
 
 __all__ = [
-    "add_note", "attribute_of", "bodies_of", "captured_by", "constant_of", "first_output_of",
+    "add_note", "attribute_of", "bodies_of", "captures_of", "constant_of", "first_output_of",
     "inlined", "names_in", "opset_of", "read_in", "read_onnx", "reads_of", "remove_attribute",
     "remove_unread", "save_onnx", "set_attribute",
 ]  # fmt: skip

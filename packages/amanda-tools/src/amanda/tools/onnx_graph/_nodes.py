@@ -20,18 +20,18 @@ def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
 def reads_of(node: NodeProto) -> Iterator[str]:
     """Yield the values of the graph around a node that the node reads, in its bodies too."""
     yield from filter(None, node.input)
+    yield from captures_of(node)
+
+
+def captures_of(node: NodeProto) -> Iterator[str]:
+    """Yield the values of the graph around a node that the bodies of the node read."""
     for body in bodies_of(node):
-        yield from captured_by(body)
-
-
-def captured_by(body: GraphProto) -> Iterator[str]:
-    """Yield the values of the graphs around a body that the body reads."""
-    inside = {one.name for one in (*body.input, *body.initializer)}
-    inside |= {one.values.name for one in body.sparse_initializer}
-    for node in body.node:
-        yield from (name for name in reads_of(node) if name not in inside)
-        inside.update(node.output)
-    yield from (one.name for one in body.output if one.name not in inside)
+        inside = {one.name for one in (*body.input, *body.initializer)}
+        inside |= {one.values.name for one in body.sparse_initializer}
+        for inner in body.node:
+            yield from (name for name in reads_of(inner) if name not in inside)
+            inside.update(inner.output)
+        yield from (one.name for one in body.output if one.name not in inside)
 
 
 def read_in(graph: GraphProto) -> set[str]:

@@ -9,15 +9,8 @@ from typing import Any, cast
 import onnx
 from onnx import ModelProto, NodeProto, numpy_helper
 
+from amanda.tools import onnx_graph
 from amanda.tools.libraries import numpy as np
-from amanda.tools.onnx_graph import (
-    attribute_of,
-    first_output_of,
-    read_in,
-    remove_attribute,
-    remove_unread,
-    set_attribute,
-)
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._tracing import Step
@@ -37,7 +30,7 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
             given.type.CopyFrom(
                 onnx.helper.make_tensor_type_proto(held[given.name].data_type, held[given.name].dims)
             )
-    unread = {one.name for one in graph.initializer} - read_in(graph)
+    unread = {one.name for one in graph.initializer} - onnx_graph.read_in(graph)
     sizes = _Sizes(made, plan)
     nodes = [one for node in graph.node for one in (*sizes.correct(node), node)]
     if len(nodes) > len(graph.node):
@@ -45,7 +38,7 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
         del graph.node[:]
         graph.node.extend(copied.node)
     has_types = bool(graph.value_info)
-    remove_unread(graph, kept=unread)
+    onnx_graph.remove_unread(graph, kept=unread)
     return onnx.shape_inference.infer_shapes(made) if has_types else made
 
 
@@ -67,15 +60,15 @@ class _Sizes:
 
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
         """Give a node the new sizes; return the nodes that it now reads besides."""
-        step = self._steps.get(first_output_of(node))
+        step = self._steps.get(onnx_graph.first_output_of(node))
         if step is None or not step.read or node.domain not in ("", "ai.onnx"):
             pass
-        elif node.op_type == "Conv" and attribute_of(node, "group", 1) != 1:
+        elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
             (_, channels, *_), (_, depth, *_) = (self._extents(one) for one in step.read[:2])
-            set_attribute(node, "group", channels // depth)
+            onnx_graph.set_attribute(node, "group", channels // depth)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
-            groups = attribute_of(node, "num_groups", 1) * self._extents(step.read[0])[1]
-            set_attribute(node, "num_groups", groups // step.read[0][1][1])
+            groups = onnx_graph.attribute_of(node, "num_groups", 1) * self._extents(step.read[0])[1]
+            onnx_graph.set_attribute(node, "num_groups", groups // step.read[0][1][1])
         elif node.op_type in _NUMBERS_AT:
             return self._say_extents(node, _NUMBERS_AT[node.op_type], step)
         elif node.op_type == "Slice":
@@ -112,7 +105,7 @@ class _Sizes:
             own.CopyFrom(maker)
             own.name = own.output[0] = node.input[index] = f"{step.key}/{index}"
         for i, name in enumerate(maker.input):
-            piece = self._tracing.numbers[first_output_of(maker), i]
+            piece = self._tracing.numbers[onnx_graph.first_output_of(maker), i]
             if name in self._fixed and _replaced(piece, first, new).tolist() != piece.tolist():
                 self._give(own, i, _replaced(piece, first, new))
             first += len(piece)
@@ -139,20 +132,20 @@ class _Sizes:
         if is_changed:
             for i, (name, value) in enumerate((("starts", starts), ("ends", ends))):
                 if self._opset < 10:
-                    set_attribute(node, name, value.tolist())
+                    onnx_graph.set_attribute(node, name, value.tolist())
                 else:
                     self._give(node, i + 1, value)
 
     def _split(self, node: NodeProto, step: Step) -> None:
         """Say how many channels of each part are kept."""
-        axis = attribute_of(node, "axis", 0) % len(step.made[0][1])
+        axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.made[0][1])
         sizes = [self._extents(part)[axis] for part in step.made]
         if sizes == [shape[axis] for _, shape in step.made]:
             return
         if self._opset < 13:
-            set_attribute(node, "split", sizes)
+            onnx_graph.set_attribute(node, "split", sizes)
             return
-        remove_attribute(node, "num_outputs")
+        onnx_graph.remove_attribute(node, "num_outputs")
         if len(node.input) == 1:
             node.input.append("")
         self._give(node, 1, np.array(sizes, np.int64))
@@ -160,7 +153,7 @@ class _Sizes:
     def _numbers(self, node: NodeProto, step: Step, name: str, index: int) -> Any:
         """Return numbers that are the same for all inputs of the model; None of others."""
         if self._opset < 10:
-            found = attribute_of(node, name, None)
+            found = onnx_graph.attribute_of(node, name, None)
             return None if found is None else np.array(found)
         if len(node.input) <= index or node.input[index] not in self._fixed:
             return None
