@@ -80,7 +80,7 @@ def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_exte
 def _size(tensor: TensorProto) -> int:
     from onnx import helper
 
-    return prod(tensor.dims) * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    return int(prod(tensor.dims) * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize)
 
 
 def add_note(model: ModelProto, about: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ class StudyTrials:
 
     study: with the direction "maximize" for the metric, and "minimize" for each cost; or a storage or its
     URL, in which the study "search" is made or continued; None makes one in memory.  sampler: of a study that
-    is made.  Raises SearchError where Optuna is not installed, and for a study of something else.
+    is made; None for TPE (Bergstra et al. 2011), which is seeded anew for each trial.
+    Raises SearchError where Optuna is not installed, and for a study of something else.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class StudyTrials:
     ) -> None:  # fmt: skip
         self._optuna, self._space, self._costs = _optuna("Search"), space, costs
         directions: list[Any] = ["maximize", *("minimize" for _ in costs)]
+        self._is_seeded_anew = sampler is None and not isinstance(study, self._optuna.Study)
         if not isinstance(study, self._optuna.Study):
             study = self._continued(study, directions, sampler)
         present = [one.name.lower() for one in study.directions]
@@ -60,13 +62,14 @@ class StudyTrials:
             )
         name = None if storage is None else "search"
         try:
-            return self._optuna.create_study(
+            study: Study = self._optuna.create_study(
                 storage=storage, sampler=sampler, study_name=name, directions=directions, load_if_exists=True
             )  # fmt: skip
         except Exception as error:  # each database has errors of its own
             raise SearchError(
                 f"Search: study is {shown(storage)}, which cannot be opened: {error}"
             ) from error
+        return study
 
     def read(self) -> list[Trial]:
         """Return the trials that were evaluated, by any process, in the order of their numbers."""
@@ -90,9 +93,11 @@ class StudyTrials:
             frozen.user_attrs.get("error", ""),
         )  # fmt: skip
 
-    def ask(self) -> Architecture:
+    def ask(self, numbers: np.random.Generator) -> Architecture:
         """Return what the study's sampler proposes."""
         self.drop()
+        if self._is_seeded_anew:
+            self.study.sampler = self._optuna.samplers.TPESampler(seed=int(numbers.integers(2**31)))
         self._asked = self.study.ask(self._distributions)
         return {name: self._asked.params[name] for name in self._space}
 
@@ -126,30 +131,21 @@ class OptunaController(Random):
     """Asks the sampler of a study of Optuna, which keeps the trials.
 
     study: a study with the direction "maximize" for the metric, and "minimize" for each cost; or a sampler
-    for a study that the search makes.  Without either the sampler is TPE (Bergstra et al. 2011), which is
-    seeded anew for each trial.
-
+    for a study that the search makes.  trials: those of the search that asks, which sets them.
     Raises SearchError where Optuna is not installed, and for a study of something else.
     """
 
     def __init__(self, study: Study | BaseSampler | None = None) -> None:
-        self._optuna = _optuna("OptunaController")
-        is_study = isinstance(study, self._optuna.Study)
-        if not is_study and not isinstance(study, (self._optuna.samplers.BaseSampler, type(None))):
+        optuna = _optuna("OptunaController")
+        is_study = isinstance(study, optuna.Study)
+        if not is_study and not isinstance(study, (optuna.samplers.BaseSampler, type(None))):
             raise SearchError(
                 f"OptunaController: study is {shown(study)}; give a study or a sampler of Optuna"
             )
-        self.study, self.sampler = (study, None) if is_study else (None, study)
+        self.study: Any = study if is_study else None
+        self.sampler: Any = None if is_study else study
         self.trials: StudyTrials | None = None
-        self._is_seeded_anew, self._tries = study is None, 0
-
-    def begin(self, trials: StudyTrials, is_made_by_user: bool) -> None:
-        """Ask the study of these trials from now on.
-
-        is_made_by_user: its sampler is its user's choice, and is not seeded anew.
-        """
-        self.trials = trials
-        self._is_seeded_anew = self._is_seeded_anew and not is_made_by_user
+        self._tries = 0
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return what the sampler proposes; a random architecture after many proposals in vain."""
@@ -158,10 +154,7 @@ class OptunaController(Random):
         self._tries += 1
         if self._tries > _TRIES:
             return super().ask(space, numbers)
-        if self._is_seeded_anew:
-            seed = int(numbers.integers(2**31))
-            self.trials.study.sampler = self._optuna.samplers.TPESampler(seed=seed)
-        return self.trials.ask()
+        return self.trials.ask(numbers)
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
         """Begin to count proposals anew; the study itself has the trial."""

@@ -93,8 +93,7 @@ class Search:
                     f"Search: study is {shown(study)}, and the controller has another; give one of them"
                 )
             study = controller.study if study is None else study
-            self._study = StudyTrials(study, self._space, names, controller.sampler)
-            controller.begin(self._study, is_made_by_user=self._study.study is study)
+            self._study = controller.trials = StudyTrials(study, self._space, names, controller.sampler)
         elif study is not None:
             self._study = StudyTrials(study, self._space, names)
         self._read()
