@@ -102,11 +102,6 @@ class PruneTool(WeightTool[PrunedWeight]):
         """True if masks of the first step are made of what `preparing` gathers, not of each weight alone."""
         return not self._options.of_weight_alone
 
-    @property
-    def step_number(self) -> int:
-        """Number of the present step; 0 is the first."""
-        return self._making.step
-
     def step(self) -> None:
         """Begin a step here, and at no call of a model any more."""
         self._steps.step()

@@ -21,7 +21,6 @@ from amanda.tools.search._tool import SearchTool
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,
 }  # fmt: skip
-_COSTS = ("flops", "size")
 _DRAWS = 1000
 
 
