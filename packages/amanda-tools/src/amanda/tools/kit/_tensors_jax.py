@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensors import Tensors
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.kit", "jax", "jax._src.core:eval_trace", "jax._src.core:set_current_trace"
+)
 
 
 class JaxParameter:
@@ -21,7 +25,7 @@ class JaxParameter:
     trainable = True
 
     def __init__(self, value: Any) -> None:
-        self._reference = new_reference(value)
+        self._reference = JaxTensors().reference(value)
         self.shape, self.dtype = self._reference.shape, self._reference.dtype
 
     @property
@@ -43,19 +47,11 @@ class JaxParameter:
 
 def outside_of_programs() -> AbstractContextManager[Any]:
     """Return a context in which JAX computes, and that adds nothing to a program which is traced."""
-    check("kit", "jax")
+    _REQUIRED.check()
     from jax._src import core
 
     context: AbstractContextManager[Any] = core.set_current_trace(core.eval_trace)
     return context
-
-
-def new_reference(value: Any) -> Any:
-    """Return a reference of JAX to an array."""
-    import jax
-
-    with outside_of_programs():
-        return jax.new_ref(jax.numpy.array(value))
 
 
 class JaxTensors(Tensors):
@@ -63,6 +59,13 @@ class JaxTensors(Tensors):
 
     XLA divides and fuses as it likes, so that a value half way between two integers would round otherwise.
     """
+
+    def reference(self, value: Any) -> Any:
+        """Return a reference of JAX to an array."""
+        import jax
+
+        with outside_of_programs():
+            return jax.new_ref(jax.numpy.array(value))
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number or an array in the element type of an array."""

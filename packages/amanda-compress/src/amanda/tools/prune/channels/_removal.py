@@ -1,0 +1,193 @@
+"""Removes channels of the parameters of a PyTorch model, in place, and can put them back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from amanda.tools.libraries import numpy as np
+from amanda.tools.prune._masks import PruneError
+from amanda.tools.prune.channels._tracing import Tracing
+
+_EXTENTS = {
+    "out_channels": 0, "in_channels": 1, "out_features": 0, "in_features": 1, "num_features": 0,
+    "num_channels": 0, "embedding_dim": 1, "nx": 0, "nf": 1,
+}  # fmt: skip
+"""Attributes of layers that say how long an axis of `weight` is; of running averages where there is none."""
+_SIZES = re.compile(
+    r"head|dim|size|shape|(^|_)chs?($|_)|channel|feature|width|hidden|plane|inner|embed|filter|num_groups"
+)
+_OF_HEADS = re.compile(r"head(?!.*(dim|size))")
+_OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
+
+
+class ModuleRemoval:
+    """Removes what is not kept, of parameters, buffers, gradients, attributes and an optimizer's state.
+
+    model: the module.  kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's
+    path, attributes' new values.  whole_groups: weights whose number of groups changes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kept: Mapping[tuple[str, int], Any],
+        sizes: Mapping[str, Mapping[str, Any]],
+        whole_groups: frozenset[str],
+        optimizer: Any = None,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._kept, self._sizes, self._whole_groups = kept, sizes, whole_groups
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def apply(self) -> None:
+        """Remove channels from the model.
+
+        Raises PruneError for an optimizer with state of other shapes than its parameters.
+        """
+        _check_state(self._optimizer)
+        model = self._model
+        by_name: dict[str, dict[int, Any]] = {}
+        for (name, axis), kept in self._kept.items():
+            by_name.setdefault(name, {})[axis] = np.flatnonzero(kept)
+        changed: dict[int, Any] = {}
+        for name, axes in by_name.items():
+            path, _, attribute = name.rpartition(".")
+            tensor = getattr(model.get_submodule(path), attribute)
+            self._shorten(tensor, axes)
+            changed[id(tensor)] = tensor
+        for path, module in model.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(id(tensor) in changed for tensor in own):
+                self._adapt(path, module)
+        for path, sizes in self._sizes.items():
+            for attribute, size in sizes.items():
+                self._set(model.get_submodule(path), attribute, size)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        import torch
+
+        for owner, attribute, value in reversed(self._before):
+            if isinstance(owner, dict):
+                owner[attribute] = value
+            elif attribute == "data":
+                _set_data(owner, value)
+            elif isinstance(owner, torch.Tensor):
+                owner.grad = value
+            else:
+                setattr(owner, attribute, value)
+        self._before.clear()
+
+    def _shorten(self, tensor: Any, axes: Mapping[int, Any]) -> None:
+        import torch
+
+        def shortened(whole: Any) -> Any:
+            for axis, indices in axes.items():
+                whole = whole.index_select(axis, torch.from_numpy(indices).to(whole.device))
+            return whole
+
+        shape, gradient = tensor.shape, tensor.grad
+        self._before += [(tensor, "grad", gradient), (tensor, "data", tensor.data)]
+        tensor.grad = None
+        _set_data(tensor, shortened(tensor.data))
+        if gradient is not None:
+            tensor.grad = shortened(gradient.detach())
+        state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == shape:
+                self._before.append((state, name, value))
+                state[name] = shortened(value)
+
+    def _adapt(self, path: str, module: Any) -> None:
+        """Set the attributes of a layer that say how long its axes are."""
+        import torch
+
+        weight = getattr(module, "weight", None)
+        weight = getattr(module, "running_mean", None) if weight is None else weight
+        if weight is None:
+            return
+        groups = getattr(module, "groups", getattr(module, "num_groups", 1))
+        name = f"{path}.weight" if path else "weight"
+        if name in self._whole_groups and (name, 0) in self._kept:
+            kept = self._kept[name, 0]
+            groups = groups * int(kept.sum()) // len(kept)
+            self._set(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
+        nn = torch.nn
+        turned = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        for attribute, axis in _EXTENTS.items():
+            if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
+                axis = 1 - axis if turned else axis
+                times = groups if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
+                self._set(module, attribute, weight.shape[axis] * times)
+        if isinstance(getattr(module, "normalized_shape", None), tuple):
+            self._set(module, "normalized_shape", tuple(weight.shape))
+
+    def _set(self, owner: Any, attribute: str, value: Any) -> None:
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        self._before.append((owner, attribute, before))
+
+
+def _check_state(optimizer: Any) -> None:
+    import torch
+
+    for parameter, state in () if optimizer is None else optimizer.state.items():
+        for name, value in state.items():
+            own = isinstance(value, torch.Tensor) and value.numel() > 1
+            if own and value.shape != parameter.shape:
+                raise PruneError(
+                    f"{type(optimizer).__name__} keeps {name} of shape {tuple(value.shape)} for a parameter "
+                    f"of shape {tuple(parameter.shape)}, which cannot follow the removal: make another "
+                    "optimizer after it"
+                )
+
+
+def _set_data(tensor: Any, data: Any) -> None:
+    """Give a tensor other memory; the tensor stays the same object, for optimizers and tied layers.
+
+    Autograd keeps the old extents in a node of its own, which a change of the type renews.
+    """
+    import torch
+
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    tensor.data = torch.empty(0, dtype=other, device=data.device)
+    tensor.data = data
+
+
+def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, Any]]:
+    """Return new values for attributes that modules reshape by, such as the number of heads.
+
+    An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
+    axis that stays, unless it is the number of heads.  What a module does that is no part of the model, as
+    one that `forward` makes anew, the module does that calls it.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    changed: dict[str, dict[int, set[int]]] = {}
+    same: dict[str, set[int]] = {}
+    for step in tracing.steps:
+        path = step.module
+        while path not in modules:
+            path = path.rpartition(".")[0]
+        for part in (*step.read, *step.made):
+            after = tracing.extents(part, alive)
+            for family in part[0]:
+                for axis, extent in enumerate(family.shape):
+                    if extent > 1 and after[axis] != extent:
+                        changed.setdefault(path, {}).setdefault(extent, set()).add(after[axis])
+            if step.type in ("reshape", "expand"):
+                stays = {one for one, other in zip(part[1], after, strict=True) if one == other}
+                same.setdefault(path, set()).update(stays)
+    found: dict[str, dict[str, Any]] = {}
+    for path, extents in changed.items():
+        for name, value in vars(modules[path]).items():
+            if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
+                continue
+            kept = set() if _OF_HEADS.search(name) else same.get(path, set())
+            new = {old: min(one) for old, one in extents.items() if len(one) == 1 and old not in kept}
+            if type(value) is int and value in new:
+                found.setdefault(path, {})[name] = new[value]
+            elif type(value) is tuple and any(type(one) is int and one in new for one in value):
+                found.setdefault(path, {})[name] = tuple(new.get(one, one) for one in value)
+    return found

@@ -1,0 +1,176 @@
+"""The result of quantisation: a row for each tensor of each op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf, isfinite, log10
+from typing import Any, ClassVar
+
+from amanda.tools.libraries import numpy as np
+from amanda.tools.quantize._grid import as_array
+from amanda.tools.results import Column, Result, not_met, shortened
+
+_number = partial(Column, show="{:.4g}".format, number=True)
+_decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
+
+
+class Noise:
+    """Sums of squares of values and of their quantisation errors, over executions."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+
+    def add(self, x: Any, quantised: Any) -> None:
+        """Add a tensor and the quantised tensor."""
+        wanted, found = (as_array(one).astype(np.float64) for one in (x, quantised))
+        self.signal += float(np.square(wanted).sum())
+        self.noise += float(np.square(found - wanted).sum())
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal-to-quantisation-noise ratio in dB, infinite without noise; None before a measurement."""
+        return sqnr(self.signal, self.noise) if self.signal or self.noise else None
+
+
+def sqnr(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise) in dB.
+
+    >>> sqnr(100.0, 1.0)
+    20.0
+    """
+    if noise == 0:
+        return inf
+    return 10 * log10(signal / noise) if signal else -inf
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One quantised tensor that an op reads.
+
+    tensor: "weight", or "input 0" by its position in the op's schema.  scale, zero_point: one number, or one
+    per channel; None before a calibration, and if each execution has its own.  low, high: ends of the grid.
+    group_size: of a weight with scales for groups.  dtype: of a floating type, "" for integers.
+    sqnr, output_sqnr: in dB, of the tensor and of the op's outputs; None if not measured.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    tensor: str
+    bits: int
+    symmetric: bool
+    low: int
+    high: int
+    axes: tuple[int, ...]
+    scale: tuple[float, ...] | None
+    zero_point: tuple[float, ...] | None
+    group_size: int | None
+    dtype: str
+    executions: int
+    sqnr: float | None
+    output_sqnr: float | None
+
+    @property
+    def scheme(self) -> str:
+        """Return "symmetric", "affine" or a floating type, and the size of groups."""
+        kind = self.dtype or ("symmetric" if self.symmetric else "affine")
+        return kind if self.group_size is None else f"{kind}, groups of {self.group_size}"
+
+
+class QuantizeResult(Result):
+    """A row for each quantised tensor, in the order in which ops were analysed.
+
+    waiting: names of loaded scales that no analysed op has.
+    left: reasons why selected weights are not quantised, by the type and module of the op.
+    """
+
+    name: ClassVar[str] = "quantize"
+    title = "Quantised tensors"
+    columns: ClassVar[Sequence[Column]] = (
+        *(Column(name, show=partial(shortened, width=24)) for name in ("phase", "type", "module", "source")),
+        Column("tensor"), Column("bits", number=True), Column("scheme"), Column("channels", number=True),
+        _number("scale"), _number("zero_point"), _number("least"), _number("most"),
+        Column("executions", show="{:,}".format, number=True), _decibels("SQNR"), _decibels("output SQNR"),
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tensors: Iterable[Quantized],
+        method: str = "static",
+        waiting: Sequence[str] = (),
+        left: Mapping[str, str] | None = None,
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.method, self.waiting, self.left = method, tuple(waiting), dict(left or {})
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each tensor, with the largest of its scales and the zero point of that."""
+        return [
+            (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
+             one.scheme, len(one.scale or ()) if one.axes else None,
+             *_extent(one), one.executions, _finite(one.sqnr), _finite(one.output_sqnr))
+            for one in self.tensors
+        ]  # fmt: skip
+
+    def worst(self, count: int | None = None) -> list[tuple[str, str, float]]:
+        """Return module, type and SQNR of outputs in dB of the measured ops, the least SQNR first."""
+        ops = dict.fromkeys((one.module, one.type, one.source, one.output_sqnr) for one in self.tensors)
+        measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
+        return sorted(measured, key=lambda one: one[2])[:count]
+
+    @property
+    def leading(self) -> int:
+        """The numbers come first."""
+        return bool(self.tensors)
+
+    def _counted(self) -> str:
+        """Return the number of tensors, their bits, and the op with the most noise."""
+        bits = " and ".join(sorted({f"{one.bits} bits" for one in self.tensors}))
+        ops = len({(one.phase, one.type, one.module, one.source) for one in self.tensors})
+        told = f"{len(self.tensors)} tensors of {ops} ops in {bits}, {self.method}"
+        for module, kind, ratio in self.worst(1):
+            told += f"; the least output SQNR is {ratio:.1f} dB, {kind}" + f" in {module}" * bool(module)
+        return f"{told}."
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on the columns, and on weights that are not quantised."""
+        left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
+        if not self.tensors:
+            return left or ["No op of the types that are to be quantised was met."]
+        notes = [self._counted()]
+        notes += [
+            "Of a tensor with a scale for each channel, the largest; least and most can be represented."
+        ]
+        if any(one.output_sqnr is not None for one in self.tensors):
+            notes.append(
+                "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
+                "of the same inputs unquantised; none where there is no noise."
+            )
+        return [*notes, *not_met("scales", self.waiting), *left]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the method, and every scale and zero point."""
+        kept = [
+            {"axes": one.axes, "low": one.low, "high": one.high, "scale": one.scale,
+             "zero_point": one.zero_point} for one in self.tensors
+        ]  # fmt: skip
+        return {"method": self.method, "qparams": kept, "left": self.left}
+
+
+def _finite(ratio: float | None) -> float | None:
+    """Return a ratio that JSON can represent; None for others."""
+    return ratio if ratio is not None and isfinite(ratio) else None
+
+
+def _extent(one: Quantized) -> tuple[float | None, ...]:
+    """Return the largest scale, its zero point, and the ends of its range."""
+    if one.scale is None or one.zero_point is None:
+        return None, None, None, None
+    scale, zero_point = max(zip(one.scale, one.zero_point, strict=True))
+    return scale, zero_point, (one.low - zero_point) * scale, (one.high - zero_point) * scale
