@@ -1,4 +1,4 @@
-"""Places where torch leaves the call: checkpoints, and compiled callables."""
+"""Patches of torch where it leaves the calling thread or code: checkpoints, futures, compiled callables."""
 
 import functools
 import logging
@@ -13,24 +13,25 @@ from amanda import interceptor
 from amanda.backend import Attributes, Recomputation, recomputed, replayed
 from amanda.scope import in_force
 
-from ._asked import OP_BY_OP, asks_for_graphs, has_stances
-from ._autograd import of_pass
-from ._collectives import tell_of_reducers
+from ._autograd import activation_of_pass
+from ._collectives import report_reducers
+from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from ._control_flow import UTILS, run_map_op_by_op
-from ._op_by_op import tell
 from ._operators import Operators
-from ._requirements import found, log_once
+from ._requirements import log_once, torch_attribute
 
 if TYPE_CHECKING:
     from ._driver import TorchDriver
 
 
 LOADER = "torch.utils.data.dataloader"
-IN_WORKERS = "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
+UNSEEN_IN_WORKERS = (
+    "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
+)
 _RESET = "_MultiProcessingDataLoaderIter._reset"
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
-MACHINERY = {
+INTERNAL_FUNCTIONS = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
     ("torch.cuda.graphs", "CUDAGraph.replay"): (
         "replays of CUDA graphs",
@@ -44,13 +45,13 @@ MACHINERY = {
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
     ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached"): None,
 }
-"""Functions of torch whose ops are none of the user's, and what is to be said of those that run a program."""
+"""Functions of torch whose ops are not the user's, with the report's entry for those that run a program."""
 
 
-class Surroundings:
-    """Changes that the driver makes around ops until its attributes are restored.
+class TorchPatches:
+    """Patches of torch that hold until the driver's attributes are restored.
 
-    stance: that of dynamo which it has set.  stance_before: that of the user before.
+    stance: dynamo's stance that the driver has set.  stance_before: the user's stance before.
     """
 
     stance: ClassVar[Any] = None
@@ -60,44 +61,45 @@ class Surroundings:
         self._driver = driver
         self._operators = Operators()
 
-    def enter(self, attributes: Attributes) -> None:
-        """Put everything in place."""
-        attributes.on_restore(self._operators.close)
-        self._operators.open()
+    def install(self, attributes: Attributes) -> None:
+        """Make all changes; the attributes undo them."""
+        attributes.on_restore(self._operators.restore)
+        self._operators.install()
         self._follow_checkpoints(attributes)
         self._follow_futures(attributes)
-        tell_of_reducers(attributes)
-        for module, name in MACHINERY:
-            attributes.when_imported(module, functools.partial(_let_be, attributes, module, name))
-        attributes.when_imported(LOADER, lambda: _tell_of_workers(attributes))
+        report_reducers(attributes)
+        # Modules that are not imported yet are patched when the program imports them.
+        for module, name in INTERNAL_FUNCTIONS:
+            attributes.when_imported(module, functools.partial(_run_uninstrumented, attributes, module, name))
+        attributes.when_imported(LOADER, lambda: _report_loader_workers(attributes))
         attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
-        attributes.when_imported("torch._dynamo", lambda: self._take_stance(attributes))
+        attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
 
     @staticmethod
     def _follow_checkpoints(attributes: Attributes) -> None:
-        """Recompute where the first run was, so that the ops are the executions of the first run."""
+        """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
-        generator = found(f"utils.checkpoint.{_GENERATOR}")
-        forward = found("utils.checkpoint.CheckpointFunction.forward")
+        generator = torch_attribute(f"utils.checkpoint.{_GENERATOR}")
+        forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
             if interceptor.active() is None or not torch.is_grad_enabled():
                 return (yield from generator(fn, *args, **kwargs))
             # The generator surrounds the first run, and calls the function to recompute alone.
             recomputation = Recomputation()
-            again = _within_pass(functools.partial(recomputation.again, fn))
+            again = _in_state_of_pass(functools.partial(recomputation.again, fn))
             with recomputation.first():
                 return (yield from generator(again, *args, **kwargs))
 
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _within_pass(recomputed(run_function)), *args)
+            return forward(ctx, _in_state_of_pass(recomputed(run_function)), *args)
 
-        hook = found("utils.checkpoint._recomputation_hook.__init__")
+        hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
 
         def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
             hook(self, *args, **kwargs)
-            self.pack_hook = _alone(self.pack_hook)
+            self.pack_hook = _uninstrumented(self.pack_hook)  # what it computes is no op of the program
 
         if hook is not None:
             attributes.set(checkpoint._recomputation_hook, "__init__", functools.wraps(hook)(make_hook))
@@ -109,45 +111,47 @@ class Surroundings:
 
     @staticmethod
     def _follow_futures(attributes: Attributes) -> None:
-        """Run what follows a collective where it was asked for, whichever thread comes to it."""
+        """Make callbacks of futures run in the scope that added them, on whichever thread."""
         for name in ("then", "add_done_callback"):
-            original = found(f"_C.Future.{name}")
+            original = torch_attribute(f"_C.Future.{name}")
             if original is not None:
-                attributes.set(torch._C.Future, name, _with_callback_in_place(original))
+                attributes.set(torch._C.Future, name, _replaying_callbacks(original))
 
     @classmethod
-    def leaves_stance(cls, stance: Any) -> bool:
-        """Return True if the user has taken no stance but to compile, so that it is for scopes to say how."""
+    def takes_no_stance(cls, stance: Any) -> bool:
+        """Return True if the user has set no stance but to compile: scopes then decide how code runs."""
+        # The scope's own stance hides the user's: what counts is the stance from before.
         if stance is cls.stance:
             return getattr(cls.stance_before, "stance", "default") != "force_eager"
         return stance.stance == "default" and stance.backend is None
 
     @staticmethod
-    def _take_stance(attributes: Attributes) -> None:
-        if not has_stances():
-            _run_frames_as_they_are(attributes)
+    def _set_stance(attributes: Attributes) -> None:
+        """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
+        if not supports_stances():
+            _run_frames_eagerly(attributes)
             return
-        taken: list[Any] = []
-        attributes.on_restore(lambda: _leave_stance(taken))  # first: an interrupt may come at any call
-        taken.append(torch.compiler.set_stance("force_eager"))
-        Surroundings.stance_before = getattr(taken[0], "prev", None)
-        Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+        contexts: list[Any] = []
+        attributes.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
+        contexts.append(torch.compiler.set_stance("force_eager"))
+        TorchPatches.stance_before = getattr(contexts[0], "prev", None)
+        TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
-def _within_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs in the state of a backward pass, also on a thread of autograd's engine."""
+def _in_state_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function to run in the scope of its backward pass, also on threads of autograd's engine."""
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        around = of_pass()
+        around = activation_of_pass()
         with nullcontext() if around is None else in_force(around):
             return function(*args, **kwargs)
 
     return run
 
 
-def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch's machinery, whose ops are none of the user's."""
+def _uninstrumented(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an internal function of torch, whose ops are not the user's, to run without tools."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -157,16 +161,19 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _leave_stance(taken: Sequence[Any]) -> None:
-    """Go back to the stance from before, unless the program has taken one meanwhile.
+def _restore_stance(contexts: Sequence[Any]) -> None:
+    """Restore the stance from before, unless the program has set another stance meanwhile.
 
-    taken: torch's context of the stance; nothing if an interrupt came first.
+    contexts: torch's context of the stance; nothing if an interrupt came first.
     """
-    if taken and getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is Surroundings.stance:
-        taken[0].__exit__(None, None, None)
+    if (
+        contexts
+        and getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is TorchPatches.stance
+    ):
+        contexts[0].__exit__(None, None, None)
 
 
-def _run_frames_as_they_are(attributes: Attributes) -> None:
+def _run_frames_eagerly(attributes: Attributes) -> None:
     """Keep a dynamo without stances from compiling in a scope, and from running what it has compiled."""
     module = sys.modules.get("torch._dynamo.eval_frame")
     names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
@@ -177,30 +184,32 @@ def _run_frames_as_they_are(attributes: Attributes) -> None:
     original = getattr(module, names[0])
 
     def set_eval_frame(callback: Any) -> Any:
-        before = original(None)  # nothing below is compiled
+        before = original(None)  # dynamo's callback off: nothing that the frame calls is compiled
         activation = interceptor.active()
         if activation is None or not callable(callback):
             original(callback)
         else:
             if asks_for_graphs(activation.state):
-                activation.state.report(f"graphs of torch.compile with torch {torch.__version__}", OP_BY_OP)
-            tell(activation.state, sys._getframe(1))
+                activation.state.report(
+                    f"graphs of torch.compile with torch {torch.__version__}", GRAPHS_UNSUPPORTED
+                )
+            report_op_by_op(activation.state, sys._getframe(1))
         return before
 
-    skip_code(set_eval_frame.__code__)
+    skip_code(set_eval_frame.__code__)  # dynamo must not compile its own switch
     for name in names:
         attributes.set(module, name, set_eval_frame)
 
 
-def let_compiler_look_again() -> None:
-    """Drop dynamo's list of torch's callables, which holds those that the attributes had when it was made."""
+def forget_torch_callables() -> None:
+    """Clear dynamo's list of torch's callables, which may hold callables that the driver had replaced."""
     forget = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
     if forget is not None:
         forget()
 
 
-def _let_be(attributes: Attributes, module: str, name: str) -> None:
-    """Run a function of torch's own as without a scope, and say so where it runs the user's program."""
+def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
+    """Patch an internal function of torch to run without tools, and to report if it runs a program."""
     *owners, method = name.split(".")
     holder: Any = sys.modules[module]
     for owner in owners:
@@ -208,22 +217,22 @@ def _let_be(attributes: Attributes, module: str, name: str) -> None:
     function = getattr(holder, method, None)
     if function is None:
         return
-    said = MACHINERY[module, name]
+    report_entry = INTERNAL_FUNCTIONS[module, name]
 
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
-        if activation is not None and said is not None:
-            activation.state.report(*said)
+        if activation is not None and report_entry is not None:
+            activation.state.report(*report_entry)
         with interceptor.Suspension():
             return function(*args, **kwargs)
 
     attributes.set(holder, method, alone)
 
 
-def _tell_of_workers(attributes: Attributes) -> None:
-    """Report a pass through a DataLoader whose worker processes run the ops of its data set."""
-    reset = found(f"utils.data.dataloader.{_RESET}")
+def _report_loader_workers(attributes: Attributes) -> None:
+    """Patch DataLoader to report a pass whose ops run in worker processes."""
+    reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
     if reset is None:
         return
 
@@ -231,14 +240,16 @@ def _tell_of_workers(attributes: Attributes) -> None:
     def reset_and_tell(iterator: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is not None:
-            activation.state.report("worker processes of a DataLoader", IN_WORKERS)
+            activation.state.report("worker processes of a DataLoader", UNSEEN_IN_WORKERS)
         return reset(iterator, *args, **kwargs)
 
     owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
     attributes.set(owner, "_reset", reset_and_tell)
 
 
-def _with_callback_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replaying_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Future that takes a callback: the callback runs in the scope of this call."""
+
     @functools.wraps(original)
     def method(future: Any, callback: Callable[..., Any]) -> Any:
         return original(future, replayed(callback))

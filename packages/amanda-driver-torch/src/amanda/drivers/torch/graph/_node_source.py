@@ -20,15 +20,17 @@ _CONTAINERS = {"_modules", ""}
 
 
 def source_of(node: Node) -> str:
-    """The user's "file:line" that leads to a node; "" where that is not known."""
+    """Return the "file:line" of the user's code that leads to a node; "" if it is unknown."""
+    # dynamo stores the stack as text; the last frame that is not torch's or Amanda's is the user's.
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_FRAMEWORK)]
-    return own[-1] if own else ""
+    user_frames = [f"{file}:{line}" for file, line in frames if not file.startswith(_FRAMEWORK)]
+    return user_frames[-1] if user_frames else ""
 
 
 def scope_of(node: Node, prefix: str = "") -> str:
-    """Path of the module whose call a node is of, from the outermost module: "layer1.0.conv1"."""
+    """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
     calls = [(_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    # The stack lists the enclosing modules from the outermost on, with full paths.
     path = stack_without_wrappers(calls[-1][0], calls) if calls else ""
     return ".".join(part for part in (prefix, path) if part)
 
