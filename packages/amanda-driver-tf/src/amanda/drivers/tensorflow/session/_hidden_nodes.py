@@ -1,4 +1,4 @@
-"""Nodes put beside the user's into the C graph of a session, where no Python operation stands for them."""
+"""Nodes added to the C graph of a session beside the user's nodes, without Python operations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import c_api_util, ops
 
 from ..graph import placeholder
+from ._hiding import PREFIX, hide_nodes
 from ._readers import hide_readers
-from ._vanilla import PREFIX, hide_nodes
 
 _numbers = count(1)
 
 
-class Hidden:
-    """Nodes that were imported together, by the names that they stand for."""
+class HiddenImport:
+    """Nodes that were imported together.
+
+    operations: the C operations by the names of the nodes, without the prefix.
+    """
 
     def __init__(self, prefix: str, operations: Mapping[str, Any]) -> None:
         self.prefix = prefix
         self.operations = operations
 
     def output(self, name: str, index: int) -> Any:
-        """The C API's name for an output of a hidden node."""
+        """Return an output of a hidden node as the C API takes it."""
         output = c_api.TF_Output()
         output.oper = self.operations[name]
         output.index = index
@@ -36,54 +39,56 @@ class Hidden:
 
 
 class HiddenNodes:
-    """Nodes that were put beside one graph's own; equal nodes are put there once."""
+    """The hidden nodes of a graph; equal nodes are added once."""
 
-    _of: ClassVar[weakref.WeakKeyDictionary[Any, HiddenNodes]] = weakref.WeakKeyDictionary()
+    _by_graph: ClassVar[weakref.WeakKeyDictionary[Any, HiddenNodes]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._imports: dict[bytes, Hidden] = {}
+        self._imports: dict[bytes, HiddenImport] = {}
 
     @classmethod
-    def of(cls, graph: Any) -> HiddenNodes:
+    def of_graph(cls, graph: Any) -> HiddenNodes:
         """Return the hidden nodes of a graph."""
-        if graph not in cls._of:
-            cls._of[graph] = cls()
-        return cls._of[graph]
+        if graph not in cls._by_graph:
+            cls._by_graph[graph] = cls()
+        return cls._by_graph[graph]
 
-    def put(
-        self, session: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]
-    ) -> Hidden:
-        """Import nodes whose inputs are each other, or those of the session's graph.
+    def add(
+        self, session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
+    ) -> HiddenImport:
+        """Import nodes that read each other and nodes of the session's graph.
 
-        wanted: names of the nodes that will be asked for.  Raises OpError where such a session refuses them.
+        result_names: names of the nodes whose C operations are needed.
+        Raises OpError where a session like this one refuses the nodes.
         """
-        key = _digest(nodes, functions, wanted)
+        key = _digest(nodes, functions, result_names)
         if key not in self._imports:
-            self._imports[key] = _imported(session, nodes, functions, wanted)
+            self._imports[key] = _import_nodes(session, nodes, functions, result_names)
         return self._imports[key]
 
 
-def _digest(nodes: Iterable[Any], functions: Iterable[Any], wanted: Iterable[str]) -> bytes:
-    whole = blake2b(digest_size=16)
+def _digest(nodes: Iterable[Any], functions: Iterable[Any], result_names: Iterable[str]) -> bytes:
+    """Return a digest of nodes, functions and result names."""
+    content = blake2b(digest_size=16)
     for message in (*nodes, *functions):
         text = message.SerializeToString(deterministic=True)
-        whole.update(b"%d:" % len(text) + text)
-    whole.update("\n".join(sorted(wanted)).encode())
-    return whole.digest()
+        content.update(b"%d:" % len(text) + text)
+    content.update("\n".join(sorted(result_names)).encode())
+    return content.digest()
 
 
-def _imported(
-    session: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]
-) -> Hidden:
-    """Read by hidden nodes, a node of the user's has readers that Python does not know: it shows its own."""
+def _import_nodes(
+    session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
+) -> HiddenImport:
+    """Import nodes into the C graph of a session, and hide them from the Python side of the graph."""
     graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
-    graph_def, outputs, controls = _renamed(nodes, prefix)
+    graph_def, outputs, controls = _hide_names(nodes, prefix)
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
-    _try(session, graph_def)
-    hide_nodes(graph, [one.signature.name for one in functions])
-    names = list(wanted)
+    _try_import(session, graph_def)
+    hide_nodes(graph, [definition.signature.name for definition in functions])
+    names = list(result_names)
     hide_readers(graph, outputs, controls)
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
         scoped = c_api_util.ScopedTFImportGraphDefOptions()
@@ -105,35 +110,38 @@ def _imported(
         finally:
             c_api.TF_DeleteBuffer(buffer)
         operations = c_api.TF_ImportGraphDefResultsReturnOperations(results.results)
-    return Hidden(prefix, dict(zip(names, operations, strict=True)))
+    return HiddenImport(prefix, dict(zip(names, operations, strict=True)))
 
 
-def _try(session: Any, graph_def: Any) -> None:
-    """Give nodes to a session and graph of their own first, with stand-ins for the user's nodes.
+def _try_import(session: Any, graph_def: Any) -> None:
+    """Import nodes into a scratch graph with a session first, with placeholders for the user's nodes.
 
-    Nodes cannot be taken out of a graph again, and a session that refuses some runs no more.
+    Raises OpError where TensorFlow refuses the nodes.
     """
-    own = {node.name for node in graph_def.node}
-    whole = graph_pb2.GraphDef()
-    session.graph._copy_functions_to_graph_def(whole, 0)
-    whole.MergeFrom(graph_def)
-    made: set[str] = set()
-    for node in whole.node:
+    # Nodes cannot be removed from a graph again, and a session that has refused a node runs no more.
+    names = {node.name for node in graph_def.node}
+    trial_graph = graph_pb2.GraphDef()
+    session.graph._copy_functions_to_graph_def(trial_graph, 0)
+    trial_graph.MergeFrom(graph_def)
+    placeholders: set[str] = set()
+    for node in trial_graph.node:
         for position, read in enumerate(node.input):
             name, _, index = read.removeprefix("^").partition(":")
-            if name in own:
+            if name in names:
                 continue
             stand_in = f"{name}/amanda_{index or 0}"
             node.input[position] = f"^{stand_in}" if read.startswith("^") else stand_in
-            if stand_in not in made:
-                made.add(stand_in)
-                whole.node.append(_stand_in(stand_in, session.graph.get_operation_by_name(name), index))
+            if stand_in not in placeholders:
+                placeholders.add(stand_in)
+                trial_graph.node.append(
+                    _placeholder_for(stand_in, session.graph.get_operation_by_name(name), index)
+                )
     scratch = ops.Graph()
     with scratch._c_graph.get() as c_graph:
         scoped = c_api_util.ScopedTFImportGraphDefOptions()
         options = scoped.options
         c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
-        buffer = c_api.TF_NewBufferFromString(whole.SerializeToString())
+        buffer = c_api.TF_NewBufferFromString(trial_graph.SerializeToString())
         try:
             c_api_util.ScopedTFImportGraphDefResults(
                 c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
@@ -147,19 +155,19 @@ def _try(session: Any, graph_def: Any) -> None:
         trial.close()
 
 
-def _stand_in(name: str, op: Any, index: str) -> Any:
-    """A node that gives what an operation does: a reference, a value, or nothing."""
+def _placeholder_for(name: str, op: Any, index: str) -> Any:
+    """Return a node with an output like that of an operation: a reference, a value, or none."""
     if not op.outputs:
         return node_def_pb2.NodeDef(name=name, op="NoOp")
     tensor = op.outputs[int(index or 0)]
-    made = placeholder(name, tensor.dtype.base_dtype.as_datatype_enum, tensor.shape)
-    made.op = "VariableV2" if tensor.dtype._is_ref_dtype else made.op
-    return made
+    node = placeholder(name, tensor.dtype.base_dtype.as_datatype_enum, tensor.shape)
+    node.op = "VariableV2" if tensor.dtype._is_ref_dtype else node.op
+    return node
 
 
-def _renamed(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
-    """Nodes under hidden names; the outputs of other nodes that they read, and those that they wait for."""
-    own = {node.name for node in nodes}
+def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
+    """Return nodes under hidden names, the outputs of other nodes that they read, and nodes they wait for."""
+    names = {node.name for node in nodes}
     outputs: set[tuple[str, int]] = set()
     controls: set[str] = set()
     graph_def = graph_pb2.GraphDef()
@@ -170,25 +178,25 @@ def _renamed(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int
         for position, read in enumerate(node.input):
             control = read.startswith("^")
             name, _, index = read.lstrip("^").partition(":")
-            if name in own:
+            if name in names:
                 copy.input[position] = f"{'^' if control else ''}{prefix}{read.lstrip('^')}"
             elif control:
                 controls.add(name)
             else:
                 outputs.add((name, int(index or 0)))
-        _keep_places(copy, node, own, prefix)
+        _keep_colocation(copy, node, names, prefix)
         graph_def.node.append(copy)
     return graph_def, outputs, controls
 
 
-def _keep_places(copy: Any, node: Any, own: Collection[str], prefix: str) -> None:
-    """Make a copy be placed with what its original is placed with, and find the resource that it names."""
+def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) -> None:
+    """Place a copy on the device of its original, and make it use the resource of the original's name."""
     if "_class" in node.attr:
         classes = copy.attr["_class"].list.s
         for position, place in enumerate(node.attr["_class"].list.s):
-            other = place.decode().removeprefix("loc:@")
-            if place.startswith(b"loc:@") and other in own:
-                classes[position] = f"loc:@{prefix}{other}".encode()
+            colocated = place.decode().removeprefix("loc:@")
+            if place.startswith(b"loc:@") and colocated in names:
+                classes[position] = f"loc:@{prefix}{colocated}".encode()
     if "shared_name" in node.attr:
         if not node.attr["shared_name"].s:
             copy.attr["shared_name"].s = node.name.encode()

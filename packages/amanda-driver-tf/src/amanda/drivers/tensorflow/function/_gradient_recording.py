@@ -1,4 +1,4 @@
-"""Notes which forward operation TensorFlow makes gradient operations for, while it makes them."""
+"""Recording of the forward operation of each gradient operation, while TensorFlow creates it."""
 
 from __future__ import annotations
 
@@ -21,64 +21,66 @@ from ..graph import records
 _MARK = "_amanda_forward"
 
 
-class _Current(threading.local):
-    """The forward operations whose gradients are being made on this thread, innermost last."""
+class _DifferentiatedOps(threading.local):
+    """The forward operations whose gradients this thread is creating, the innermost last."""
 
     def __init__(self) -> None:
         self.ops: list[Any] = []
 
 
-_current = _Current()
+_differentiated = _DifferentiatedOps()
 
 
 @contextmanager
-def _making_gradients_of(op: Any) -> Iterator[None]:
-    _current.ops.append(op)
+def _record_gradient_ops_of(op: Any) -> Iterator[None]:
+    _differentiated.ops.append(op)
     try:
         yield
     finally:
-        _current.ops.pop()
+        _differentiated.ops.pop()
 
 
 def record_gradients(attributes: Attributes) -> None:
-    """Follow the places where gradients are made, until the attributes are restored.
+    """Patch the functions that create gradients, until `attributes` are restored.
 
     Call `forget_gradient_function` then.
     """
-    _follow_symbolic_gradients(attributes)
-    _follow_tapes(attributes)
-    _follow_backward_functions(attributes)
-    _follow_calls(attributes)
+    _patch_symbolic_gradients(attributes)
+    _patch_tapes(attributes)
+    _patch_backward_functions(attributes)
+    _patch_function_gradients(attributes)
 
 
 def forget_gradient_function() -> None:
-    """Make tapes use the function that is in place now, unless the program has deleted it."""
+    """Make tapes call the present `_gradient_function`, unless the program has deleted it."""
     if hasattr(backprop, "_gradient_function"):
         pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
 
-def _follow_symbolic_gradients(attributes: Attributes) -> None:
+def _patch_symbolic_gradients(attributes: Attributes) -> None:
+    """Patch `Graph._original_op`, within which `tf.gradients` creates ops, and the creation of ops."""
     enter = ops.Graph._original_op
     create = ops.Graph._create_op_internal
 
     @functools.wraps(enter)
     @contextmanager
     def original_op(self: Any, op: Any) -> Iterator[None]:
-        with _making_gradients_of(op), enter(self, op):
+        with _record_gradient_ops_of(op), enter(self, op):
             yield
 
     @functools.wraps(create)
     def create_op_internal(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = create(self, *args, **kwargs)
-        if _current.ops and _current.ops[-1] is not None:
-            records.note(made, _current.ops[-1])
-        return made
+        created = create(self, *args, **kwargs)
+        if _differentiated.ops and _differentiated.ops[-1] is not None:
+            records.note(created, _differentiated.ops[-1])
+        return created
 
     attributes.set(ops.Graph, "_original_op", original_op)
     attributes.set(ops.Graph, "_create_op_internal", create_op_internal)
 
 
-def _follow_tapes(attributes: Attributes) -> None:
+def _patch_tapes(attributes: Attributes) -> None:
+    """Patch the recording of graph ops on tapes, and the gradient function that tapes call for them."""
     record = execute.record_gradient
     compute = backprop._gradient_function
 
@@ -90,53 +92,57 @@ def _follow_tapes(attributes: Attributes) -> None:
         return record(op_name, inputs, attrs, outputs)
 
     @functools.wraps(compute)
-    def gradient_function(op_name: str, attr_tuple: Any, *rest: Any) -> Any:
+    def gradient_function(op_name: str, attr_tuple: Any, *positional: Any) -> Any:
         if not attr_tuple or _MARK not in attr_tuple[-2:]:
-            return compute(op_name, attr_tuple, *rest)
-        with _making_gradients_of(attr_tuple[-1]()):
-            return compute(op_name, attr_tuple[:-2], *rest)
+            return compute(op_name, attr_tuple, *positional)
+        with _record_gradient_ops_of(attr_tuple[-1]()):
+            return compute(op_name, attr_tuple[:-2], *positional)
 
     attributes.set(execute, "record_gradient", record_gradient)
     attributes.set(backprop, "_gradient_function", gradient_function)
     forget_gradient_function()
 
 
-def _follow_backward_functions(attributes: Attributes) -> None:
-    """Return what a backward function computes belongs to the operation that made the outputs.
+def _patch_backward_functions(attributes: Attributes) -> None:
+    """Patch the functions that record a backward function on tapes.
 
-    So it is with custom gradients (an IdentityN), and with called functions on a forward accumulator.
+    Custom gradients (an IdentityN) and functions under a forward accumulator are recorded so. The ops of the
+    backward function belong to the operation that computed the outputs.
     """
     for name in ("record_operation", "record_operation_backprop_only", "record_operation_forwardprop_only"):
-        attributes.set(tape_record, name, _noted(getattr(tape_record, name)))
+        attributes.set(tape_record, name, _stand_in_for_record_operation(getattr(tape_record, name)))
 
 
-def _noted(original: Any) -> Any:
+def _stand_in_for_record_operation(original: Any) -> Any:
+    """Stand-in for `record_operation` and its variants: records which op the backward function is of."""
+
     @functools.wraps(original)
     def record_operation(
-        op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *rest: Any,
+        op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *positional: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
         first = output_tensors[0] if output_tensors else None
         if first is None or isinstance(first, ops.EagerTensor) or not hasattr(first, "op"):
-            return original(op_type, output_tensors, input_tensors, backward_function, *rest, **named)
+            return original(op_type, output_tensors, input_tensors, backward_function, *positional, **named)
         maker = weakref.ref(first.op)
 
         def backward(*gradients: Any) -> Any:
-            with _making_gradients_of(maker()):
+            with _record_gradient_ops_of(maker()):
                 return backward_function(*gradients)
 
-        return original(op_type, output_tensors, input_tensors, backward, *rest, **named)
+        return original(op_type, output_tensors, input_tensors, backward, *positional, **named)
 
     return record_operation
 
 
-def _follow_calls(attributes: Attributes) -> None:
+def _patch_function_gradients(attributes: Attributes) -> None:
+    """Patch the gradients of calls of functions by `tf.gradients`."""
     holder = concrete_function._DelayedRewriteGradientFunctions
     rewrite = holder._rewrite_forward_and_call_backward
 
     @functools.wraps(rewrite)
     def rewrite_forward_and_call_backward(self: Any, op: Any, *doutputs: Any) -> Any:
-        with _making_gradients_of(op):
+        with _record_gradient_ops_of(op):
             return rewrite(self, op, *doutputs)
 
     attributes.set(holder, "_rewrite_forward_and_call_backward", rewrite_forward_and_call_backward)

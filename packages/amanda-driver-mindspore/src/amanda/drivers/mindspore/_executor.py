@@ -1,4 +1,4 @@
-"""Primitives that the executor runs by name: a site for each, made when it is met first."""
+"""Primitives that the executor runs by name, each with a site that is created at its first call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,19 +14,20 @@ from ._targets import NO_OPERATORS, operator_of
 METHODS = ("run_op_async", "real_run_op")
 
 
-class Generic:
-    """Stands in for the two methods of the executor; calls are brought to a driver."""
+class PrimitiveInterception:
+    """Stand-ins for the two methods of the executor that run primitives."""
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
         self._detours: dict[tuple[str, str], Detour] = {}
 
     def enter(self, attributes: Attributes) -> None:
-        """Take the places until `attributes` are restored."""
+        """Patch the methods until `attributes` are restored."""
         for method in METHODS:
             attributes.set(api._PyNativeExecutor, method, self._stand_in(method))
 
     def _stand_in(self, method: str) -> Callable[..., Any]:
+        """Stand-in for a method of the executor: runs operators through their detours."""
         detours, original = self._detours, vars(native.PyNativeExecutor_)[method].__func__
 
         def run(executor: Any, primitive: Any, name: str, args: Any) -> Any:
@@ -41,5 +42,5 @@ class Generic:
 
     def _detour(self, original: Any, name: str) -> Detour:
         key = operator_of(name)
-        # A native callable is placed, not detoured: this one stands for all primitives.
+        # The native method serves all primitives, so it gets no stub; the partial makes a callable for each.
         return Detour(self._driver.site(partial(original), Operation(key), key, IMPLEMENTATION))

@@ -1,4 +1,4 @@
-"""MindSpore's operators beside the words of the vocabulary."""
+"""Tables of MindSpore's operators for the vocabulary of StandardMapping."""
 
 import re
 
@@ -77,4 +77,4 @@ _SAME = {
 }
 
 WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
-"""MindSpore's name of an operator to the vocabulary's word, where they differ."""
+"""The vocabulary's word by MindSpore's name of an operator, where they differ."""

@@ -1,4 +1,4 @@
-"""Random operations whose copies draw from the originals, since the generator is in the kernel of those."""
+"""Random operations, whose copies draw from the originals, since the kernel holds the generator."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from tensorflow.python.client import pywrap_tf_session as c_api
 from ..graph._slots import py_func
 
 _OPTIONS = config_pb2.RunOptions(inter_op_thread_pool=-1).SerializeToString()
-"""Run on the thread that asks: no other may be free to run a run within a run."""
+"""Options for a run within a run: on the calling thread, since no other thread may be free."""
 
 
 class SessionExecution(Execution):
-    """An execution that knows its session."""
+    """An execution of a session's run.
+
+    session: a weak reference to the session.
+    """
 
     session: ref[Any]
 
 
-class Draw:
-    """Runs an operation of the user's graph on values that the copy gives."""
+class OriginalDraw:
+    """Runs a random operation of the user's graph on the inputs of its copy."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def run(self, execution: Any, values: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """The operation's outputs."""
+        """Return the operation's outputs."""
         session = execution.session()
         op = session.graph.get_operation_by_name(self._name)
         feeds = {
@@ -42,11 +45,11 @@ class Draw:
             drawn = c_api.TF_SessionRun_wrapper(session._session, options, feeds, fetches, [], None)
         finally:
             c_api.TF_DeleteBuffer(options)
-        return [tf.constant(one, tensor.dtype) for one, tensor in zip(drawn, op.outputs, strict=True)]
+        return [tf.constant(value, tensor.dtype) for value, tensor in zip(drawn, op.outputs, strict=True)]
 
 
-def can_draw(op: Any) -> bool:
-    """Return True if an operation can be run apart, on values for all its inputs."""
+def can_run_alone(op: Any) -> bool:
+    """Return True if an operation can run by itself, on values fed for all its inputs."""
     plain = all(
         tensor.dtype not in (tf.resource, tf.variant) and not tensor.dtype._is_ref_dtype
         for tensor in (*op.inputs, *op.outputs)
@@ -54,8 +57,8 @@ def can_draw(op: Any) -> bool:
     return plain and bool(op.inputs) and not op.control_inputs
 
 
-def drawing(node: Any, op: Any, slot: int, number: str) -> Any:
-    """The node that stands for a copy: it reads the same, and has the same name and outputs."""
-    given = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.inputs]
-    gives = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.outputs]
-    return py_func(node.name, slot, [number, *node.input], given, gives)
+def draw_node(node: Any, op: Any, slot: int, number: str) -> Any:
+    """Return a node that takes the place of a random op's copy: with the same name, inputs and outputs."""
+    input_types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.inputs]
+    result_types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.outputs]
+    return py_func(node.name, slot, [number, *node.input], input_types, result_types)
