@@ -154,7 +154,6 @@ _ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
     "einsum": lambda op: {"equation": _text(op.given("equation", at=0))},
     "linear": lambda op: {"turned": (False, op.weight_layout != "IO")},
     "matmul": lambda op: {"turned": [any(map(op.attributes.get, names)) for names in _TURNED]},
-    **dict.fromkeys(("addmm", "baddbmm"), lambda op: {"factors": ((1, 0), (2, 0))}),
     "scaled_dot_product_attention": _softmax,
 }
 """Functions that return the arguments of a rule, by the word of the op."""

@@ -7,6 +7,7 @@ from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
+from amanda.tools.kit._input_rows import MultipliedInput, multiplied_input
 from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored, unfolding
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._memory import FoundMemory
@@ -37,14 +38,14 @@ from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Globs",
     "Held",
-    "HeldError", "Holders", "Leave", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
+    "HeldError", "Holders", "Leave", "MultipliedInput", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
     "Present", "Progress", "Rerun", "Role", "Selected", "SelectedRows", "TensorMap", "TensorTool", "Tensors",
     "TensorsError",
     "Unfolding",
     "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
     "check_number",
-    "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
+    "from_bytes", "holders_of", "leaves", "makes_a_weight", "multiplied_input", "numpy_type", "op_tensors", "origin",
     "packed_inputs", "parameter_inputs", "parameters", "read_onnx", "rerun", "restored", "source",
     "spatial_axes", "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input",
     "windows_of",

@@ -12,7 +12,7 @@ from amanda.tools.kit._holders import holders_of
 from amanda.tools.kit._origins import Origin, Origins
 from amanda.tools.kit._parts import form_of, may_vary
 from amanda.tools.kit._slices import Slices
-from amanda.tools.mapping import FACTORS, StandardMapping
+from amanda.tools.mapping import MATRIX_PRODUCTS, StandardMapping
 
 _READS, _ORIGIN = "amanda.tools.kit: weight reads", "amanda.tools.kit: origin of the weight"
 
@@ -121,8 +121,8 @@ class WeightReads(amanda.Tool):
         if index is None:
             return None
         layout: str | None = context["weight_layout"]
-        if context["weight_index"] is None and context["type"] in FACTORS:
-            layout = ("OI", "IO")[FACTORS[context["type"]].index(index)]
+        if context["weight_index"] is None and context["type"] in MATRIX_PRODUCTS:
+            layout = ("OI", "IO")[MATRIX_PRODUCTS[context["type"]].factors.index(index)]
         holder = context.get_variable(index)
         is_moved = holder is None and self._is_moved(context, index)
         is_followed = self._is_followed(context, index)
@@ -145,7 +145,8 @@ class WeightReads(amanda.Tool):
         index: int | None = context["weight_index"]
         if index is not None:
             return index
-        found = [i for i in FACTORS.get(context["type"], ()) if self._is_moved(context, i)]
+        product = MATRIX_PRODUCTS.get(context["type"])
+        found = [i for i in product.factors if self._is_moved(context, i)] if product else []
         return found[0] if len(found) == 1 else None
 
     def _is_followed(self, context: amanda.OpContext, index: int) -> bool:

@@ -8,14 +8,8 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.options import Name
 from amanda.tools.kit._parts import is_adapter, makes_a_weight
-from amanda.tools.mapping import SEVERAL_WEIGHTS
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Paths, Patterns, listed, unmatched
-
-PRODUCTS = frozenset(
-    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-     "depthwise_conv2d", "depthwise_conv3d", "linear", "matmul", "addmm", "baddbmm", "bilinear"}
-)  # fmt: skip
-"""Convolutions and products; not embeddings and normalisations."""
 
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
@@ -61,7 +55,7 @@ class WeightSelection:
 
     def _fits(self, context: amanda.OpContext) -> bool:
         if self._types.patterns is None:
-            typed = context["type"] in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}
+            typed = context["type"] in PRODUCTS or context["type"] in SEVERAL_WEIGHTS
         else:
             typed = self._types(context["type"], context.get_op_type())
         paths = context.get_scopes()

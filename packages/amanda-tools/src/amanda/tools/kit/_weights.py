@@ -17,8 +17,8 @@ from amanda.tools.kit._parts import Parts, holder_of
 from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.kit._weight import Form, Weight
 from amanda.tools.kit._weight_input import WeightInput, source
-from amanda.tools.kit._weight_selection import LOOKUPS, PRODUCTS
-from amanda.tools.mapping import SEVERAL_WEIGHTS, backend_of
+from amanda.tools.kit._weight_selection import LOOKUPS
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, backend_of
 
 if TYPE_CHECKING:
     from amanda.tools.kit._weight_tool import WeightTool

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Form, Globs, Present, WeightTool, weight_input
+from amanda.tools.kit import Form, Globs, MultipliedInput, Present, WeightTool, multiplied_input, weight_input
 from amanda.tools.prune._importance import Importance
-from amanda.tools.prune._inputs import Reading, products, reading_of, rows_of, squares, unread
+from amanda.tools.prune._inputs import products, squares, unread
 from amanda.tools.prune._making import Making
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._options import Budget, Options, Regrow
@@ -183,18 +183,20 @@ class PruneTool(WeightTool[PrunedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        reading = reading_of(context, read)
-        if reading is not None and self._key in context:
+        read_input = multiplied_input(context, read)
+        if read_input is not None and self._key in context:
             form = context[self._key]
             context.insert_before_op(
-                self._gather_inputs, inputs=[reading.position], form=form, reading=reading
+                self._gather_inputs, inputs=[read_input.position], form=form, read_input=read_input
             )
 
     @amanda.observer
-    def _gather_inputs(self, value: Any, form: Form | None, reading: Reading, run: dict[str, Any]) -> None:
+    def _gather_inputs(
+        self, value: Any, form: Form | None, read_input: MultipliedInput, run: dict[str, Any]
+    ) -> None:
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
-            rows = rows_of(value, reading, weight.canonical_shape)
+            rows = read_input.rows(value, weight.canonical_shape)
             weight.gather_inputs(squares(rows) if self._options.importance == "wanda" else products(rows))
 
     @amanda.traceable

@@ -1,0 +1,80 @@
+"""Inputs that a weight multiplies, as rows of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import amanda
+from amanda.tools._libraries import do, shape
+from amanda.tools.kit._tensors import Array, tensors_of
+from amanda.tools.kit._weight_input import WeightInput
+from amanda.tools.kit._windows import spatial_axes, windows_of
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, product_of
+
+_TURNED = ("transA", "transpose_a", "adj_x", "transB", "transpose_b", "adj_y")
+
+
+class MultipliedInput(NamedTuple):
+    """The input of an op that the op's weight multiplies.
+
+    position: among the op's inputs.  axis: of the channels, over which the op sums, from the end.
+    layout: axes of a convolution's input, such as "NCHW"; None of a matrix product.  attributes: of the op.
+    """
+
+    position: int
+    axis: int
+    layout: str | None
+    attributes: Mapping[str, Any]
+
+    def rows(self, x: Any, extents: Sequence[int]) -> Array:
+        """Return a value of the input as a matrix for each group of channels: (groups, positions, K).
+
+        K counts the elements of the weight for each output, in the order of `canonical`.  Of a convolution,
+        a row is what the window reads at one position, with zeros for padding.
+        extents: of the canonical weight, (outputs, inputs, window).
+        """
+        plain = tensors_of(x).plain(x)
+        if self.layout is None:
+            plain = do("moveaxis", plain, self.axis, -1)
+            return do("reshape", plain, (1, -1, shape(plain)[-1]))
+        layout = self.layout if "N" in self.layout else f"N{self.layout}"
+        plain = plain if len(shape(plain)) == len(layout) else plain[None]
+        plain = do("transpose", plain, (layout.index("N"), layout.index("C"), *spatial_axes(layout)))
+        _, channels, *sizes = shape(plain)
+        windows = windows_of(self.attributes, layout, extents[2:])
+        around = [window.pads(size) for window, size in zip(windows, sizes, strict=True)]
+        plain = do("pad", plain, ((0, 0), (0, 0), *around))
+        for window, size, (ahead, _) in zip(windows, sizes, around, strict=True):
+            places = tensors_of(plain).beside(window.positions(size, window.places(size)) + ahead, plain)
+            plain = do("moveaxis", plain, 2, -1)[..., places]
+        rank = len(sizes)
+        order = (0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))
+        groups = channels // extents[1]
+        rows = do("reshape", do("transpose", plain, order), (-1, groups, prod(extents[1:])))
+        return do("moveaxis", rows, 1, 0)
+
+
+def multiplied_input(context: amanda.OpContext, read: WeightInput) -> MultipliedInput | None:
+    """Return the input that an op multiplies by its weight, during analysis.
+
+    None for a transposed convolution, transposed factors, and axes of which the layout is not known.
+    """
+    product, attributes = product_of(context), context.get_attrs()
+    if product is None or read.index not in product.factors or len(product.factors) != 2:
+        return None
+    (position,) = (factor for factor in product.factors if factor != read.index)
+    rank = len(context["shape"](context.get_inputs()[position]) or ())
+    if context["type"] not in MATRIX_PRODUCTS:
+        layout: str | None = context["layout"]
+        if layout is None or context["type"] not in CONVOLUTIONS:
+            return None
+        return MultipliedInput(position, layout.index("C") - len(layout), layout, attributes)
+    if "dimension_numbers" in attributes:  # JAX sums over any axis
+        axis = attributes["dimension_numbers"][0][position][0] - rank
+        return MultipliedInput(position, axis, None, attributes)
+    if any(attributes.get(name) for name in _TURNED):
+        return None
+    is_matrix_behind = read.index < position and rank > 1
+    return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)
