@@ -17,6 +17,7 @@ from amanda.tools.dynamic_prune._math import as_type_of, binary_gumbel, budget_l
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
 from amanda.tools.kit import DataflowNode, Window, spatial_axes, windows_of
+from amanda.tools.mapping import CONVOLUTIONS
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
@@ -107,7 +108,7 @@ class ActivationPruneTool(DynamicPruneTool):
         return self._strength * budget_loss(used, total, self._budget, self.progress)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
-        if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
+        if context["type"] in CONVOLUTIONS and context["layout"] in ("NCHW", "NHWC"):
             one = self._convolution(context)
             if one is not None:
                 node.notes["convolution"] = one

@@ -87,6 +87,7 @@ def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
     positions = (0, 1) if product is None else product.factors or range(len(gradients))
     return sum(i < len(gradients) and gradients[i] is not None for i in positions)
 
+
 _ELEMENTWISE = {
     **dict.fromkeys(MOVES, no_cost),
     **table(
@@ -184,8 +185,8 @@ FORMULAS: dict[str, Formula] = {
         (of.convolution, " ".join([*CONVOLUTIONS, "Conv FusedConv ConvInteger"])),
         (lambda op: of.convolution(replace(op, weight=3)), "QLinearConv"),
         (of.transposed_convolution, f"""
-            {" ".join(TRANSPOSED_CONVOLUTIONS)} slow_conv_transpose2d slow_conv_transpose3d cudnn_convolution_transpose
-            miopen_convolution_transpose _mps_convolution_transpose ConvTranspose
+            {" ".join(TRANSPOSED_CONVOLUTIONS)} slow_conv_transpose2d slow_conv_transpose3d
+            cudnn_convolution_transpose miopen_convolution_transpose _mps_convolution_transpose ConvTranspose
         """),
         (of.any_convolution, """
             _convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward thnn_conv2d

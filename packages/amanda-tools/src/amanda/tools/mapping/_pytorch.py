@@ -10,8 +10,8 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._construction import part_of
-from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
+from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
 
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
 _SPATIAL_OP = re.compile(

@@ -128,7 +128,8 @@ def operands() -> MappingTool:
     """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
     Operands are the factors of a product, and all inputs of most other types.  is_called_back: True where the
-    program calls routines in Python, through which autodiff does not go: gradients are changed beside the backward op.
+    program calls routines in Python, through which autodiff does not go: gradients are changed beside the
+    backward op.
     """
     return MappingTool([
         ["*", partial(_write_called, False)], ["jax", partial(_write_called, True)], ["*", _write_operands],

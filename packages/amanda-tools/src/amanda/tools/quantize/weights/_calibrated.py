@@ -188,7 +188,9 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             return
         find = find or (lambda value, source: form)
         inputs = [read_input.position, read.index]
-        context.insert_before_op(self._add, inputs=inputs, find=find, read_input=read_input, layout=read.layout)
+        context.insert_before_op(
+            self._add, inputs=inputs, find=find, read_input=read_input, layout=read.layout
+        )
         self.on_product(context, inputs, read_input.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
