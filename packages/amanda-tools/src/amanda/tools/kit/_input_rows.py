@@ -11,9 +11,7 @@ from amanda.tools._libraries import do, shape
 from amanda.tools.kit._tensors import Array, tensors_of
 from amanda.tools.kit._weight_input import WeightInput
 from amanda.tools.kit._windows import spatial_axes, windows_of
-from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, product_of
-
-_TURNED = ("transA", "transpose_a", "adj_x", "transB", "transpose_b", "adj_y")
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, are_transposed, product_of
 
 
 class MultipliedInput(NamedTuple):
@@ -74,7 +72,7 @@ def multiplied_input(context: amanda.OpContext, read: WeightInput) -> Multiplied
     if "dimension_numbers" in attributes:  # JAX sums over any axis
         axis = attributes["dimension_numbers"][0][position][0] - rank
         return MultipliedInput(position, axis, None, attributes)
-    if any(attributes.get(name) for name in _TURNED):
+    if any(are_transposed(attributes)):
         return None
     is_matrix_behind = read.index < position and rank > 1
     return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)

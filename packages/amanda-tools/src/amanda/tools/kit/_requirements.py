@@ -22,7 +22,6 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:_C._current_graph_task_id",
         "torch:ops.aten._to_copy.default._schema",
         "torch.utils._python_dispatch:TorchDispatchMode",
-        "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",
     ),
     ("flops", "torch"): (

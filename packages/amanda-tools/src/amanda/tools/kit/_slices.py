@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 import amanda
+from amanda.tools.kit._leaves import leaves
 from amanda.tools.mapping._tensorflow_names import PASSES, READS, SELECTS
 
 _PASSES = PASSES | {"Squeeze", "ExpandDims"}
@@ -49,9 +50,8 @@ class Slices:
         return known if known is not None and known[0]() is value else None
 
     def _note(self, *made: Any, chosen: bool) -> None:
-        for one in made:
-            for tensor in one if isinstance(one, (list, tuple)) else [one]:
-                self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), chosen
+        for tensor in leaves(made):
+            self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), chosen
 
     def _forget(self, key: int, _: Any) -> None:
         self._made.pop(key, None)

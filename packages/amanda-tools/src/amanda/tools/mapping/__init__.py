@@ -10,6 +10,7 @@ from amanda.tools.mapping._products import (
     PRODUCTS,
     TRANSPOSED_CONVOLUTIONS,
     Product,
+    are_transposed,
     product_of,
 )
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
@@ -19,6 +20,6 @@ from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
 __all__ = [
     "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TRANSPOSED_CONVOLUTIONS",
     "UNINITIALISED", "VOCABULARY", "MappingTool", "Product", "Rule", "RuleError", "StandardMapping",
-    "backend_of", "distributed", "is_partial", "itemsize", "local", "product_of", "share", "weight_gradient",
-    "whole",
+    "are_transposed", "backend_of", "distributed", "is_partial", "itemsize", "local", "product_of", "share",
+    "weight_gradient", "whole",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from amanda import OpContext
 
@@ -56,6 +56,15 @@ _BY_NAME: Mapping[str, Product] = {
     "QLinearConv": Product((0, 3), weight=3, bias=8), "QLinearMatMul": Product((0, 3), weight=3),
 }  # fmt: skip
 """Products whose framework has other positions, by the framework's name of the op."""
+
+
+def are_transposed(attributes: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return for the first and the second factor of a matrix product whether the op transposes it.
+
+    attributes: of the op, under the names of any framework.
+    """
+    left, right = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
+    return any(map(attributes.get, left)), any(map(attributes.get, right))
 
 
 def product_of(context: OpContext) -> Product | None:

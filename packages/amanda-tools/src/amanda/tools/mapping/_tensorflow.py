@@ -141,24 +141,15 @@ def backward_type(name: str, kind: str) -> str:
     return f"{kind if word == kind or _OWN.fullmatch(name) else word}_backward"
 
 
-_WEIGHT_GRAD = {
-    "conv2d": {"Conv2DBackpropFilter": 0, "Conv2DBackpropFilterV2": 0},
-    "conv3d": {"Conv3DBackpropFilter": 0, "Conv3DBackpropFilterV2": 0},
-    "depthwise_conv2d": {"DepthwiseConv2dNativeBackpropFilter": 0},
-    "conv_transpose2d": {"Conv2DBackpropFilter": 0, "Conv2DBackpropFilterV2": 0},
-    "conv_transpose3d": {"Conv3DBackpropFilter": 0, "Conv3DBackpropFilterV2": 0},
-    "batch_norm": {"FusedBatchNormGrad": 1, "FusedBatchNormGradV2": 1, "FusedBatchNormGradV3": 1},
-}
-"""Of an op's word: which operation gives the weight's gradient, and in which place."""
-
-
 def _weight_grad_index(context: OpContext, name: str) -> int | None:
     kind, weight = context["type"], context["weight_index"]
     if weight is None:
         return None
     if kind in MATRIX_PRODUCTS:
         return 0 if WORDS.get(name) in MATRIX_PRODUCTS and _is_of_factor(context, weight) else None
-    return _WEIGHT_GRAD.get(kind, {}).get(name)
+    if kind == "batch_norm":
+        return 1 if name.startswith("FusedBatchNormGrad") else None
+    return 0 if "BackpropFilter" in name else None
 
 
 def _is_of_factor(context: OpContext, weight: int) -> bool:

@@ -6,15 +6,13 @@ import re
 from typing import Any
 
 from amanda import OpContext
-from amanda.tools.mapping._products import MATRIX_PRODUCTS
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, are_transposed
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
 _WINDOWS = {"1": "W", "2": "HW", "3": "DHW"}
 _CHANNELS = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
 _CHANNELS_LAST = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}
 """TensorFlow's order, behind the axes of the window."""
-_TURNED = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
-"""Attributes that transpose the first and the second factor of a product."""
 _GROUPS = ("groups", "group", "feature_group_count")
 
 
@@ -82,6 +80,4 @@ def _product_axes(context: OpContext, index: int) -> str | None:
     if kind not in MATRIX_PRODUCTS or (kind != "linear" and (extents is None or len(extents) != 2)):
         return None
     side = MATRIX_PRODUCTS[kind].factors.index(index)
-    attributes = context.get_attrs()
-    is_turned = any(bool(attributes.get(name)) for name in _TURNED[side])
-    return "OI" if is_turned == (side == 1) else "IO"
+    return "OI" if are_transposed(context.get_attrs())[side] == (side == 1) else "IO"

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from amanda import interceptor
 from amanda.tools._libraries import tree_map
-from amanda.tools.kit import undisturbed
+from amanda.tools.kit import leaves, undisturbed
 from amanda.tools.kit._requirements import check
-from amanda.tools.remat._records import Handle, flat
+from amanda.tools.remat._records import Handle
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -92,11 +92,11 @@ class Torch:
     def tensors(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors among values."""
         kind = self._tensor
-        return [one for one in flat(values) if isinstance(one, kind)]
+        return [one for one in leaves(values) if isinstance(one, kind)]
 
     def results(self, result: Any) -> list[Any]:
         """Return an op's results in order."""
-        return flat(result) if isinstance(result, (list, tuple)) else [result]
+        return leaves([result])
 
     def uses(self, address: int) -> int:
         """Return the number of tensors on a storage."""
@@ -146,7 +146,7 @@ class Torch:
             devices = {one.device for one in tensors if one.device.type != "cpu"}
             drawn = [torch.default_generator.get_state()]
             drawn += [getattr(torch, device.type).get_rng_state(device) for device in devices]
-            drawn += [one.get_state() for one in flat(inputs) if isinstance(one, torch.Generator)]
+            drawn += [one.get_state() for one in leaves(inputs) if isinstance(one, torch.Generator)]
             state += [one.numpy().tobytes() for one in drawn]
         return state
 
