@@ -65,9 +65,9 @@ ATTACKS = {
     "soak": (
         "Soak",
         "Steps in one scope, then scopes of one step each. Left behind is what grows by half an object a "
-        "step or more, or by three megabytes. Dynamo and JAX keep what they compiled for a tool in their "
-        "caches, so there the scopes have one tool; with new tools each scope adds some 600 kB in compiled "
-        "PyTorch, and some 90 kB in JAX, until `torch._dynamo.reset()` or `jax.clear_caches()`.",
+        "step or more, or by three megabytes. Dynamo and JAX remember each compilation, so there the scopes "
+        "have one tool; with new tools each scope adds some 80 kB in compiled PyTorch, and some 90 kB in "
+        "JAX, until `torch._dynamo.reset()` or `jax.clear_caches()`.",
     ),
     "kills": (
         "Kills",

@@ -1,5 +1,7 @@
 """torch.compile in scopes with compiled="instrument": ops of graphs, before, in and after scopes."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,22 @@ class Counted(amanda.Tool):
             self.calls.append(key)
 
         return note
+
+
+class Scale(amanda.Tool):
+    """Multiplies what ReLU gives by a factor, in traceable code."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "relu":
+            context.insert_after_op(self.scaled)
+
+    @amanda.traceable
+    def scaled(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.factor
 
 
 class Counting:
@@ -214,6 +232,41 @@ def test_a_tool_that_changes_has_its_graphs_made_again() -> None:
             compiled(X)
             compiled(X)
     assert len(tool.analysed) == 3 * analysed
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("mark", [lambda routine: routine, amanda.observer])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_graphs_end_with_their_tools(backend: str, mark: Callable[[Any], Any]) -> None:
+    compiled, tools = torch.compile(network(), backend=backend), []
+    expected = compiled(X)
+    for _ in range(3):
+        tool = Counted(mark)
+        with amanda.apply(tool, compiled="instrument"):
+            compiled(X).backward(GRADIENT)
+        assert tool.calls
+        tools.append(weakref.ref(tool))
+        del tool
+        gc.collect()
+        assert [reference() for reference in tools] == [None] * len(tools)
+    assert torch.equal(compiled(X), expected)
+
+
+def test_a_graph_of_a_traceable_routine_ends_with_its_tool() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x) + 1, backend="aot_eager")
+    for factor in (2.0, 3.0):
+        tool = Scale(factor)
+        with amanda.apply(tool, compiled="instrument"):
+            first = compiled(X)
+            tool.factor = 5.0
+            second = compiled(X)
+        assert torch.equal(first, torch.relu(X) * factor + 1)
+        assert torch.equal(second, torch.relu(X) * 5 + 1)
+        reference = weakref.ref(tool)
+        del tool
+        gc.collect()
+        assert reference() is None
+    assert torch.equal(compiled(X), torch.relu(X) + 1)
 
 
 def test_models_of_one_class_have_ops_of_their_own() -> None:

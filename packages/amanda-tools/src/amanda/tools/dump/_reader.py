@@ -79,12 +79,14 @@ class Dump:
             return None
         arrays = self._arrays(entry.file)
         if entry.key not in arrays:
-            raise AmandaError(f"{self.folder / entry.file} has no tensor {entry.key!r}")
+            raise AmandaError(
+                f"{self.folder / entry.file} has no tensor {entry.key!r}, which {INDEX} says that it has"
+            )
         try:
             return shaped(arrays[entry.key], entry.dtype, entry.shape)
         except Exception as error:  # of a type that is none, or a number of bytes beyond all memory
             raise AmandaError(
-                f"{self.folder / entry.file} and the index disagree at {entry.key!r}: {in_words(error)}"
+                f"{self.folder / entry.file} and {INDEX} disagree at {entry.key!r}: {in_words(error)}"
             ) from error
 
     def _arrays(self, name: str) -> Arrays:

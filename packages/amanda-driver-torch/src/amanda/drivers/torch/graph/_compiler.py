@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from types import CodeType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch._dynamo.eval_frame as eval_frame
@@ -54,20 +54,36 @@ KEEPS = (
 class Generation:
     """Graphs that were compiled for a layer of tools, until its plans are forgotten.
 
+    The layer owns it, and it owns the graphs.  Dynamo, whose cache is as old as the user's function, refers
+    to both weakly, so that tools which nobody has any more take their graphs along.
+
     converters: by dynamo's callback.  It is a region of dynamo's own: what is compiled here does not count
     against the limit that the user's own graphs have.
     histories: of what routines read, by the code that was compiled.
+    states: the state that was last in force, by whether autodiff is on.
     """
 
     _regions = count(1 << 20)
 
     def __init__(self) -> None:
+        self.states: dict[bool, State] = {}
+        self.graphs: list[CompiledGraph] = []
+        self.entries = _CacheEntries()
+        finalize(self, _ENDED.append, self.entries).atexit = False
         self.converters: WeakKeyDictionary[Any, dict[bool, Converter]] = WeakKeyDictionary()
         limit = torch._dynamo.config.recompile_limit  # the user's, as it is outside of compilation
         self.histories: defaultdict[CodeType | None, History] = defaultdict(
             lambda: History(TorchReads, limit)
         )
         self.region = next(self._regions)
+
+
+class _CacheEntries:
+    """Stands for a generation in guards: dynamo drops the entries of its cache when this object ends."""
+
+
+_ENDED: list[_CacheEntries] = []
+"""Of generations that have ended, which may be while dynamo walks through the entries of a cache."""
 
 
 def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
@@ -83,9 +99,10 @@ def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
     if not isinstance(callback, CatchErrorsWrapper):
         state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
         return otherwise(callback)
+    _ENDED.clear()  # dynamo looks for an entry only once it has the callback
     found = _converter(state, callback)
     if found.backend.apart:
-        set_eval_frame_isolate_recompiles_id(found.backend.generation.region)
+        set_eval_frame_isolate_recompiles_id(found.generation.region)
     return found
 
 
@@ -95,10 +112,12 @@ def _converter(state: State, callback: Any) -> Converter:
     generation = layer.rewrites.get(Generation) if state.cache else Generation()
     if generation is None:
         generation = layer.rewrites[Generation] = Generation()
+    generation.states[state.autodiff] = state
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
         apart = _has_compiled(underlying(callback), sys._getframe(3).f_locals.get("fn"))
-        converters[state.autodiff] = Converter(callback, Backend(callback, state, generation, apart))
+        backend = Backend(callback, state.autodiff, generation, apart)
+        converters[state.autodiff] = Converter(callback, backend, generation)
     return converters[state.autodiff]
 
 
@@ -154,14 +173,14 @@ _frame = _Frame()
 class Converter:
     """Stands in for dynamo's callback."""
 
-    def __init__(self, callback: Any, backend: Backend) -> None:
+    def __init__(self, callback: Any, backend: Backend, generation: Generation) -> None:
         clone = callback._torchdynamo_orig_backend._clone_with_backend(backend)
         clone._recompile_limit = LIMIT
         if hasattr(clone, "_inner_convert"):
             clone._inner_convert._recompile_limit = LIMIT
         self._convert = CatchErrorsWrapper(clone, callback.hooks)
         self._torchdynamo_orig_backend = clone
-        self.backend = backend
+        self.backend, self.generation = backend, generation
         self._op_by_op: dict[CodeType, SharedMemory] = {}
 
     def __call__(self, frame: Any, *args: Any) -> Any:
@@ -214,11 +233,11 @@ class Backend:
     apart: whether the code is in a region of dynamo's own.
     """
 
-    def __init__(self, callback: Any, state: State, generation: Generation, apart: bool) -> None:
+    def __init__(self, callback: Any, autodiff: bool, generation: Generation, apart: bool) -> None:
         self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
         self.original = underlying(callback)
-        self.state = state
-        self.generation = generation
+        self._autodiff = autodiff
+        self._generation = ref(generation)
         self.apart = apart
         self.shared = not apart
         self.__name__ = "amanda"
@@ -228,12 +247,25 @@ class Backend:
         if self is other:
             return True
         if isinstance(other, Backend):
-            same = self.generation is other.generation and self.apart == other.apart
-            return same and self.state.autodiff == other.state.autodiff and self.original == other.original
+            generation = self._generation()
+            same = generation is not None and generation is other._generation() and self.apart == other.apart
+            return same and self._autodiff == other._autodiff and self.original == other.original
         return self.shared and instrumenting() is None and bool(self.original == other)
 
     def __hash__(self) -> int:
         return hash(type(self))
+
+    @property
+    def generation(self) -> Generation:
+        """Return the generation, which the converter at work owns."""
+        generation = self._generation()
+        assert generation is not None
+        return generation
+
+    @property
+    def state(self) -> State:
+        """Return the state that was last in force."""
+        return self.generation.states[self._autodiff]
 
     def sizes(self) -> AbstractContextManager[Any]:
         """Context in which each size has a graph of its own, where tools decide by sizes."""
@@ -266,10 +298,17 @@ class Backend:
             self.shared = False
             if program.gathering and _name(self.original).startswith("inductor"):
                 program.report(f"compiled graph of {_named(_frame.code)}", KEEPS)
+        targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
         compiled = self._compile(module if instrumented is None else instrumented, inputs, **options)
+        _forget(targets)
         if program.traced:
             _guard_by_reads(program, self.generation.histories[_frame.code])
-        return _compiled(program, compiled, whole)
+        graph = CompiledGraph(program, compiled, whole)
+        self.generation.graphs.append(graph)
+        if instrumented is None:
+            return _weakly(graph, compiled)
+        _end_with(self.generation)
+        return _weakly(graph)
 
     def _instrumented(
         self, module: GraphModule, inputs: Sequence[Any], program: Program, whole: Whole | None
@@ -337,11 +376,15 @@ def _guard_by_reads(program: Program, history: History) -> None:
     for entry in reads.unfollowed(program.traced, "a compiled graph"):
         program.report(*entry)
     history.take(reads)
+    reference = ref(reads)
 
     def is_as_it_was(_: Any) -> bool:
         activation = interceptor.ACTIVATION.get(None)
         state = None if activation is None else activation.state
-        return not (asks_for_graphs(state) and state.enabled) or reads.hold()
+        if not (asks_for_graphs(state) and state.enabled):
+            return True
+        reads = reference()
+        return reads is not None and reads.hold()
 
     def guard(builder: Any, made: Any) -> None:
         said = ["what traceable routines of Amanda's tools read is as it was"]
@@ -350,27 +393,59 @@ def _guard_by_reads(program: Program, history: History) -> None:
     install_guard(GlobalStateSource().make_guard(guard))
 
 
-def _compiled(program: Program, compiled: Callable[..., Any], whole: Whole | None) -> Callable[..., Any]:
-    """Return what dynamo calls for a graph: what it was compiled to; tools are told in scopes alone."""
+def _end_with(generation: Generation) -> None:
+    """Have dynamo drop the entry that it is about to make once the generation has ended."""
 
-    def run(*args: Any) -> Any:
-        state = instrumenting()
+    def guard(builder: Any, made: Any) -> None:
+        builder.id_ref(generation.entries, "tools of a scope")
+
+    install_guard(GlobalStateSource().make_guard(guard))
+
+
+def _forget(targets: Sequence[Any]) -> None:
+    """Take targets of nodes out of a cache of inductor's, by what they are called with, which never ends."""
+    patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")
+    cache = getattr(getattr(patterns, "numpy_compat_normalization", None), "cache", {})
+    for target in targets:
+        if isinstance(target, Inlet):
+            cache.pop(target, None)
+
+
+class CompiledGraph:
+    """A graph as it was compiled, with what tools are told when it runs."""
+
+    def __init__(self, program: Program, compiled: Callable[..., Any], whole: Whole | None) -> None:
+        self._program, self._compiled, self._whole = program, compiled, whole
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph; tools are told in scopes alone."""
+        state, program = instrumenting(), self._program
         if state is None:
-            return compiled(*args)
+            return self._compiled(*args)
         for entry in program.reports:
             state.report(*entry)
         start = sequence()
-        if whole:
-            outputs = whole.run(compiled, args)
+        if self._whole:
+            outputs = self._whole.run(self._compiled, args)
         else:
             with interceptor.Suspension():
-                outputs = compiled(*args)
+                outputs = self._compiled(*args)
         if program.leaves and torch.is_grad_enabled():
             leaves = [
-                Leaf(args[one] if isinstance(one, int) else one, name, tools)
-                for one, name, tools in program.leaves
+                Leaf(args[place] if isinstance(place, int) else place, name, tools)
+                for place, name, tools in program.leaves
             ]
             note(tree_flatten((outputs, args))[0], start, leaves)
         return outputs
+
+
+def _weakly(graph: CompiledGraph, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return what dynamo calls for a graph; otherwise: what runs once the tools have ended, if anything."""
+    reference = ref(graph)
+
+    def run(*args: Any) -> Any:
+        call = reference() or otherwise
+        assert call is not None  # dynamo asks the backend, which is no other's once its tools have ended
+        return call(*args)
 
     return run

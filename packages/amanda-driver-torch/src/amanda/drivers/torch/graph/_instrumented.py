@@ -61,9 +61,11 @@ class Inlet:
     def __call__(self, token: torch.Tensor | None, *values: Any) -> Any:
         """The node's value, of what tensors stand for those that are held, and of what the node is given."""
         count = len(self.held.tensors)
-        routines = Routines(self.program, token, lambda: self.held.replaced_by(values[:count]))
+        # Routines in the backward pass are held by autograd's nodes, so they must not hold an output in turn.
+        standing_in, values = values[:count], values[count:]
+        routines = Routines(self.program, token, lambda: self.held.replaced_by(standing_in))
         with routines.at_work():
-            return self.run(routines, values[count:])
+            return self.run(routines, values)
 
     def run(self, routines: Routines, values: Sequence[Any]) -> Any:
         """The node's value."""
