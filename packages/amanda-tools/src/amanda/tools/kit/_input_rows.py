@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -39,18 +40,14 @@ class MultipliedInput(NamedTuple):
             return do("reshape", plain, (1, -1, shape(plain)[-1]))
         layout = self.layout if "N" in self.layout else f"N{self.layout}"
         plain = plain if len(shape(plain)) == len(layout) else plain[None]
-        plain = do("transpose", plain, (layout.index("N"), layout.index("C"), *spatial_axes(layout)))
-        _, channels, *sizes = shape(plain)
-        windows = windows_of(self.attributes, layout, extents[2:])
-        around = [window.pads(size) for window, size in zip(windows, sizes, strict=True)]
-        plain = do("pad", plain, ((0, 0), (0, 0), *around))
-        for window, size, (ahead, _) in zip(windows, sizes, around, strict=True):
-            places = tensors_of(plain).beside(window.positions(size, window.places(size)) + ahead, plain)
-            plain = do("moveaxis", plain, 2, -1)[..., places]
-        rank = len(sizes)
-        order = (0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))
-        groups = channels // extents[1]
-        rows = do("reshape", do("transpose", plain, order), (-1, groups, prod(extents[1:])))
+        plain = do("transpose", plain, (layout.index("N"), *spatial_axes(layout), layout.index("C")))
+        _, *sizes, channels = shape(plain)
+        windows = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
+        plain = do("pad", plain, ((0, 0), *(window.pads(size) for window, size in windows), (0, 0)))
+        # Slices by the place in the window are several times as fast as an index of all positions.
+        slices = product(*(window.slices(size) for window, size in windows))
+        read = do("stack", [plain[(slice(None), *place)] for place in slices], -1)
+        rows = do("reshape", read, (-1, channels // extents[1], prod(extents[1:])))
         return do("moveaxis", rows, 1, 0)
 
 
@@ -59,10 +56,10 @@ def multiplied_input(context: amanda.OpContext, read: WeightInput) -> Multiplied
 
     None for a transposed convolution, transposed factors, and axes of which the layout is not known.
     """
-    product, attributes = product_of(context), context.get_attrs()
-    if product is None or read.index not in product.factors or len(product.factors) != 2:
+    roles, attributes = product_of(context), context.get_attrs()
+    if roles is None or read.index not in roles.factors or len(roles.factors) != 2:
         return None
-    (position,) = (factor for factor in product.factors if factor != read.index)
+    (position,) = (factor for factor in roles.factors if factor != read.index)
     rank = len(context["shape"](context.get_inputs()[position]) or ())
     if context["type"] not in MATRIX_PRODUCTS:
         layout: str | None = context["layout"]
