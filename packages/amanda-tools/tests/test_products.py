@@ -15,12 +15,13 @@ from torch.nn import functional as F
 import amanda
 from amanda.tools.dynamic_prune import AttentionPruneTool
 from amanda.tools.flops import FlopsTool
-from amanda.tools.kit import WeightReads, leaves, multiplied_input, weight_input
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, StandardMapping, product_of
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.quantize.weights import GPTQTool
 from amanda.tools.search import SearchTool
+from amanda.tools.weights import WeightReads, weight_input
 
 
 def random(*shape: int) -> Tensor:
@@ -148,10 +149,10 @@ def rows(x: Tensor, call: Callable[[Tensor], object], extents: tuple[int, ...]) 
 
     def analyse(context: amanda.OpContext) -> None:
         read = weight_input(context)
-        read_input = None if read is None else multiplied_input(context, read)
-        if read_input is not None:
+        data = None if read is None else read.multiplied_input(context)
+        if data is not None:
             context.insert_before_op(
-                lambda value: found.append(read_input.rows(value, extents)), inputs=[read_input.position]
+                lambda value: found.append(data.rows(value, extents)), inputs=[data.position]
             )
 
     tool.add_inst_for_op(analyse)

@@ -8,13 +8,13 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeFloat, PositiveShare, Seed, checked
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._base import DynamicPruneTool
 from amanda.tools.dynamic_prune._math import as_type_of, density_count, saliency, shares, stop, winners
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode, spatial_axes
-from amanda.tools.mapping import CONVOLUTIONS
+from amanda.tools.kit import DataflowNode
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import CONVOLUTIONS, spatial_axes
 
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")

@@ -12,8 +12,7 @@ from amanda.tools.flops._cost import Components
 from amanda.tools.flops._inside import inside
 from amanda.tools.flops._table import gradients_of_factors
 from amanda.tools.kit import leaves
-from amanda.tools.mapping import MATRIX_PRODUCTS, local, share
-from amanda.tools.mapping._pytorch import shape, word
+from amanda.tools.mapping import MATRIX_PRODUCTS, local, share, torch_shape, torch_word
 
 
 def roles(context: amanda.OpContext) -> None:
@@ -47,12 +46,12 @@ def extents(value: Any) -> Any:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return shape(value)
+        return torch_shape(value)
     with torch._C.DisableTorchFunction(), amanda.disabled():
         try:
-            return Components(_of_components(value)) if value.is_nested else shape(value)
+            return Components(_of_components(value)) if value.is_nested else torch_shape(value)
         except (NotImplementedError, RuntimeError):  # the lengths have no values, as on the device meta
-            return shape(value)
+            return torch_shape(value)
 
 
 def _of_components(nested: Any) -> Iterator[tuple[int, ...]]:
@@ -110,7 +109,7 @@ def _backward_macs(context: amanda.OpContext) -> int:
     if product is None:
         layer = _of_recurrent_layer(context)
         return _as_often_as_forward(context, _is_complex(first)) if layer is None else layer
-    factors = MATRIX_PRODUCTS[word(product[1].lower())].factors
+    factors = MATRIX_PRODUCTS[torch_word(product[1].lower())].factors
     left, right = (grads[i] if i < len(grads) else None for i in factors)
     size, macs = prod(first.shape), 0
     if left is not None:

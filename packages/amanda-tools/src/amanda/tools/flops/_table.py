@@ -9,7 +9,7 @@ from typing import Any
 
 from amanda.tools.flops import _formulas as of
 from amanda.tools.flops._cost import Formula, table
-from amanda.tools.flops._formulas import no_cost, operations, product_of, products, visits
+from amanda.tools.flops._formulas import no_cost, operations, product_at, products, visits
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, PRODUCTS, TRANSPOSED_CONVOLUTIONS
 
 COPIES = frozenset(
@@ -167,10 +167,10 @@ FORMULAS: dict[str, Formula] = {
         (of.matrix_product, "matmul SparseMatMul _FusedMatMul"),
         (of.contraction, "dot_general"), (of.ragged_contraction, "ragged_dot_general"),
         (of.matrix_product_and_sum, "addmm addmv baddbmm"),
-        (product_of(0, 1), "_int_mm _scaled_mm _scaled_mm_v2 _sparse_mm hspmm _sparse_sparse_matmul vdot"),
-        (product_of(0, 1), "_cslt_sparse_mm"), (product_of(0, 2), "_sparse_semi_structured_mm"),
-        (product_of(1, 2), "addbmm _sparse_addmm sspaddmm sparse_sampled_addmm _addmm_activation"),
-        (product_of(1, 3), "_sparse_semi_structured_addmm"),
+        (product_at(0, 1), "_int_mm _scaled_mm _scaled_mm_v2 _sparse_mm hspmm _sparse_sparse_matmul vdot"),
+        (product_at(0, 1), "_cslt_sparse_mm"), (product_at(0, 2), "_sparse_semi_structured_mm"),
+        (product_at(1, 2), "addbmm _sparse_addmm sspaddmm sparse_sampled_addmm _addmm_activation"),
+        (product_at(1, 3), "_sparse_semi_structured_addmm"),
         (products(lambda op: prod(op.out) * op.inputs[0][-1]), """
             _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu mkldnn_linear
             _dyn_quant_matmul_4bit fbgemm_linear_int8_weight

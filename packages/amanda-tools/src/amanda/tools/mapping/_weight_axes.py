@@ -81,3 +81,8 @@ def _product_axes(context: OpContext, index: int) -> str | None:
         return None
     side = MATRIX_PRODUCTS[kind].factors.index(index)
     return "OI" if are_transposed(context.get_attrs())[side] == (side == 1) else "IO"
+
+
+def spatial_axes(layout: str) -> list[int]:
+    """Return the positions of the axes of a layout that are neither batch nor channels."""
+    return [i for i, axis in enumerate(layout) if axis not in "NC"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from amanda.tools._libraries import do
-from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS
+from amanda.tools.prune._arrays import Array
 
 
 def unread(type: str, layout: str | None) -> str | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Form, Globs, MultipliedInput, Present, WeightTool, multiplied_input, weight_input
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._importance import Importance
 from amanda.tools.prune._inputs import products, squares, unread
 from amanda.tools.prune._making import Making
@@ -20,7 +19,9 @@ from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
 from amanda.tools.prune._semi_structured import SemiStructured
 from amanda.tools.prune._weight import PrunedWeight
+from amanda.tools.select import Globs
 from amanda.tools.steps import Steps
+from amanda.tools.weights import WeightTool, WeightView, weight_input
 
 
 class PruneTool(WeightTool[PrunedWeight]):
@@ -158,14 +159,14 @@ class PruneTool(WeightTool[PrunedWeight]):
                 weight.keep("permutation", np.arange(weight.canonical_shape[1]))
         return misfit
 
-    def on_read(self, weight: PrunedWeight, present: Present) -> None:
+    def on_read(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Make the mask that is due, or gather what it is made of."""
         if weight.is_loaded:
             weight.fit_loaded(present)
         self._making.look_at(weight, present)
         weight.start_grown(present)
 
-    def on_file(self, weight: PrunedWeight, present: Present) -> None:
+    def on_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather what the mask of a weight in a file is made of."""
         if weight.is_loaded:
             weight.fit_loaded(present)
@@ -183,20 +184,20 @@ class PruneTool(WeightTool[PrunedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        read_input = multiplied_input(context, read)
-        if read_input is not None and self._key in context:
+        data = read.multiplied_input(context)
+        if data is not None and self._key in context:
             form = context[self._key]
             context.insert_before_op(
-                self._gather_inputs, inputs=[read_input.position], form=form, read_input=read_input
+                self._gather_inputs, inputs=[data.position], form=form, rows_of=data.rows
             )
 
     @amanda.observer
     def _gather_inputs(
-        self, value: Any, form: Form | None, read_input: MultipliedInput, run: dict[str, Any]
+        self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
-            rows = read_input.rows(value, weight.canonical_shape)
+            rows = rows_of(value, weight.canonical_shape)
             weight.gather_inputs(squares(rows) if self._options.importance == "wanda" else products(rows))
 
     @amanda.traceable

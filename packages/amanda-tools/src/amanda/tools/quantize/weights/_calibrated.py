@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
-from amanda.tools.kit import (
-    MultipliedInput,
-    Present,
+from amanda.tools.mapping import MATRIX_PRODUCTS
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.weights import (
+    ParameterSlice,
     Weight,
     WeightInput,
     WeightTool,
     canonical_extents,
-    multiplied_input,
-    origin,
     weight_input,
 )
-from amanda.tools.mapping import MATRIX_PRODUCTS
-from amanda.tools.quantize._grid import QuantizeError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
+    from amanda.tools.weights import SelectionOptions
 
 UNREAD = "no op that multiplies by it ran in the calibration"
 ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
@@ -102,7 +99,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     wants_gram: ClassVar[bool] = True
     """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
 
-    def __init__(self, **selected: Unpack[Selected]) -> None:
+    def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
         self.settled: set[CalibratedWeight] = set()
@@ -145,7 +142,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
         return True
 
-    def on_read(self, weight: CalibratedWeight, present: Present) -> None:
+    def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
         if self.is_calibrating and weight.is_ready and weight not in self.settled:
             weight.updated = -1
@@ -180,18 +177,17 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         form, find = self.weights.at(context, read)
         if form is None and find is None:
             return
-        read_input = multiplied_input(context, read)
-        misfit = _misfit(context, read, read_input)
-        if read_input is None or misfit:
+        data = read.multiplied_input(context)
+        misfit = _misfit(context, read, data is not None)
+        if data is None or misfit:
             if isinstance(form, CalibratedWeight):
                 form.misfit = misfit
             return
         find = find or (lambda value, source: form)
-        inputs = [read_input.position, read.index]
-        context.insert_before_op(
-            self._add, inputs=inputs, find=find, read_input=read_input, layout=read.layout
-        )
-        self.on_product(context, inputs, read_input.axis, find)
+        inputs = [data.position, read.index]
+        rows_of, layout = data.rows, read.layout
+        context.insert_before_op(self._add, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
+        self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
         """Called for each op whose weight may be changed.
@@ -200,13 +196,11 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         find: returns the weight at an execution, from what the op is given and its origin.
         """
 
-    def _add(
-        self, x: Any, value: Any, find: Any, read_input: MultipliedInput, layout: str, run: dict[str, Any]
-    ) -> None:
-        weight = find(value, origin(run)) if self.is_calibrating else None
+    def _add(self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]) -> None:
+        weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
             return
-        found = read_input.rows(x, canonical_extents(tuple(value.shape), layout))[0]
+        found = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
         if not self.takes(weight, found):
             return
         if weight.samples is None:
@@ -214,12 +208,12 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         weight.samples.add(found)
 
 
-def _misfit(context: amanda.OpContext, read: WeightInput, read_input: MultipliedInput | None) -> str:
+def _misfit(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
     """Return why the op of a weight is no product that one matrix computes; "" where it is."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     if kind in MATRIX_PRODUCTS and rank != 2:
         return f"its weight has {rank} axes, and a product of matrices is expected"
-    if read_input is None or read.layout is None:
+    if not is_followed or read.layout is None:
         return f"it is a {kind}; the method is for linear layers, products of matrices and convolutions"
     return "" if groups == 1 else f"its convolution has {groups} groups, each of which reads other inputs"

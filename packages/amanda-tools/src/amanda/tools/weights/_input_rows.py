@@ -8,11 +8,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools._libraries import do, shape
-from amanda.tools.kit._tensors import Array, tensors_of
-from amanda.tools.kit._weight_input import WeightInput
-from amanda.tools.kit._windows import spatial_axes, windows_of
-from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, are_transposed, product_of
+from amanda.tools.kit import tensors_of, windows_of
+from amanda.tools.libraries import do, shape
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, are_transposed, product_of, spatial_axes
 
 
 class MultipliedInput(NamedTuple):
@@ -27,11 +25,12 @@ class MultipliedInput(NamedTuple):
     layout: str | None
     attributes: Mapping[str, Any]
 
-    def rows(self, x: Any, extents: Sequence[int]) -> Array:
+    def rows(self, x: Any, extents: Sequence[int]) -> Any:
         """Return a value of the input as a matrix for each group of channels: (groups, positions, K).
 
-        K counts the elements of the weight for each output, in the order of `canonical`.  Of a convolution,
-        a row is what the window reads at one position, with zeros for padding.
+        The matrix is without autograd, and in float32 or wider.  K counts the elements of the weight for each
+        output, in the order of `canonical`.  Of a convolution, a row is what the window reads at one
+        position, with zeros for padding.
         extents: of the canonical weight, (outputs, inputs, window).
         """
         plain = tensors_of(x).plain(x)
@@ -51,15 +50,15 @@ class MultipliedInput(NamedTuple):
         return do("moveaxis", rows, 1, 0)
 
 
-def multiplied_input(context: amanda.OpContext, read: WeightInput) -> MultipliedInput | None:
-    """Return the input that an op multiplies by its weight, during analysis.
+def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput | None:
+    """Return the input that an op multiplies by its weight, of which the position is known.
 
     None for a transposed convolution, transposed factors, and axes of which the layout is not known.
     """
     roles, attributes = product_of(context), context.get_attrs()
-    if roles is None or read.index not in roles.factors or len(roles.factors) != 2:
+    if roles is None or weight not in roles.factors or len(roles.factors) != 2:
         return None
-    (position,) = (factor for factor in roles.factors if factor != read.index)
+    (position,) = (factor for factor in roles.factors if factor != weight)
     rank = len(context["shape"](context.get_inputs()[position]) or ())
     if context["type"] not in MATRIX_PRODUCTS:
         layout: str | None = context["layout"]
@@ -71,5 +70,5 @@ def multiplied_input(context: amanda.OpContext, read: WeightInput) -> Multiplied
         return MultipliedInput(position, axis, None, attributes)
     if any(are_transposed(attributes)):
         return None
-    is_matrix_behind = read.index < position and rank > 1
+    is_matrix_behind = weight < position and rank > 1
     return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)
