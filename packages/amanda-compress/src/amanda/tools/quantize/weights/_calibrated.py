@@ -7,16 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
+from amanda.tools.kit import canonical_extents
 from amanda.tools.mapping import MATRIX_PRODUCTS
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.weights import (
-    ParameterSlice,
-    Weight,
-    WeightInput,
-    WeightTool,
-    canonical_extents,
-    weight_input,
-)
+from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input
 
 if TYPE_CHECKING:
     from torch import Tensor
