@@ -232,7 +232,7 @@ def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) ->
 
 
 def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> None:
-    with pytest.raises(PatchError, match=r"module=layer\.1 .* there are the modules .*layers\.1"):
+    with pytest.raises(PatchError, match=r"points=layer\.1 .* there are the modules .*layers\.1"):
         under(PatchTool("layer.1", scale=0.0), lambda: model(x))
     with pytest.raises(ZeroDivisionError):  # not hidden by the error of the tool
         under(PatchTool("layer.1", scale=0.0), lambda: [model(x), 1 / 0])
@@ -242,7 +242,7 @@ def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give a module"),
+        ({}, "no points and no type"),
         ({"module": "a", "add": 1, "scale": 2}, "add and scale are given"),
         ({"module": "a", "heads": 0, "set": 0}, "give num_heads, the number of all heads"),
         ({"module": "a", "heads": 4, "num_heads": 4, "set": 0}, "heads has 4"),

@@ -6,10 +6,9 @@ from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.options import Name
 from amanda.tools.kit._parts import is_adapter, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS
-from amanda.tools.select import Paths, Patterns, listed, unmatched
+from amanda.tools.select import Globs, Selection, listed
 
 PRODUCTS = frozenset(
     {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -19,10 +18,6 @@ PRODUCTS = frozenset(
 
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
-
-Globs = list[Name] | Name | None
-"""Names, in which `*` and `?` stand for letters, or a single one; None for all."""
-
 
 class Selected(TypedDict, total=False):
     """Options of a tool by which weights are selected, as keywords that a subclass passes on.
@@ -35,42 +30,31 @@ class Selected(TypedDict, total=False):
     exclude: Globs
 
 
-class WeightSelection:
-    """Ops by globs of their words or the framework's names, and of module paths.
+class WeightSelection(Selection):
+    """Ops that read weights: convolutions and products unless types are given, and no op that makes a weight.
 
-    A path selects what lies in the module too.  Without paths, LoRA adapters are left.
+    Without paths, LoRA adapters are left.  type, module, exclude: see `amanda.tools.select.Selection`.
     Raises `error` for what is no list of names.
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:
-        self._told = {"type": type, "module": module, "exclude": exclude}
-        names = {option: listed(option, value, error) for option, value in self._told.items()}
-        self._types = Patterns("type", names["type"])
-        self._modules = Paths("module", names["module"])
-        self._exclude = Paths("exclude", names["exclude"] or ())
+        super().__init__(
+            listed("type", type, error), listed("module", module, error),
+            exclude=listed("exclude", exclude, error),
+        )  # fmt: skip
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the weight of an op is selected."""
-        if self._modules.patterns is None and (makes_a_weight(context) or is_adapter(context)):
+        if not self.has_modules and (makes_a_weight(context) or is_adapter(context)):
             return False
-        return self._fits(context)
+        return self.fits(context)
 
     def leaves_adapter(self, context: amanda.OpContext) -> bool:
         """Return True if the op is left because it is of an adapter, and no path asks for that."""
-        return self._modules.patterns is None and is_adapter(context) and self._fits(context)
+        return not self.has_modules and is_adapter(context) and self.fits(context)
 
-    def _fits(self, context: amanda.OpContext) -> bool:
-        if self._types.patterns is None:
-            typed = context["type"] in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}
-        else:
-            typed = self._types(context["type"], context.get_op_type())
-        paths = context.get_scopes()
-        return typed and self._modules(*paths) and not self._exclude(*paths)
-
-    def unmatched(self) -> list[str]:
-        """Return a sentence for each option that no op fitted."""
-        excluded = unmatched([self._exclude], "excluded") if self._exclude.patterns else []
-        return [*unmatched([self._types, self._modules]), *excluded]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={given!r}" for name, given in self._told.items() if given is not None)
+    def fits(self, context: amanda.OpContext, *names: str) -> bool:
+        """Return True if type and modules of an op are selected."""
+        if not self.has_types and context["type"] not in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}:
+            return False
+        return super().fits(context, *names)

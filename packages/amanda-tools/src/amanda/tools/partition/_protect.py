@@ -82,7 +82,8 @@ class ProtectTool(amanda.Tool):
 
     This separates processes; it is no defence against programs of the same user, which can read their memory.
 
-    protect: "module=a|b.*" or "type=linear", or both, apart by a space; see `amanda.tools.select.Selection`.
+    protect: "module=a|b.*", "type=linear", "exclude=a.b" or several of them, apart by a space; see
+    `amanda.tools.select.Selection`.
     `release` brings the parameters back.  Raises ToolError for another text; ProtectError where an op
     cannot run there.
     """
@@ -154,16 +155,15 @@ class ProtectTool(amanda.Tool):
 
 def _selection(text: str) -> Selection:
     """Return the selection that a text asks for.  Raises ToolError for another text."""
+    form = "module=NAME|NAME, type=NAME|NAME or exclude=NAME|NAME, or several, apart by a space"
     if not isinstance(text, str):
         raise ToolError(f"protect is {text!r}; it is a text such as 'module=NAME|NAME' or 'type=NAME|NAME'")
     found: dict[str, list[str]] = {}
     for part in text.split():
         name, _, patterns = part.partition("=")
-        if name not in ("module", "type") or not patterns:
-            raise ToolError(
-                f"protect is {text!r}; it is module=NAME|NAME, type=NAME|NAME, or both, apart by a space"
-            )
+        if name not in ("module", "type", "exclude") or not patterns:
+            raise ToolError(f"protect is {text!r}; it is {form}")
         found[name] = patterns.split("|")
     if not found:
         raise ToolError("protect is empty; give module=NAME|NAME or type=NAME|NAME")
-    return Selection(found.get("type", ()), found.get("module", ()))
+    return Selection(found.get("type"), found.get("module"), exclude=found.get("exclude"))
