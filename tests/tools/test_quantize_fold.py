@@ -22,7 +22,6 @@ from amanda.tools.quantize.weights import (
     convert,
     dequantized,
     quantized,
-    save_compressed,
 )
 
 
@@ -139,11 +138,12 @@ def test_folded_awq_is_converted_without_scales_of_inputs_and_saved(tmp_path: Pa
     with pytest.raises(
         QuantizeError, match=r"no place for the scales of the inputs of q, k, v, .* fold them"
     ):
-        save_compressed(tmp_path / "before", model, tool)
+        convert(model, tool, tmp_path / "before")
     assert not tool.finalize(model).remarks
     with amanda.apply(tool):
         assert torch.allclose(model(X), wanted, atol=1e-5 * float(wanted.abs().max()))
-    found = load_file(save_compressed(tmp_path / "made", model, tool) / "model.safetensors")
+    convert(model, tool, tmp_path / "made")
+    found = load_file(tmp_path / "made" / "model.safetensors")
     assert torch.equal(found["norm.weight"], model.norm.weight)
     convert(model, tool)
     assert model.q.weight.act_pre_scale is None
