@@ -12,6 +12,7 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.partition import _pytorch, _pytorch_ops
+from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._parts import PartsResult
 from amanda.tools.results import Column, Result, amount, shortened
 from amanda.tools.select import Selection, as_remarks
@@ -23,9 +24,13 @@ logger = logging.getLogger("amanda")
 
 
 class ProtectedResult(Result):
-    """A row for each op in the protected process, and what crossed for it."""
+    """A row for each op in the protected process, and what crossed for it.
+
+    model: after `finalize`, the model that has its parameters back.
+    """
 
     name: ClassVar[str] = "partition_protected"
+    model: Any = None
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=32)),
         Column("source", show=partial(shortened, width=32)),
@@ -84,7 +89,7 @@ class ProtectTool(amanda.Tool):
 
     protect: "module=a|b.*", "type=linear", "exclude=a.b" or several of them, apart by a space; see
     `amanda.tools.select.Selection`.
-    `release` brings the parameters back.  Raises ToolError for another text; ProtectError where an op
+    `finalize` brings the parameters back.  Raises ToolError for another text; ProtectError where an op
     cannot run there.
     """
 
@@ -115,7 +120,19 @@ class ProtectTool(amanda.Tool):
             for one in self._protection.crossed.values():
                 one.calls = one.bytes = 0
 
-    def release(self) -> None:
+    def finalize(self, model: Any) -> ProtectedResult:
+        """Bring the parameters back into a model, see `PartitionTool.finalize`."""
+        if self._protection is not None and not self._protection.is_of(model):
+            raise ProtectError(
+                f"PartitionTool.finalize was given a {type(model).__name__} that has none of the protected "
+                "parameters; give the model that ran in the scope"
+            )
+        result = self.result
+        self.end()
+        result.model = model
+        return result
+
+    def end(self) -> None:
         """Bring the parameters back into the program, and end the process, with its optimizers' state."""
         protection, self._protection = self._protection, None
         if protection is not None:
