@@ -204,7 +204,9 @@ def test_a_checkpoint_that_is_there_is_replaced_if_asked(tmp_path: Path) -> None
     with pytest.raises(QuantizeError, match=r"is there already, with a checkpoint; force=True replaces it"):
         convert(model, tool, tmp_path)
     convert(model, tool, tmp_path, force=True)
-    with pytest.warns(DeprecationWarning, match=r"save_compressed is deprecated .* use convert\(model, tool, path\)"):
+    with pytest.warns(
+        DeprecationWarning, match=r"save_compressed is deprecated .* use convert\(model, tool, path\)"
+    ):
         assert save_compressed(tmp_path, model, tool) == tmp_path
     with pytest.warns(DeprecationWarning, match=r"convert\(out=...\) is deprecated .* use path=..."):
         convert(model, tool, out=tmp_path, force=True)
@@ -212,7 +214,9 @@ def test_a_checkpoint_that_is_there_is_replaced_if_asked(tmp_path: Path) -> None
     for other in (QuantizeTool(), 8.0):
         with pytest.raises(QuantizeError, match="give a NearestTool"):
             convert(model, other, tmp_path, force=True)
-    with pytest.raises(QuantizeError, match="which is for ONNX files and Keras models; a Sequential was given"):
+    with pytest.raises(
+        QuantizeError, match="which is for ONNX files and Keras models; a Sequential was given"
+    ):
         convert(model, tool, tmp_path / "model.onnx")
 
 

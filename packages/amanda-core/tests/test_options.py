@@ -173,7 +173,8 @@ def test_an_option_under_its_former_name_is_checked_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match=text) as caught:
         assert written(out="there", count=2) == ("there", 2)  # type: ignore[call-arg]
     assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning), pytest.raises(OptionError, match="path is 3; give a text"):
+    error = pytest.raises(OptionError, match="path is 3; give a text")
+    with pytest.warns(DeprecationWarning, match="use path"), error:
         written(out=3)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match="out is the former name of path; give path alone"):
         written(path="here", out="there")  # type: ignore[call-arg]

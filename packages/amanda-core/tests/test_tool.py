@@ -140,7 +140,7 @@ def test_preparing_is_a_former_name_of_calibrating() -> None:
     with pytest.warns(DeprecationWarning, match="amanda-core 0.2 and goes in 0.4: use calibrating"):
         tool.preparing()
     assert tool.calls == 2
-    with pytest.warns(DeprecationWarning), plain.preparing(), plain.calibrating():
+    with pytest.warns(DeprecationWarning, match="use"), plain.preparing(), plain.calibrating():
         pass
 
 

@@ -37,7 +37,7 @@ class Tool:
     intercepts = True
     """False for a tool that opens scopes of its own: for such tools alone no driver is attached."""
     calibrates_when_prepared = False
-    """True if `prepare` runs the model within `calibrating`, and `instrument` first shows it a whole file so."""
+    """True if `prepare`, and `amanda.instrument` at first, run or read a model within `calibrating`."""
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 

@@ -20,11 +20,12 @@ from amanda.options import (
     checked,
     deprecated,
 )
-from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._faults import Fault, InjectError, Kind
+from amanda.tools.inject._formats import BitField, from_bytes
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
-from amanda.tools.kit import BitField, from_bytes, parameter_inputs, tensors_of
+from amanda.tools.kit import parameter_inputs, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs, Selection, as_remarks
 from amanda.tools.steps import execution_number
@@ -151,7 +152,7 @@ class InjectTool(amanda.Tool):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose executions have no faults, and are noted in `sites` where faults would fit."""
+        """Return a context without faults; `sites` lists the executions in it where faults would fit."""
         self._begin_noting()
         try:
             yield

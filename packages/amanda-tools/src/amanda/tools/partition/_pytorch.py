@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import amanda
-from amanda.tools.kit import leaves
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check, leaves
 from amanda.tools.partition._channel import Bytes, Form, Link
 from amanda.tools.partition._crossed import Crossed
 from amanda.tools.partition._pytorch_bytes import unpacked
@@ -126,7 +125,8 @@ class Protection:
 def _lose(link: Link, hook: Any) -> None:
     """End a process that nobody can reach any more."""
     logger.warning(
-        "protect: the tool was dropped without finalize(model); the parameters in process %s are lost", link.pid
+        "protect: the tool was dropped without finalize(model); the parameters in process %s are lost",
+        link.pid,
     )
     _end(link, hook)
 

@@ -130,8 +130,8 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         """Bring protected parameters back into a model, and end the process that holds them.
 
         The state of their optimizers ends with it.  Returns `result`, whose `model` is the model.
-        Raises ProtectError for a model without protected parameters, and ToolError without `protect`, as stages
-        are a plan that changes no parameter.
+        Raises ProtectError for a model without protected parameters, and ToolError without `protect`, as
+        stages are a plan that changes no parameter.
         """
         if not isinstance(self._part, ProtectTool):
             raise ToolError(

@@ -1,4 +1,4 @@
-"""Integers in the place of simulated ones: in a module's memory, in a checkpoint, or in a file of ONNX or TFLite."""
+"""Integers in the place of simulated ones: in memory, a checkpoint, or a file of ONNX or TensorFlow Lite."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def convert(
     """Make the integers that a tool simulates real; outputs are the simulation's within kernels' rounding.
 
     model: a torch.nn.Module, whose linear layers get tensors of torchao in place, by a NearestTool, GPTQTool
-        or AWQTool that has met the module; with a `path` the module stays, and its integers are written into a
-        folder, a checkpoint that vLLM and transformers read by compressed-tensors.  Or a model of Keras, of
+        or AWQTool that has met the module; with a `path` the module stays, and its integers are written into
+        a folder, a checkpoint that vLLM and transformers read by compressed-tensors.  Or a model of Keras, of
         which a file of TensorFlow Lite is written to `path`, by a QuantizeTool that was calibrated with the
         model; or the path of an ONNX file, of which a copy is written to `path` with integer weights and
         QuantizeLinear and DequantizeLinear nodes, by a QuantizeTool with the scales of a session of the file.
@@ -47,8 +47,8 @@ def convert(
         return convert_module(model, tool)
     if Path(path).suffix in (".onnx", ".tflite"):
         raise QuantizeError(
-            f"path is {str(path)!r}, which is for ONNX files and Keras models; a {type(model).__name__} was given: "
-            "give the path of a folder, or none to convert it in place"
+            f"path is {str(path)!r}, which is for ONNX files and Keras models; a {type(model).__name__} was "
+            "given: give the path of a folder, or none to convert it in place"
         )
     from amanda.tools.quantize.weights._compressed import convert_checkpoint
 

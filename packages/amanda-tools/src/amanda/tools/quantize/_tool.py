@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
-from amanda.tools.kit import SEVERAL, Parts, WeightReads, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
@@ -19,6 +18,7 @@ from amanda.tools.quantize._options import TYPES, Method, Options, operands
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 from amanda.tools.select import Globs, Patterns, Selection, as_remarks, listed
+from amanda.tools.weights import SharedState, WeightReads
 
 
 class QuantizeTool(amanda.Tool):
@@ -81,7 +81,7 @@ class QuantizeTool(amanda.Tool):
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
         self._places: dict[str, QuantizedOp] = {}
         self._several: dict[str, str] = {}
-        self.parts = Parts()
+        self.parts = SharedState()
         self.depends_on(StandardMapping(), operands(), WeightReads())
         self.add_inst_for_op(self._analyse)
         if self.options.trains:
@@ -141,7 +141,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load scales that `state_dict` returned, as tensors or arrays."""
-        self._places, self.parts, self._several = {}, Parts(), {}
+        self._places, self.parts, self._several = {}, SharedState(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
@@ -197,7 +197,7 @@ class QuantizeTool(amanda.Tool):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         kind = context["type"]
-        if context["phase"] != "forward" or makes_a_weight(context):
+        if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
         is_several = not self._selection.has_types and kind in SEVERAL_WEIGHTS
         if not (self._selection.has_types or is_several or self._types(kind, context.get_op_type())):
@@ -205,7 +205,9 @@ class QuantizeTool(amanda.Tool):
         if not self._selection.fits(context):
             return
         if is_several:
-            self._several[f"{kind} of {context.get_scope() or context.get_source()}"] = SEVERAL
+            self._several[f"{kind} of {context.get_scope() or context.get_source()}"] = (
+                WeightReads.several_weights
+            )
             return
         name = self.place(context)
         if name not in self._places:

@@ -38,7 +38,9 @@ class RewriteTool(amanda.Tool):
     matches, with the number of replacements or the reason why there are none; `clear` starts anew.
     """
 
-    calibrates_when_prepared = True  # all ops of a file, and so all matches, are known before the first op changes
+    calibrates_when_prepared = (
+        True  # all ops of a file, and so all matches, are known before the first op changes
+    )
     is_copied_when_used = False
 
     @checked(error=PatternError)

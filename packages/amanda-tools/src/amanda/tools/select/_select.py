@@ -92,7 +92,7 @@ class Selection:
         return ", ".join(self._texts())
 
     def unmatched(self) -> list[str]:
-        """Say which patterns selected or excluded no op, with the nearest names; nothing where no op was met."""
+        """Say which patterns fitted no op, with the nearest names; nothing where no op was met."""
         if not self._met:
             return []
         texts = [*unmatched([self._types, self._modules]), *unmatched([self._exclude], "excluded")]
@@ -107,7 +107,9 @@ class Selection:
 
     def _texts(self) -> list[str]:
         options = (self._types, self._modules, self._exclude)
-        texts = [str(one) for one in options if one.patterns or (one.patterns == () and one.option != "exclude")]
+        texts = [
+            str(one) for one in options if one.patterns or (one.patterns == () and one.option != "exclude")
+        ]
         return [*texts, f"phase={self._phase}"] if self._phase else texts
 
     def _has_phase(self, context: amanda.OpContext) -> bool:

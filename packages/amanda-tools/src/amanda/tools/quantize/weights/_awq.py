@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import amanda
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Selected
-from amanda.tools.kit._holders import undone
+from amanda.tools.kit import ParameterStore
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, tied
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
 from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
 from amanda.tools.select import as_remarks
+from amanda.tools.weights import SelectionOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class AWQTool(IntegerTool, FoldingTool):
         symmetric: bool = True,
         steps: Steps = 20,
         clip: bool = False,
-        **selected: Unpack[Selected],
+        **selected: Unpack[SelectionOptions],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
         self._steps, self._clip = steps, clip
@@ -102,14 +102,14 @@ class AWQTool(IntegerTool, FoldingTool):
     def finalize(self, model: Any) -> Any:
         """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
 
-        After `prepare` the scales of inputs go into the layers that make the inputs, as far as there are such;
+        After `prepare` the scales of inputs go into the layers that make the inputs, if there are such;
         remarks of the result name the weights that hold their scales themselves, and why.
-        Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as they were.
+        Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as before.
         """
         if self._folds is None:
             return super().finalize(model)
         self.check_model(model)
-        with amanda.disabled(), undone() as undo:
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             folded = self.write_factors(model, undo)
             result = super().finalize(model)
         texts = (f"{name} holds the scales of its inputs: {why}" for name, why in folded.left.items())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.files import naming, replacing, write_file
 from amanda.options import deprecated
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._convert import ConvertResult, model_bytes, weight_bytes
@@ -29,7 +29,9 @@ def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Pa
     return Path(path)
 
 
-def convert_checkpoint(model: nn.Module, tool: IntegerTool, folder: Path, force: bool = False) -> ConvertResult:
+def convert_checkpoint(
+    model: nn.Module, tool: IntegerTool, folder: Path, force: bool = False
+) -> ConvertResult:
     """Write a folder with the parameters of a model and its quantised weights, packed into integers.
 
     model.safetensors has `weight_packed`, `weight_scale`, `weight_shape` and for unsymmetric integers
@@ -39,8 +41,6 @@ def convert_checkpoint(model: nn.Module, tool: IntegerTool, folder: Path, force:
     layers, for AWQ's scales of inputs that are not folded, for a checkpoint that is there already, and as
     `convert` does; and FileError.
     """
-    import torch
-
     layers, left = linear_layers(model, tool)
     others = [place for place in left if place not in tool.left]
     if others:
@@ -51,8 +51,8 @@ def convert_checkpoint(model: nn.Module, tool: IntegerTool, folder: Path, force:
     if scaled:
         raise QuantizeError(
             f"the layout has no place for the scales of the inputs of {', '.join(scaled)}: fold them by "
-            f"prepare(model, example) before the calibration of the {type(tool).__name__} and finalize(model) "
-            "after it, or exclude these layers"
+            f"prepare(model, example) of {type(tool).__name__} before its calibration and finalize(model) after "
+            "it, or exclude these layers"
         )
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
@@ -22,8 +22,8 @@ _TINYGEMM_GROUPS = (32, 64, 128)
 class ConvertResult(Result):
     """The layers that were converted: the type of each tensor, and bytes of its weight before and after.
 
-    model: the module, or the path of the file or folder.  before, after: bytes of the parameters and buffers of
-    the module, or of the file.
+    model: the module, or the path of the file or folder.  before, after: bytes of the parameters and buffers
+    of the module, or of the file.
     left: weights that stay in floating point, and why: a module holds there what the integers stand for.
     """
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.options import deprecated
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Held, HeldError, parameters
-from amanda.tools.kit._holders import Undo, undone
+from amanda.tools.kit import ParameterError, ParameterStore, StoredParameter, parameter_store
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
     UNREAD,
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
     from amanda.tools.quantize.weights._factors import FactorTracing
+    from amanda.tools.weights import SelectionOptions
 
 Axis = tuple[int, int]
 """The identity of a parameter, and an axis of it."""
@@ -98,11 +97,11 @@ class FoldResult(Result):
 class FoldingTool(CalibratedTool):
     """A calibrated tool with a factor for each input of a weight, `smoothing`, by which inputs are divided.
 
-    `prepare` before the calibration finds which parameters can take the factors, and has weights that multiply
-    one input share them; `finalize` after it writes them.
+    `prepare` before the calibration finds which parameters can take the factors, and has weights that
+    multiply one input share them; `finalize` after it writes them.
     """
 
-    def __init__(self, **selected: Unpack[Selected]) -> None:
+    def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
         self._folds: dict[int, Fold] | None = None
         self._unfolded: dict[int, str] = {}
@@ -125,8 +124,8 @@ class FoldingTool(CalibratedTool):
         can take factors if products alone read what it makes: also through ReLU, pooling, a product of two
         tensors, and attention, of which it makes the values.  A cache of values that the model returns in an
         object of its own holds divided ones.
-        The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result: after
-        `load_state_dict`, with the state that was loaded.
+        The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result:
+        after `load_state_dict`, with the state that was loaded.
         Raises QuantizeError for what is no torch.nn.Module, and where factors would change the results.
         """
         result = self._plan(model, example, kwargs)
@@ -145,7 +144,9 @@ class FoldingTool(CalibratedTool):
         from amanda.tools.quantize.weights._factors import FactorTracing
 
         if not isinstance(model, torch.nn.Module):
-            raise QuantizeError(f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module")
+            raise QuantizeError(
+                f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
+            )
         subject, tracing = Module(model), FactorTracing(model)
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
@@ -178,10 +179,10 @@ class FoldingTool(CalibratedTool):
                 f"call prepare(model, example) of this {type(self).__name__} before its calibration: it "
                 "finds the parameters that can take the factors"
             )
-        with amanda.disabled(), undone() as undo:
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             return self.write_factors(model, undo)
 
-    def write_factors(self, model: nn.Module, undo: Undo) -> FoldResult:
+    def write_factors(self, model: nn.Module, undo: list[Callable[[], Any]]) -> FoldResult:
         """Multiply weights of a model by their factors, and divide the parameters that make their inputs.
 
         The model computes the same within the rounding of its parameters, and no op divides by a factor that
@@ -191,11 +192,13 @@ class FoldingTool(CalibratedTool):
         """
         try:
             return self._written(model, self._folds or {}, undo)
-        except HeldError as error:
+        except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
-    def _written(self, model: nn.Module, folds: Mapping[int, Fold], undo: Undo) -> FoldResult:
-        held = {one.identity: one for one in parameters(model)}
+    def _written(
+        self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
+    ) -> FoldResult:
+        held = {one.identity: one for one in parameter_store("torch").parameters(model)}
         weights = {one.holder: one for one in self.weights if one.is_ready and one.part is None}
         if not held.keys() & weights.keys():
             raise QuantizeError(
@@ -271,7 +274,7 @@ class FoldingTool(CalibratedTool):
         return fold if fold is not None and own is not None and len(own) == len(fold.slots) else None
 
     def _misfit(
-        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], held: Mapping[int, Held]
+        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], held: Mapping[int, StoredParameter]
     ) -> str | None:
         """Return why the factors of a fold cannot be written."""
         parts = {one.holder for one in self.weights if one.part is not None}
@@ -356,8 +359,8 @@ def _tried(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
     """Return a context in which factors are in the parameters that round nothing: powers of two."""
     import torch
 
-    held = {one.identity: one for one in parameters(model)}
-    undo: Undo = []
+    held = {one.identity: one for one in parameter_store("torch").parameters(model)}
+    undo: list[Callable[[], Any]] = []
     try:
         for fold in folds:
             factors = torch.as_tensor(2.0 ** (fold.slots % 3 - 1))

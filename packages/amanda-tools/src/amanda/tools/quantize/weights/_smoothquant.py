@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.options import Share, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Selected, origin
-from amanda.tools.kit._holders import undone
+from amanda.tools.kit import ParameterStore
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, FoldResult, tied
+from amanda.tools.weights import ParameterSlice, SelectionOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +42,7 @@ class SmoothQuantTool(FoldingTool):
     def __init__(
         self,
         alpha: Share = 0.5,
-        **selected: Unpack[Selected],
+        **selected: Unpack[SelectionOptions],
     ) -> None:
         super().__init__(**selected)
         self._alpha = alpha
@@ -78,7 +78,7 @@ class SmoothQuantTool(FoldingTool):
 
     @amanda.differentiable
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
-        weight = find(value, origin(run))
+        weight = find(value, ParameterSlice.of_execution(run))
         if not isinstance(weight, CalibratedWeight):
             raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")
         if not weight.is_ready:
@@ -91,10 +91,10 @@ class SmoothQuantTool(FoldingTool):
 
         A weight whose inputs no parameter can be divided for stays as it is, and so do all weights without
         `prepare` before the calibration: see `left` of the result.
-        Raises QuantizeError for a model of which no weight was calibrated; after an exception the model and the
-        tool are as they were.
+        Raises QuantizeError for a model of which no weight was calibrated; after an exception model and tool
+        are as they were.
         """
-        with amanda.disabled(), undone() as undo:
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             return self.write_factors(model, undo)
 
 

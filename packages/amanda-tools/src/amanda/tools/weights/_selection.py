@@ -6,9 +6,10 @@ from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit._parts import is_adapter, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
+from amanda.tools.weights._shared_state import is_adapter
+from amanda.tools.weights._weight_input import WeightReads
 
 PRODUCTS = frozenset(
     {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -19,7 +20,8 @@ PRODUCTS = frozenset(
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
 
-class Selected(TypedDict, total=False):
+
+class SelectionOptions(TypedDict, total=False):
     """Options of a tool by which weights are selected, as keywords that a subclass passes on.
 
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
@@ -45,7 +47,7 @@ class WeightSelection(Selection):
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the weight of an op is selected."""
-        if not self.has_modules and (makes_a_weight(context) or is_adapter(context)):
+        if not self.has_modules and (WeightReads.computes_weight(context) or is_adapter(context)):
             return False
         return self.fits(context)
 
