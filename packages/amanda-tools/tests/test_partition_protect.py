@@ -95,7 +95,9 @@ def test_training_is_the_same_to_the_bit(
         assert train(model, optimizer, accumulate) == wanted
     for name, parameter in model.named_parameters():
         assert parameter.isnan().all() == name.startswith(("classifier", "secret")), name
-    tool.finalize(model)
+    with pytest.raises(ProtectError, match="given a Net that has none of the protected parameters"):
+        tool.finalize(Net())
+    assert tool.finalize(model).model is model
     states = zip(plain.state_dict().items(), model.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for (_, one), other in states)
 
@@ -404,6 +406,15 @@ def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], 
 def test_text_that_selects_nothing(text: str) -> None:
     with pytest.raises(ToolError, match="protect is"):
         PartitionTool(protect=text)
+
+
+def test_finalize_is_of_protected_parts_and_release_is_its_former_name() -> None:
+    with pytest.raises(ToolError, match="this tool has no protect"):
+        PartitionTool().finalize(nn.Linear(4, 4))
+    with pytest.warns(DeprecationWarning, match=r"release is deprecated since .* use finalize\(model\)"):
+        PartitionTool().release()
+    model, tool = nn.Linear(4, 4), PartitionTool(protect="module=a")
+    assert tool.finalize(model).model is model  # nothing was protected
 
 
 def test_stages_and_protect_are_one_or_the_other() -> None:

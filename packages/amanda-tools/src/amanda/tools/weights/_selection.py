@@ -40,6 +40,7 @@ class WeightSelection(Selection):
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:
+        self._options = {"type": type, "module": module, "exclude": exclude}
         super().__init__(
             listed("type", type, error), listed("module", module, error),
             exclude=listed("exclude", exclude, error),
@@ -60,3 +61,6 @@ class WeightSelection(Selection):
         if not self.has_types and context["type"] not in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}:
             return False
         return super().fits(context, *names)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items() if value is not None)
