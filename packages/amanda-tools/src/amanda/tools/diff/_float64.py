@@ -6,7 +6,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import amanda
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.diff",
+    "torch",
+    "torch:_C._current_graph_task_id",
+    "torch:ops.aten._to_copy.default._schema",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch.utils._pytree:tree_leaves",
+    "torch.utils._pytree:tree_map_only",
+)
 
 
 class Float64Tool(amanda.Tool):
@@ -34,7 +44,7 @@ class Float64Tool(amanda.Tool):
 
 
 def _modes(narrow: set[str]) -> Any:
-    check("diff", "torch")
+    _REQUIRED.check()
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode

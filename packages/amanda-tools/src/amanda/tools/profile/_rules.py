@@ -9,9 +9,22 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.kit import check, leaves
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import itemsize
 from amanda.tools.profile._memory import name_of
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.profile",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._top_saved_tensors_default_hooks",
+    "torch:_C._functions.AccumulateGrad._sequence_nr",
+    "torch:autograd._get_sequence_nr",
+    "torch:autograd._profiler_enabled",
+    "torch:ops.profiler._record_function_enter_new",
+    "torch:ops.profiler._record_function_exit._RecordFunction",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ def _of_any(context: amanda.OpContext) -> None:
 def _of_pytorch(context: amanda.OpContext) -> None:
     if context.is_backward():
         return
-    check("profile", "torch")
+    _REQUIRED.check()
     context["profile"] = Roles(
         ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record,
         storages=_storages, saved=_saved, sequence=_sequence,
