@@ -36,7 +36,7 @@ class StandIn:
         if self.tensor.requires_grad != self.trained:
             raise ProtectError(
                 f"{where} reads {self.path}, whose requires_grad was changed after it was protected: freeze "
-                "parameters before, or release and protect anew"
+                "parameters before, or finalize and protect anew"
             )
 
     @property
@@ -141,5 +141,5 @@ class StandIns:
                 self._read_openly[id(value)] = value
 
     def _is_secret(self, context: amanda.OpContext) -> bool:
-        given = list(tensors(context.get_inputs()))
+        given = tensors(context.get_inputs())
         return bool(given) and all(map(self.of, given)) and not context["in_place"]
