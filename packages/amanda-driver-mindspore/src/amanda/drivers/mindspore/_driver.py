@@ -134,6 +134,7 @@ class MindSporeDriver(Autograd):
         if isinstance(value, Parameter) or not isinstance(value, Tensor):
             return value if isinstance(value, Parameter) else None
         parameter = self._memories.get(memory_of(value), _no_parameter)()
+        # The address may have been freed and used again.
         if parameter is not None and memory_of(parameter) == memory_of(value):
             return parameter
         return value if value._is_leaf and node_of(value) is not None else None

@@ -44,6 +44,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
                 model = model_of(graph)
             except Uninstrumented as error:
                 model = error
+            # A model that cannot be read is remembered, too, so that it is not read at each run.
             self._models[graph] = model
         if isinstance(model, Uninstrumented):
             raise Uninstrumented(*model.args)
@@ -59,4 +60,5 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
         return ModelCopy(graph, rewriting)
 
     def _prepare_session(self, session: Any, state: State) -> tuple[ModelCopy, Execution] | None:
+        # `set_providers` replaces the native session, so copies are cached by providers, too.
         return self.prepare(session, state, tuple(session.get_providers()))

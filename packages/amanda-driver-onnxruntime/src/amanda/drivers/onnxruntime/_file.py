@@ -72,6 +72,8 @@ class OnnxFile(Artefact):
         """Write the model, with external data in one file if the source has external data, or large data."""
         assert self._instrumented is not None
         _append_description(self._instrumented, about)
+        # The values are copied into the new file or its data file: a copy must not refer to the source's
+        # folder.
         external_data_helper.load_external_data_for_model(self._instrumented, str(self._path.parent))
         size = sum(len(tensor.raw_data) for tensor in self._instrumented.graph.initializer)
         if not self._is_external and size < LARGE:

@@ -39,6 +39,7 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
     with amanda.apply(*tools):
         activation = interceptor.active()
         assert activation is not None
+        # Routines run here once, on constants, and must not be instrumented.
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, GraphTensors())
             rewriting = ModelRewriting(

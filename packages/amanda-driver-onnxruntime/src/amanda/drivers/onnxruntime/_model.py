@@ -43,6 +43,7 @@ class Model:
     """
 
     def __init__(self, proto: ModelProto, folder: str = "", overridable: Iterable[str] | None = None) -> None:
+        # A local function has one graph for all its calls, while routines differ from call to call.
         inlined = inliner.inline_local_functions(proto) if proto.functions else proto
         self.constants: dict[str, Array] = {}
         self.proto = self._copy_without_values(inlined, folder)
@@ -54,6 +55,7 @@ class Model:
         self.opsets = {entry.domain: entry.version for entry in self.proto.opset_import}
         self.opsets["ai.onnx"] = self.opsets.get("", 1)
         input_names = {entry.name for entry in graph.input}
+        # Before IR version 4 each initializer is an input, without being meant as a default.
         with_default = input_names & self.constants.keys() if self.proto.ir_version >= 4 else set()
         self.overridable = set(with_default if overridable is None else overridable)
         self.inputs = [entry.name for entry in graph.input if entry.name not in self.constants]
@@ -127,6 +129,8 @@ class Model:
         forget_negative_extents(model.graph)
         for tensor in model.graph.initializer:
             self.constants[tensor.name] = array = array_of(tensor, folder)
+            # Without large values a model stays below the 2 GB of protocol buffers, and sessions share the
+            # arrays.
             if array.nbytes > SMALL and is_shared(array):
                 move_values_out(tensor)
         for sparse in model.graph.sparse_initializer:
@@ -173,6 +177,7 @@ def _map_external(tensor: TensorProto, folder: str) -> Array:
         return np.array(numpy_helper.to_array(tensor, folder))
     location = ExternalDataInfo(tensor)
     path = Path(folder, location.location)
+    # Mapped values take no memory until they are read.
     return np.memmap(path, dtype, "r", location.offset or 0, tuple(tensor.dims))
 
 

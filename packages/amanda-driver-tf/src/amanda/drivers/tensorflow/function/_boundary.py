@@ -80,6 +80,7 @@ class FunctionBoundary:
         @functools.wraps(call)
         def call_flat(atomic: Any, *args: Any) -> Any:
             activation = interceptor.active()
+            # A call within a graph is an operation of that graph, which is rewritten with it.
             if activation is None or not atomic._bound_context.executing_eagerly():
                 return call(atomic, *args)
             return self._call_instrumented(activation.state, call, atomic, args)
@@ -113,6 +114,7 @@ class FunctionBoundary:
                     outputs = call(atomic, *args)
             finally:
                 self._thread.pending = outer
+        # TensorFlow wraps the backward function after the call has ended, so the record waits for that.
         if copy.handed_on is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
         return outputs
@@ -127,6 +129,7 @@ class FunctionBoundary:
             check_threads(name)
             if pending is None or pending[0] != name:
                 return call(current, name, tensor_inputs, num_outputs)
+            # The copy may call functions itself, which are not the pending one.
             self._thread.pending = None
             _, copy, execution = pending
             return _call_copy(functools.partial(call, current), copy, execution, tensor_inputs, num_outputs)
@@ -202,6 +205,7 @@ class FunctionBoundary:
         def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
             return wrap(graph, self._with_record(functions, backward), outputs)
 
+        # An attribute of the instance hides the method for the one call of `record`.
         functions._wrap_backward_function = wrap_backward_function
         try:
             recorded.record(outputs)
@@ -228,6 +232,7 @@ def _call_copy(
     call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
     """Call a copy with the execution's number as last argument; errors name the function."""
+    # The constructor is faster than `tf.constant`.
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
     arguments = copy.name, [*args, number], count
     try:

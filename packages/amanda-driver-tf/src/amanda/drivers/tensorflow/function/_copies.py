@@ -30,8 +30,10 @@ class RegisteredCopy:
         current = context.context()
         for definition in definitions:
             self.name = definition.signature.name.encode()
+            # A name contains a digest of the content, so a function of that name is the same copy.
             if not current.has_function(self.name):
                 current.add_function_def(definition)
+            # The runtime drops a function with its last AtomicFunction.
             self._handles.append(atomic_function.AtomicFunction(self.name, current, None))
 
     def in_vanilla_terms(self, error: Any) -> None:
@@ -61,6 +63,7 @@ class ForwardFacts:
             }
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
+            # Graphs die with their functions; a plan must not keep them.
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
     def hand_on(self, rewriting: Rewriting) -> None:

@@ -85,6 +85,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
         rewriting.runs_without_xla = compiled
         analysis.closed = _is_closed(analysis.state, forward_record)
+        # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
         rewriting.layers.add_variables(_live_variables(function.graph))
         forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
@@ -124,6 +125,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
             return self.copy((atomic, args, forward_record), state, closed, atomic, forward_record.copy)
         if state.layer is None:
             return None
+        # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
         if b"__backward_" in atomic.name:
             if any(layer.wants_backward for layer in state.layer.chain):
                 name = split_name(atomic.name.decode())[1]

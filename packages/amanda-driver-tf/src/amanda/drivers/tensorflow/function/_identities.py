@@ -21,6 +21,7 @@ class Identities:
         identity = self._by_graph.get(graph)
         if identity is None:
             kind, base = split_name(name)
+            # A forward function has the ops of the inference function, and the same ids.
             key = f"backward {base}" if kind == "backward" else base
             self._counts[key] = self._counts.get(key, 0) + 1
             identity = self._by_graph[graph] = digest("function", key, self._counts[key])
@@ -30,6 +31,7 @@ class Identities:
 def split_name(name: str) -> tuple[str, str]:
     """Split a runtime name into "inference", "forward" or "backward" and the user's name."""
     kind, base = "inference", name
+    # Prefixes nest, as in "__inference___backward_f_12_34"; the innermost one counts.
     while kind == "inference" and (match := _RUNTIME_NAME.match(base)):
         kind, base = match.group(1), match.group(2)
     return kind, base

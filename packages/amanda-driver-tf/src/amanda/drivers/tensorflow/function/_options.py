@@ -16,6 +16,7 @@ _DEFAULT = rewriter_config_pb2.RewriterConfig()
 def is_torn(definitions: Sequence[Any]) -> bool:
     """Return True if functions have as many calls of Python as operators, so that none can be fused."""
     types = [node.op for definition in definitions for node in definition.node_def]
+    # A call of Python for each operator is half of all nodes.
     return 2 * types.count(_CALLBACK) >= len(types)
 
 
@@ -23,6 +24,7 @@ def unoptimized(call: Callable[..., Any], *args: Any) -> Any:
     """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
     current = context.context()
     before = current.function_call_options
+    # The options are those of a thread, so calls on other threads keep theirs.
     current.function_call_options = _without_optimizer(before.config_proto_serialized, before.executor_type)
     try:
         return call(*args)

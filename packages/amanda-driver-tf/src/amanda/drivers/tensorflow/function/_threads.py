@@ -35,6 +35,7 @@ def _number_of_threads() -> int:
     environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     if requested or (environment.isdigit() and int(environment)):
         return int(requested or environment)
+    # Containers limit the processors of a process, which TensorFlow counts like this.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

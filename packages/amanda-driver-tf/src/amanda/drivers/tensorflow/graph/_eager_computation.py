@@ -18,6 +18,7 @@ def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
         for argument in definition.input_arg
         for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
     }
+    # The attributes are read at once: the function is called when the graph may be gone.
     attributes = {
         attribute.name: op.get_attr(attribute.name)
         for attribute in definition.attr

@@ -161,6 +161,7 @@ class _ValueReader:
             if not isinstance(value, ops.EagerTensor):
                 return tensor
             if op.type == "ReadVariableOp":
+                # The Variable object may be out of reach, while its handle is an argument.
                 return tf.raw_ops.ReadVariableOp(resource=value, dtype=tensor.dtype)
             return tf.cast(value, tensor.dtype)
         if op.type in ("Reshape", "Transpose"):

@@ -72,6 +72,7 @@ def function_named(name: str, graph: Any) -> GraphFunction | None:
     definition = current.get_function_def(name) if handle is None else getattr(handle, "definition", None)
     if definition is None:
         return None
+    # The new graph must not become a child of the graph that the caller is building.
     with ops.Graph().as_default():
         return GraphFunction(definition, function_def_to_graph.function_def_to_graph(definition))
 
@@ -88,6 +89,7 @@ def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
         return None
     names: dict[str, str] = {}
     for node, op in zip(definition.node_def, operations, strict=False):
+        # TensorFlow appends "_1" and the like to a name that an argument or result has, too.
         if node.op != op.type or not node.name.startswith(op.name):
             return _identical_names(operations, definition)
         names[op.name] = node.name

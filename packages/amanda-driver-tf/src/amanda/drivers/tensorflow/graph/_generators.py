@@ -33,6 +33,7 @@ def with_callees(functions: Iterable[Any], find: Any) -> list[Any]:
 
 def _has_generator(node: Any) -> bool:
     definition = op_def_registry.get(node.op)
+    # Stateless random ops get their state as an input.
     if definition is None or not definition.is_stateful or "seed2" not in node.attr:
         return False
     return bool(node.attr["seed"].i or node.attr["seed2"].i)  # without both, no run repeats another

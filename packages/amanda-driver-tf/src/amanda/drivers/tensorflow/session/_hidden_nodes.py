@@ -62,6 +62,7 @@ class HiddenNodes:
         Raises OpError where a session like this one refuses the nodes.
         """
         key = _digest(nodes, functions, result_names)
+        # Nodes cannot be removed from a C graph, so each import is kept, and used again for equal nodes.
         if key not in self._imports:
             self._imports[key] = _import_nodes(session, nodes, functions, result_names)
         return self._imports[key]
@@ -84,12 +85,14 @@ def _import_nodes(
     graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
     graph_def, outputs, controls = _hide_names(nodes, prefix)
+    # The producer version decides the semantics of some ops.
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
     _try_import(session, graph_def)
     hide_nodes(graph, [definition.signature.name for definition in functions])
     names = list(result_names)
     hide_readers(graph, outputs, controls)
+    # Other threads may add operations to the graph.
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
         scoped = c_api_util.ScopedTFImportGraphDefOptions()
         options = scoped.options
@@ -200,4 +203,5 @@ def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) 
     if "shared_name" in node.attr:
         if not node.attr["shared_name"].s:
             copy.attr["shared_name"].s = node.name.encode()
+        # A resource is found by name on its own device, so the copy has to be placed there.
         copy.attr["_class"].list.s.append(f"loc:@{node.name}".encode())

@@ -72,6 +72,7 @@ class _VisibleGraphInterface:
     def _visible_part(self, graph_def: Any) -> Any:
         """Return a GraphDef without hidden nodes and functions."""
         graph: Any = self._graph()
+        # A function that the user's graph has, too, stays visible.
         hidden = {name for name in self._functions if name not in graph._functions}
         visible = graph_pb2.GraphDef()
         visible.node.extend(node for node in graph_def.node if not is_hidden(node.name))

@@ -65,8 +65,10 @@ def _state_kind(type: str) -> str:
     attributes = {argument.name for argument in definition.attr}
     if type == "VarHandleOp":
         return "named"
+    # Kernels of seeded random ops hold the state of their generator.
     if {"seed", "seed2"} <= attributes:
         return "kernel"
+    # An op without inputs that returns a resource has created it in its kernel.
     handle = any(
         argument.is_ref or argument.type == types_pb2.DT_RESOURCE for argument in definition.output_arg
     )

@@ -25,6 +25,7 @@ class _VisibleReaders:
     def readers_of(self, graph: Any, read: Any) -> list[Any]:
         """Return the operations that read a tensor (name and index), or wait for an operation (name)."""
         version, readers = self._by_graph.get(graph, (-1, {}))
+        # The version of a graph grows with each new operation.
         if version != graph.version:
             readers = defaultdict(list)
             for op in graph.get_operations():
@@ -57,6 +58,7 @@ def hide_readers(graph: Any, tensors: Iterable[tuple[str, int]], operations: Ite
     reference = weakref.ref(graph)
     for name, index in tensors:
         tensor = graph.get_operation_by_name(name).outputs[index]
+        # The lambda must not hold the graph, on whose tensor it is set.
         tensor.consumers = lambda read=(name, index): _visible_readers.readers_of(reference(), read)
     for name in operations:
         graph.get_operation_by_name(name).__class__ = _OperationReadByHidden
