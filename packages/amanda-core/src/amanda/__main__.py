@@ -20,6 +20,7 @@ from amanda.plugins.commands import (
     version_of_core,
 )
 from amanda.plugins.entries import COMMANDS, registry, rivalry
+from amanda.plugins.offered import installation
 
 HELP = frozenset({"-h", "--help"})
 
@@ -36,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"Usage: {_program()} {name} {TAKEN.get(name, '')}".rstrip(), "", getdoc(OWN[name]) or "")
         return 0
     if name not in names_of_commands():
-        return _fail("", f"no command {name!r}; {did_you_mean(name, names_of_commands())}", 2)
+        command = installation(name, "commands")
+        hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
+        return _fail("", f"no command {name!r}; {hint}", 2)
     try:
         return _command(name)(rest) or 0
     except AmandaError as error:

@@ -13,6 +13,7 @@ from amanda.options import options_of
 from amanda.plugins.doctor import findings
 from amanda.plugins.entries import COMMANDS, Plugin, registry
 from amanda.plugins.manager import list_drivers, list_tools, tool_class
+from amanda.plugins.offered import OFFERS, installation
 
 Command = Callable[[Sequence[str]], "int | None"]
 
@@ -51,6 +52,14 @@ def tools(arguments: Sequence[str] = ()) -> int:
     say(*(table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed]) or _none("tools")))
     if listed:
         say("", "`info TOOL` tells a tool's options.")
+    installed = {tool.name for tool in listed}
+    absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
+    if absent:
+        say(
+            "",
+            "Not installed:",
+            *table([(", ".join(names), str(installation(names[0], "tools"))) for names in absent]),
+        )
     return 0
 
 

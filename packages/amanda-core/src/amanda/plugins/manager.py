@@ -22,6 +22,7 @@ from amanda.plugins.drivers import (
     loaded_drivers,
 )
 from amanda.plugins.entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
+from amanda.plugins.offered import installation
 from amanda.scope.attachment import attachment
 from amanda.tool import Tool
 
@@ -102,7 +103,12 @@ def _tools(fresh: bool = True) -> dict[str, list[Entry]]:
 
 def _tool(name: str, tools: Mapping[str, list[Entry]]) -> Entry:
     if name not in tools:
-        hint = did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
+        if command := installation(name, "tools"):
+            hint = f"it is not installed: {command}"
+        else:
+            hint = (
+                did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
+            )
         raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
     if len(tools[name]) > 1:
         raise PluginError(rivalry(tools[name]))

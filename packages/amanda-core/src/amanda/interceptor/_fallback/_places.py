@@ -146,7 +146,6 @@ class House:
             known = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
         return known[1]
 
-
     def sweep(self) -> None:
         """Drop the objects that nothing but their ordinal holds, once there are twice as many as survived."""
         if len(self.strong) < self.strong_limit:

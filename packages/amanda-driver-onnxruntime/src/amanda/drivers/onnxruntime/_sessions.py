@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 import onnxruntime
 
 from ._model import Model, array_of, initializer_of
+from ._names import bodies_of
 from ._schedule import ScheduledStep
 from ._symbols import Symbol, tensor_type
 from ._types import add_outputs, output_types
@@ -176,12 +177,7 @@ def _is_custom(node: NodeProto) -> bool:
     """Return True if a node, or a node in its bodies, is a custom op."""
     if node.domain not in _BUILT_IN:
         return True
-    return any(
-        _is_custom(inner)
-        for attribute in node.attribute
-        for body in ([attribute.g] if attribute.HasField("g") else attribute.graphs)
-        for inner in body.node
-    )
+    return any(_is_custom(inner) for body in bodies_of(node) for inner in body.node)
 
 
 def passed_values(names: Sequence[str], symbol: Callable[[str], Symbol]) -> PassedValues:
