@@ -23,10 +23,8 @@ from ._calls import (
     NamedPrimitiveCall,
     OverloadCall,
 )
+from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
 from ._executor import PrimitiveInterception
-from ._jit import report_compiled
-from ._modules import cell_path, enclose_cells
-from ._recompute import patch_recomputation
 from ._targets import Target, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews

@@ -11,10 +11,9 @@ from amanda.backend import Execution, GraphAnalysis, GraphDriver, State, Uninstr
 from ._boundary import Boundary
 from ._copies import ModelCopy, model_of
 from ._model import Model
-from ._reads import NumpyReads
 from ._requirements import check
 from ._rewrite import ModelRewriting
-from ._tensors import GraphTensors
+from ._tensors import GraphTensors, NumpyReads
 
 
 class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):

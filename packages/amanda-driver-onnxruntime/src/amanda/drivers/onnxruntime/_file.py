@@ -14,11 +14,10 @@ from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 
 from ._instrument import namespace
-from ._model import Model, read_proto
+from ._model import Model, read_proto, types_by_onnxruntime
 from ._model_writing import write_model
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
-from ._types import types_by_onnxruntime
 
 ABOUT = "amanda"
 LARGE = 1 << 30

@@ -14,11 +14,10 @@ from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import ArtefactError, NotTraceableError
 from amanda.options import File, checked
 
-from ._model import Model, read_proto
+from ._model import Model, read_proto, types_by_onnxruntime
 from ._model_writing import copy_model, write_model
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
-from ._types import types_by_onnxruntime
 
 
 @checked(error=ArtefactError)

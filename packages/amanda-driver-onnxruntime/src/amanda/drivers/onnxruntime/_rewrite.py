@@ -18,11 +18,10 @@ from amanda.errors import RoutineError
 
 from ._computation import Computation, computation
 from ._control_flow import LOOPS, ControlFlowBody, ControlFlowNode, is_runnable
-from ._facts import facts_of
+from ._facts import facts_of, input_layout, output_layout
 from ._items import ComputedNode, GraphItem, RoutineCall, TypedInsertion
 from ._model import Model, array_of, constant_of, is_all_typed, types_in
 from ._rearrangements import keeps_elements, rearrange_constant
-from ._schema import input_layout, output_layout
 from ._symbols import Array, Symbol
 from ._tracing import NodeRecorder, TracedArray
 

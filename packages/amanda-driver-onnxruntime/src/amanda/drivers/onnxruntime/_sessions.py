@@ -12,11 +12,10 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 
 import onnxruntime
 
-from ._model import Model, array_of, initializer_of
+from ._model import Model, add_outputs, array_of, initializer_of, output_types
 from ._names import bodies_of
 from ._schedule import ScheduledStep
 from ._symbols import Symbol, tensor_type
-from ._types import add_outputs, output_types
 from ._values import as_array
 
 _BUILT_IN = frozenset(

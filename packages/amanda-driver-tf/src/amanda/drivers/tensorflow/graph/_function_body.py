@@ -10,7 +10,7 @@ from tensorflow.python.framework import ops, tensor_util
 
 from ._body import Body, Rewriting
 from ._definitions import NUMBER
-from ._eager_computation import eager_computation
+from ._facts import eager_computation
 from ._forward_map import ForwardMap
 from ._functions import GraphFunction, executed_nodes, function_named
 from ._locations import Locations

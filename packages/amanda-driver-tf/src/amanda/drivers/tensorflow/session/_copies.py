@@ -27,13 +27,11 @@ from ..graph import (
     variable_of,
 )
 from ._execution_order import Endpoint, RunRequest, after_forward, executed_ops
-from ._forward_ops import ForwardOps
+from ._forward_ops import ForwardOps, Stacks
 from ._frames import OUTSIDE, Frames
 from ._hidden_nodes import HiddenNodes
-from ._partition import Partition, partition
-from ._random_ops import OriginalDraw, can_run_alone, draw_node
+from ._kernel_state import OriginalDraw, Partition, can_run_alone, draw_node, partition
 from ._route import Route
-from ._stacks import Stacks
 from ._values import SessionValueReader
 
 NUMBER = "amanda/number"
