@@ -34,7 +34,7 @@ class Originals:
         self._original_of: TensorMap[Callable[[], Any]] = TensorMap()
         self._last: deque[Any] = deque(maxlen=16)
 
-    def note(self, result: Any, value: Any) -> Any:
+    def record(self, result: Any, value: Any) -> Any:
         """Record that a value was made in the place of another; return it."""
         result_value, original = primal(result), self.of(value)
         if (
@@ -50,12 +50,12 @@ class Originals:
                 self._original_of[result_value] = weakref.ref(original)
         return result
 
-    def note_all(self, result: Any, values: Sequence[Any]) -> None:
+    def record_all(self, result: Any, values: Sequence[Any]) -> None:
         """Record that the leaves of a result were made in the place of others."""
         leaves = jax.tree_util.tree_leaves(result)
         if len(leaves) == len(values):
             for leaf, value in zip(leaves, values, strict=True):
-                self.note(leaf, value)
+                self.record(leaf, value)
 
     def of(self, value: Any) -> Any:
         """Return the original of a value in the outermost function; the value itself if it has none."""
@@ -108,7 +108,7 @@ def straight_through(original: Any, value: Any) -> Any:
     add_note(INSERTION)
     if not isinstance(original, core.Tracer):  # nothing is differentiated or staged here
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
-    return ORIGINALS.note(straight_p.bind(original, value), original)
+    return ORIGINALS.record(straight_p.bind(original, value), original)
 
 
 def tap(values: Sequence[Any], mark: "TappedExecution", side: str, carried: Sequence[Any] = ()) -> list[Any]:
@@ -123,7 +123,7 @@ def tap(values: Sequence[Any], mark: "TappedExecution", side: str, carried: Sequ
         tapped = [values[i] for i in places]
         results = tap_p.bind(*carried, *tapped, mark=mark, side=side, positions=places, mapped=0)
         for place, value in zip(places, results, strict=True):
-            result[place] = ORIGINALS.note(value, values[place])
+            result[place] = ORIGINALS.record(value, values[place])
     return result
 
 

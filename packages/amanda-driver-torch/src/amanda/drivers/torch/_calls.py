@@ -173,7 +173,7 @@ class CollectiveCall(TorchCall):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Make the call, with lists as they were."""
-        return super().invoke(inputs if inputs is self.inputs else self._nested(inputs))
+        return super().invoke(inputs if inputs is self.inputs else self._with_nested_lists(inputs))
 
     def takes_equals(self) -> bool:
         """Return False: the lists of the inputs are not those of the arguments."""
@@ -181,10 +181,10 @@ class CollectiveCall(TorchCall):
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that makes the call with inputs like this call's."""
-        compute, nested = super().computation(), self._nested
+        compute, nested = super().computation(), self._with_nested_lists
         return lambda inputs: compute(nested(inputs))
 
-    def _nested(self, inputs: Sequence[Any]) -> list[Any]:
+    def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:
         return [
             _split_by_lengths(value, self._lengths[i]) if i in self._lengths else value
             for i, value in enumerate(inputs)

@@ -24,9 +24,9 @@ from ._overrides import (
     as_class_of,
     call_alone,
     current_overrides,
+    has_overrides,
     is_recorded,
     leave_overrides,
-    overridden,
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
@@ -93,7 +93,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     @cached_property
     def _native_sites(self) -> list[Site]:
-        return list(self._targets)
+        return list(self._targets_by_site)
 
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
@@ -109,10 +109,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return self._reader_and_lack[1]
 
     @cached_property
-    def _targets(self) -> dict[Site, Target]:
-        return {self._site(target): target for target in targets()}
+    def _targets_by_site(self) -> dict[Site, Target]:
+        return {self._make_site(target): target for target in targets()}
 
-    def _site(self, target: Target) -> Site:
+    def _make_site(self, target: Target) -> Site:
         """Return the site of a target: the callable with the op's type and how its calls are treated."""
         if target.kind == "classmethod":
             return Site(
@@ -182,7 +182,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
-        if overridden(args, kwargs) and any(
+        if has_overrides(args, kwargs) and any(
             isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
         ):
             state.report("torch.fx.symbolic_trace", RECORDED_AS_IS)
@@ -224,7 +224,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""
-        target = self._targets.get(site)
+        target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
             kind = CollectiveCall if site.key.startswith("c10d::") else TorchCall
@@ -337,17 +337,17 @@ class DriverOutsideModes(TorchDriver):
 
     def invoke(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the program's, under its modes."""
-        with self._modes.entered():
+        with self._modes.enter():
             return site.invoke(args, kwargs)
 
     def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that computes for the program, under its modes."""
-        with self._modes.entered():
+        with self._modes.enter():
             return func(*values, **kwargs)
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps ops from being instrumented at this moment, and why."""
-        with self._modes.entered():
+        with self._modes.enter():
             return super().obstacle(site)
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._overloads import ArgumentLayout, CallForm, forms, kinds_of, pick
+from ._overloads import ArgumentLayout, CallForm, best_form, call_forms, kinds_of
 from ._signatures import signatures
 from ._targets import by_callable
 
@@ -148,7 +148,7 @@ class _OverloadedBinding:
         kinds = kinds_of(args, kwargs)
         bound = self._bindings.get(kinds)
         if bound is None:
-            bound = self._bindings[kinds] = _binding_of_layout(pick(self._forms, kinds).layout)
+            bound = self._bindings[kinds] = _binding_of_layout(best_form(self._forms, kinds).layout)
         return bound
 
 
@@ -195,7 +195,7 @@ def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding |
 
 
 def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _OverloadedBinding:
-    candidates = forms(signatures(called), nargs, keywords)
+    candidates = call_forms(signatures(called), nargs, keywords)
     if len({candidate.layout for candidate in candidates}) == 1:
         return _binding_of_layout(candidates[0].layout)
     return _OverloadedBinding(candidates)

@@ -62,7 +62,7 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
         return ()
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
+def has_overlap(tensor: torch.Tensor) -> bool:
     """Return whether several elements of a tensor are one in memory, as `expand` makes it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
@@ -71,7 +71,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the view of a tensor that takes each memory cell of `like` once."""
-    if not overlaps(like):
+    if not has_overlap(like):
         return tensor
     pairs = zip(like.size(), like.stride(), strict=True)
     return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in pairs)]
@@ -84,7 +84,7 @@ def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """
     if not (is_strided(view) and is_strided(value)) or view.shape != value.shape:
         return value.clone()
-    if not overlaps(view):
+    if not has_overlap(view):
         if view.stride() == value.stride():
             return value.clone()  # the usual case, and the cheapest op
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
@@ -154,10 +154,10 @@ def same_bits(first: Any, second: Any) -> bool:
 def _same_bits_of_strided(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_meta or second.is_meta:
         return first.shape == second.shape
-    return torch.equal(_bits(first), _bits(second))
+    return torch.equal(_as_integers(first), _as_integers(second))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     # As integers: NaN must equal NaN, and 0.0 differ from -0.0.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
