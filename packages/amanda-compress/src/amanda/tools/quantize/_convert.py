@@ -1,4 +1,4 @@
-"""Integers in the place of simulated ones: in a module's memory, or in a file of ONNX or TensorFlow Lite."""
+"""Integers in the place of simulated ones: in a module's memory, or in an ONNX file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ def convert(
     """Make the integers that a tool simulates real; outputs are the simulation's within kernels' rounding.
 
     model: a torch.nn.Module, whose linear layers get tensors of torchao in place, by a NearestTool, GPTQTool
-        or AWQTool that has met the module; a model of Keras, of which a file of TensorFlow Lite is written to
-        `out`, by a QuantizeTool that was calibrated with the model; or the path of an ONNX file, of which a
-        copy is written to `out` with integer weights and QuantizeLinear and DequantizeLinear nodes, by a
-        QuantizeTool with the scales of a session of the file.
+        or AWQTool that has met the module; or the path of an ONNX file, of which a copy is written to `out`
+        with integer weights and QuantizeLinear and DequantizeLinear nodes, by a QuantizeTool with the scales
+        of a session of the file.
     out: path of the new file.  force: replace a file that is there.
 
     The result has a row for each converted tensor.  The module is for inference.
@@ -34,15 +33,8 @@ def convert(
         from amanda.tools.quantize._onnx_file import convert_file
 
         return convert_file(Path(model), tool, out, force)
-    kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    if not kinds.isdisjoint(("keras", "tf_keras", "tensorflow")):
-        from amanda.tools.quantize._tflite import convert_keras
-
-        return convert_keras(model, tool, out, force)
     if out is not None:
-        raise QuantizeError(
-            f"out is {out!r}, which is for ONNX files and Keras models; a {type(model).__name__} was given"
-        )
+        raise QuantizeError(f"out is {out!r}, which is for ONNX files; a {type(model).__name__} was given")
     from amanda.tools.quantize.weights._convert import convert_module
 
     return convert_module(model, tool)

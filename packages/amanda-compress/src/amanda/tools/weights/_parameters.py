@@ -15,7 +15,7 @@ from amanda import interceptor
 from amanda.errors import AmandaError
 from amanda.tools.libraries import do, to_numpy
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import backend_of
+from amanda.tools.mapping import InstalledEntries, backend_of
 
 Changed = Callable[[Any], Any]
 """Returns new values of a part of a parameter, from its present ones."""
@@ -202,26 +202,17 @@ def parameter_store(of: Any) -> ParameterStore:
     """Return the store of the parameters of a framework.
 
     of: a tensor, a parameter or a handle of one that names its `framework`; or the name of its library.
+    A distribution brings the store of a further library by an entry point of the group `amanda.parameters`.
+    Raises ParameterError for a library whose entry point is broken.
     """
     return _store(of if isinstance(of, str) else getattr(of, "framework", None) or backend_of(of))
 
 
+_INSTALLED = InstalledEntries("amanda.parameters", "parameter store", ParameterError)
+"""Entry points: the name is that of a library, as autoray has it; the object a `ParameterStore`."""
+
+
 @cache
-def _store(backend: str) -> ParameterStore:
-    if backend == "torch":
-        from amanda.tools.weights._parameters_torch import TorchParameters
-
-        return TorchParameters()
-    if backend == "tensorflow":
-        from amanda.tools.weights._parameters_tensorflow import Variables
-
-        return Variables()
-    if backend == "jax":
-        from amanda.tools.weights._parameters_jax import Slots
-
-        return Slots()
-    if backend == "mindspore":
-        from amanda.tools.weights._parameters_mindspore import MindSporeParameters
-
-        return MindSporeParameters()
-    return Initializers() if backend in ("numpy", "builtins") else ParameterStore()
+def _store(library: str) -> ParameterStore:
+    store = _INSTALLED.create(library, ParameterStore, "amanda.tools.weights.ParameterStore")
+    return ParameterStore() if store is None else store

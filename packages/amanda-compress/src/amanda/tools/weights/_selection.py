@@ -6,16 +6,10 @@ from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import SEVERAL_WEIGHTS
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Paths, Patterns, listed, unmatched
 from amanda.tools.weights._shared_state import is_adapter
 from amanda.tools.weights._weight_input import WeightReads
-
-PRODUCTS = frozenset(
-    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-     "depthwise_conv2d", "depthwise_conv3d", "linear", "matmul", "addmm", "baddbmm", "bilinear"}
-)  # fmt: skip
-"""Convolutions and products; not embeddings and normalisations."""
 
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
@@ -58,7 +52,7 @@ class WeightSelection:
 
     def _fits(self, context: amanda.OpContext) -> bool:
         if self._types.patterns is None:
-            typed = context["type"] in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}
+            typed = context["type"] in PRODUCTS or context["type"] in SEVERAL_WEIGHTS
         else:
             typed = self._types(context["type"], context.get_op_type())
         paths = context.get_scopes()

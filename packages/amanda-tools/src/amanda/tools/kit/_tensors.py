@@ -328,23 +328,5 @@ _INSTALLED = InstalledEntries("amanda.tensors", "class of tensors", TensorsError
 
 
 @cache
-def _tensors(backend: str) -> Tensors:
-    if backend == "torch":
-        from amanda.tools.kit._tensors_torch import TorchTensors
-
-        return TorchTensors()
-    if backend == "tensorflow":
-        from amanda.tools.kit._tensors_tensorflow import TensorFlowTensors
-
-        return TensorFlowTensors()
-    if backend == "jax":
-        from amanda.tools.kit._tensors_jax import JaxTensors
-
-        return JaxTensors()
-    if backend == "mindspore":
-        from amanda.tools.kit._tensors_mindspore import MindSporeTensors
-
-        return MindSporeTensors()
-    if backend in ("numpy", "builtins"):
-        return NumpyTensors()
-    return _INSTALLED.create(backend, Tensors, "amanda.tools.kit.Tensors") or Tensors()
+def _tensors(library: str) -> Tensors:
+    return _INSTALLED.create(library, Tensors, "amanda.tools.kit.Tensors") or Tensors()

@@ -78,12 +78,15 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     Raises QuantizeError if torchao is not installed, if the tool has met another model or its calibration was
     not completed, and if a weight was written since: then the model is as it was.
     """
-    import torch
-
     try:
+        import torch
         from torchao.quantization import Int8Tensor
     except ImportError as error:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
+    if not isinstance(model, torch.nn.Module):
+        raise QuantizeError(
+            f"a {type(model).__name__} was given; give a torch.nn.Module, or the path of an ONNX file (.onnx)"
+        )
     if not isinstance(tool, IntegerTool):
         raise QuantizeError(
             f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
