@@ -218,7 +218,7 @@ class JaxDriver(Arrays, EagerDriver):
         return insert_callback(action, values, facts, run, shapes)
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:
-        """Trace the program anew when what a replacement in it reads changes."""
+        """Guard the program by the values that a replacement in it reads."""
         add_note(INSERTION)
         guard_reads(action, facts)
 

@@ -35,7 +35,7 @@ class Originals:
         self._last: deque[Any] = deque(maxlen=16)
 
     def record(self, result: Any, value: Any) -> Any:
-        """Record that a value was made in the place of another; return it."""
+        """Record the original of a result; return the result."""
         result_value, original = primal(result), self.of(value)
         if (
             result_value is not original
@@ -51,7 +51,7 @@ class Originals:
         return result
 
     def record_all(self, result: Any, values: Sequence[Any]) -> None:
-        """Record that the leaves of a result were made in the place of others."""
+        """Record the originals of the leaves of a result."""
         leaves = jax.tree_util.tree_leaves(result)
         if len(leaves) == len(values):
             for leaf, value in zip(leaves, values, strict=True):
@@ -89,7 +89,7 @@ FAILURES: list[BaseException] = []
 
 
 def raise_failure() -> None:
-    """Raise the first exception of a function that was called, if there is any."""
+    """Raise the first exception of the called functions, if there is one."""
     error = next(iter(FAILURES), None)
     FAILURES.clear()
     if error is not None:

@@ -36,7 +36,7 @@ _thread = _RunningTwins()
 class Twins:
     """One call of a function that runs twice.
 
-    changed: True if the gradients of the ops count.  is_inner: its ops are among those of another call.
+    changed: True if the gradients of the ops count.  is_inner: True within another such call.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._patches.install(self.attributes)
 
     def detach(self) -> None:
-        """Leave torch as it was."""
+        """Undo all changes of torch."""
         remove_abandoned_hooks()  # of passes that an interrupt ended: they would outlive the scope
         super().detach()
         if interceptor.NATIVE:
@@ -105,7 +105,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return make_reader(plain_straight_through) if interceptor.NATIVE else (None, "")
 
     def slowdown(self) -> str:
-        """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
+        """Return the parts that native code lacks to read the tensors of this torch; "" if it lacks none."""
         return self._reader_and_lack[1]
 
     @cached_property
@@ -126,7 +126,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return self.site(target.callable, op, target.canonical, flags)
 
     def _detour_calls(self) -> None:
-        """Replace the calls by which torch runs what has no native callable of its own."""
+        """Replace `__call__` of operators and scripted functions, which have no native callables."""
         flags_by_holder: list[tuple[Any, int]] = [
             (torch._ops.OpOverload, IMPLEMENTATION),
             (torch._ops.OpOverloadPacket, IMPLEMENTATION),
@@ -219,7 +219,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine that changes no value, also outside of what tensor subclasses override."""
+        """Call a routine that changes no value, outside of modes and of overrides of tensor subclasses."""
         return call_alone(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -245,7 +245,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return values, rebuild
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """Return what keeps ops from being instrumented at this moment, and why."""
+        """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return UNSEEN_TRANSFORM, RUNS_AS_IS
         if torch._C._get_tracing_state() is not None:
@@ -346,7 +346,7 @@ class DriverOutsideModes(TorchDriver):
             return func(*values, **kwargs)
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """Return what keeps ops from being instrumented at this moment, and why."""
+        """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         with self._modes.enter():
             return super().obstacle(site)
 
@@ -357,7 +357,7 @@ class DriverForUnfinishedResult(DriverOutsideModes):
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine outside of what the class overrides, for which the result may lack attributes."""
+        """Call a routine without the overrides of the class, which may need attributes that are absent yet."""
         return call_alone(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,12 @@ from ._signatures import Argument, Signature
 
 @dataclass(frozen=True)
 class ArgumentLayout:
-    """The sources of the inputs of one form of call. Indices are positions among the inputs.
+    """The input that each argument of one form of call fills. Indices are positions among the inputs.
 
-    positional: the input of each positional argument, the spread ones left out.
+    positional: the input of each positional argument, without arguments that are spread sizes.
     spread: the input that takes all remaining positional arguments.
     keywords: the input of each keyword argument, in the order of the call.
-    mutable: inputs that the op writes.  apart: those of an op that returns other values.
+    mutable: inputs that the op writes.  apart: written inputs that the op does not return.
     filled: defaults of arguments that stand before a given one.
     optional_tensors: inputs whose schema type is a tensor or None.
     """
@@ -36,10 +36,11 @@ class ArgumentLayout:
 
 @dataclass(frozen=True)
 class CallForm:
-    """One signature laid over one form of call.
+    """A form of call matched with one signature.
 
-    bound: the argument that each positional and keyword argument gives, None where the
-    signature has none; missing: how many required arguments the call leaves out.
+    bound: for each positional and keyword argument of the call, the argument of the signature, None if the
+    signature has none.  missing: number of required arguments that the call lacks.  unknown: number of
+    arguments that the signature lacks.
     """
 
     signature: Signature

@@ -30,7 +30,7 @@ _count_function_modes = _native._len_torch_function_stack
 
 
 def has_overrides(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a mode is active, or a tensor among the arguments overrides what functions do."""
+    """Return True if a function mode is active, or a tensor among the arguments overrides functions."""
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         return True
     # Lists of tensors, as `torch.cat` takes, are not looked into by `has_torch_function`.

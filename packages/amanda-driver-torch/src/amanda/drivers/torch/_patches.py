@@ -174,7 +174,7 @@ def _restore_stance(contexts: Sequence[Any]) -> None:
 
 
 def _run_frames_eagerly(attributes: Attributes) -> None:
-    """Keep a dynamo without stances from compiling in a scope, and from running what it has compiled."""
+    """Keep a dynamo without stances from compiling in a scope, and from running compiled code."""
     module = sys.modules.get("torch._dynamo.eval_frame")
     names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
     skip_code = getattr(module, "skip_code", None)

@@ -39,7 +39,7 @@ class SavingHooks(Saved):
         self._outer_pack, self._unpack = hooks
 
     def seeing(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op and see what it saves."""
+        """Run an op under the hooks."""
         self._making = DatalessCall(call.computation(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
@@ -50,7 +50,7 @@ class SavingHooks(Saved):
             self._written = []  # the graph keeps the hooks, and these must not keep the graph
 
     def keep(self) -> None:
-        """Copy what was saved of the tensors that are written now."""
+        """Copy the saved tensors that share memory with tensors that are about to be written."""
         while self._shared:
             self._shared.pop().copy()
 
@@ -81,7 +81,7 @@ class SavedAtNodes(Saved):
         self._nodes = set(map(_node_of, results)) - {None} if written else set()
 
     def keep(self) -> None:
-        """Copy what was saved of the tensors that are written now."""
+        """Copy the saved tensors that share memory with tensors that are about to be written."""
         with Suspension(), torch.no_grad():  # copies are no ops of the program
             for node in self._nodes:
                 for saved, value in _saved_at(node):
@@ -200,14 +200,14 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of(value: Any) -> Any:
-        """Return the form of a tensor, anything else as it is."""
+        """Return the spec of a tensor; return any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         return TensorSpec(value.shape, value.dtype, value.requires_grad)
 
     @staticmethod
     def tensor(value: Any) -> Any:
-        """Return a tensor of a form, which an op made if it needs a gradient."""
+        """Return a tensor without data of a spec; it is the result of an op if it needs a gradient."""
         if not isinstance(value, TensorSpec):
             return value
         # A leaf that needs a gradient may not be written in place, so the clone stands for an op's result.

@@ -129,9 +129,9 @@ DEPRECATED_ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def signatures(called: Any) -> tuple[Signature, ...]:
-    """Return what a target's callable, an OpOverload, its packet or an autograd.Function accepts.
+    """Return the signatures of a target's callable, an OpOverload, its packet or an autograd.Function.
 
-    Empty where nothing is known of it.
+    Empty if the signatures are unknown.
     """
     target = by_callable().get(called)
     if target is not None:

@@ -40,7 +40,7 @@ def is_strided(value: Any) -> bool:
 
 
 def strided_parts(value: Any) -> Sequence[torch.Tensor]:
-    """Return the strided tensors in whose memory a tensor lies: those of a sparse, nested or wrapped one."""
+    """Return the strided tensors that hold a tensor's data: parts of a sparse, nested or wrapped tensor."""
     if is_strided(value):
         return (value,)
     if not isinstance(value, torch.Tensor):
@@ -63,7 +63,7 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
 
 
 def has_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor are one in memory, as `expand` makes it."""
+    """Return True if elements of a tensor share a memory cell, as after `expand`."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -78,9 +78,9 @@ def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, differentiably, into memory of its own that is laid out as that of a view.
+    """Copy a tensor, differentiably, into new memory with the layout of a view.
 
-    An op then copies, or makes a view, or refuses to write, where it would have done so with the view.
+    An op then copies, makes a view, or refuses to write, as it would have done with the view.
     """
     if not (is_strided(view) and is_strided(value)) or view.shape != value.shape:
         return value.clone()
@@ -130,7 +130,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Return True if two tensors are of one kind and hold the same bits, or are without data."""
+    """Return True if two tensors have the same shape, type, device and layout, and equal bits if any."""
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:

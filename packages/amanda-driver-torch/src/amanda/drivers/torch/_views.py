@@ -45,7 +45,7 @@ class TorchViews(Views):
         )
 
     def is_lent(self, value: torch.Tensor) -> bool:
-        """Return whether the memory came from elsewhere: torch resizes its own alone."""
+        """Return True for memory from outside of torch, which torch cannot resize."""
         return not value.untyped_storage().resizable()
 
     def tie(
@@ -56,14 +56,14 @@ class TorchViews(Views):
         on_death: Callable[[Tie], None],
         holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
-        """Tie a value to a view, outside autograd where that is a `detach` of its base, or its `data`."""
+        """Link a value to a view; autograd records writes through the link unless the view is a `detach`."""
         if holders:
             return PartTie(self, view, value, holders, on_death)
         is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
         return TensorTie(self, view, value, is_known, on_death)
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
+        """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
         copy: torch.Tensor = as_class_of(value, laid_out_like(view, value))
         return copy
 
@@ -102,7 +102,7 @@ class WrittenElements(NamedTuple):
 
 
 class WrittenPart:
-    """Elements of a storage that were written: those of a tensor, or some of these."""
+    """Written elements of a storage: all elements of a tensor, or some of them."""
 
     def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
         self.tensor = tensor

@@ -167,7 +167,7 @@ class SlotNumbers:
             self._leaves.append(leaf)  # kept, so that no other object gets its `id`
 
     def template(self, value: Any) -> Any:
-        """Return a value with a `Slot` for each tensor and size in it."""
+        """Return a value with a `TemplateSlot` for each tensor and size in it."""
         return tree_map(self._as_template, value)
 
     def _as_template(self, leaf: Any) -> Any:
