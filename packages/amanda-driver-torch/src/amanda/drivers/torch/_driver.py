@@ -357,7 +357,7 @@ class DriverForUnfinishedResult(DriverOutsideModes):
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine without the overrides of the class, which may need attributes that are absent yet."""
+        """Call a routine without the overrides of the class, which may need attributes that are absent."""
         return call_alone(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
