@@ -270,6 +270,7 @@ def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence
 
 
 def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> Any:
+    """Lower a call of Python to a callback of XLA, ordered among other callbacks by a token."""
     call = _by_row(function, avals, mapped)
     results, token, _ = callback.emit_python_callback(
         ctx, lambda *arrays: tuple(call(*map(np.asarray, arrays))), ctx.tokens_in.get(CALLBACKS), list(args),

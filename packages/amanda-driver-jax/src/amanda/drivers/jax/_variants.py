@@ -49,6 +49,7 @@ class JaxReads(Reads):
             return all(self._is_as_before(place) for place in self)
 
     def _is_as_before(self, place: Reading) -> bool:
+        """Return True if a place has the value that was read, or any array if the array is an input."""
         now = place.read(place.holder, place.name)
         if place.key in self.inputs:
             return isinstance(now, ARRAYS) and core.typeof(now) == core.typeof(place.value)
@@ -129,6 +130,7 @@ class LiftedArrays(Arrays):
         return super().call_isolated(partial(self._trace_routine, partial(func, **kwargs)), values, {})
 
     def _trace_routine(self, func: Callable[..., Any], *values: Any) -> Any:
+        """Trace a routine alone, then evaluate it in the program with its arrays as inputs."""
         # A trace of its own shows the arrays that the routine refers to: they are its constants.
         closed, form = jax.make_jaxpr(func, return_shape=True)(*values)
         places = [item for item in self._variant.reads if isinstance(item.value, ARRAYS)]
@@ -137,6 +139,7 @@ class LiftedArrays(Arrays):
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(form), results)
 
     def _lift_constant(self, const: Any, places: Sequence[Reading]) -> Any:
+        """Return the symbol of an array that is read from a known place; return another constant as it is."""
         place = next((reading for reading in places if _is_same_array(const, reading.value)), None)
         if place is not None:
             return self._variant.lift(place)

@@ -50,6 +50,7 @@ def dtype(value: Any) -> str | None:
 
 
 def _describe_op(context: OpContext) -> None:
+    """Write the keys of StandardMapping that forward and backward ops share."""
     name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
     kind, weight, layout, weight_layout = WORDS.get(name, name), None, None, None
     if name == "dot_general":

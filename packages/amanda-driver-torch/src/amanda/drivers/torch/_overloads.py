@@ -226,6 +226,7 @@ def _fitness(form: CallForm, kinds: str) -> tuple[int, int, int]:
 
 
 def _kind_of(value: Any) -> str:
+    """Return the letter of a value whose very type has none, by its base classes."""
     if isinstance(value, torch.Tensor):
         return "T"
     if isinstance(value, list | tuple):
@@ -236,6 +237,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _list_kind(values: Sequence[Any]) -> str:
+    """Return the letter of a list by the kinds of its items."""
     # Mixed lists count as the kind that only one schema type takes: tensors, then names.
     kinds = {_KINDS.get(type(value)) or _kind_of(value) for value in values}
     if not kinds:

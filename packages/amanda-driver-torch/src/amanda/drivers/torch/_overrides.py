@@ -62,6 +62,7 @@ class ProgramModes:
 
     @contextmanager
     def _enter_all(self) -> Iterator[None]:
+        """Enter the overrides and dispatch modes within the context."""
         with (
             _WithTorchFunction(),
             nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass(),

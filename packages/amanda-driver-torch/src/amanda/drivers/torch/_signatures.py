@@ -173,6 +173,7 @@ def _aten_schemas(name: str) -> list[Any]:
 
 
 def _convert_arguments(schema: Any) -> tuple[Argument, ...]:
+    """Return the arguments of a schema of torch; schemas of this module do not say what is returned."""
     has_returns = bool(schema.returns) and not schema.name.startswith(_LOCAL_NAMESPACE)
     returned = {
         name for result in schema.returns if result.alias_info for name in result.alias_info.before_set

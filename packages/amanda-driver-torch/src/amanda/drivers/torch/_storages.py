@@ -158,6 +158,7 @@ def _same_bits_of_strided(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as integers of the same bits."""
     # As integers: NaN must equal NaN, and 0.0 differ from -0.0.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():

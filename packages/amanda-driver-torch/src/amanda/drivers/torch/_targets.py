@@ -157,6 +157,7 @@ def targets() -> tuple[Target, ...]:
 
 @cache
 def _operators() -> tuple[Target, ...]:
+    """Return the targets of torch and of its process groups, found once."""
     targets_by_id: dict[int, Target] = {}
     for called in _native_callables():
         # The types of native callables have no public names in Python.

@@ -389,6 +389,7 @@ def _strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have the same elements, in the same order."""
     return (
         first.storage_offset() == second.storage_offset()
         and first.shape == second.shape

@@ -144,6 +144,8 @@ def _callback_by_stance(
 
 
 def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of torch's compiler, whose ops are not the user's, to run without tools."""
+
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         with interceptor.Suspension():

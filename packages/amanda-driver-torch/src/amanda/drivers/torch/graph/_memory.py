@@ -124,6 +124,7 @@ def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
 def _changed_views(
     ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[Node, OpStep, int]]:
+    """Yield the nodes that make views which routines may change, with the op's step and the storage."""
     for node, op_steps in steps.items():
         for call, step in zip(ran[node].calls, op_steps, strict=True):
             if any(action.select != () and not action.observer for action in step.plan.inserted):
@@ -140,6 +141,7 @@ def _viewed_memory(call: NativeCall) -> set[int]:
 
 
 def _written_tensors(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
+    """Yield each tensor that an op of the graph writes, with the node and the tensor's storage."""
     for node, ran_node in ran.items():
         for call in ran_node.calls:
             for i in call.call.mutable:

@@ -171,6 +171,7 @@ class SlotNumbers:
         return tree_map(self._as_template, value)
 
     def _as_template(self, leaf: Any) -> Any:
+        """Return the slot of a leaf, or a constant as it is; raise Unresolved for an unknown tensor."""
         slot = self._slots.get(id(leaf))
         symbolic = isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         # Small numbers and strings are the same object by chance: they are constants.

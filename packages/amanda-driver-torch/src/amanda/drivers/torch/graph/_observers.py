@@ -199,6 +199,7 @@ class LateObservers:
     def _call_after_backward(
         self, outputs: Any, args: Sequence[Any], start: int, execution: GraphExecution
     ) -> None:
+        """Hook the node of the compiled backward pass to call the observers of backward ops."""
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
         nodes = [node for node, _ in backward_nodes(tensors, start, sequence())]
         # One hook at the node for all backward ops of the graph: they run together.

@@ -232,6 +232,11 @@ class FxRewriting:
         return plan, facts
 
     def _write_copy(self, ran: dict[Node, NodeRun], changed: dict[Node, list[OpStep]]) -> GraphModule:
+        """Return the copy of the graph in which nodes with routines are replaced.
+
+        Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
+        Python need a token in the copy.
+        """
         calls: dict[Node, InstrumentedCall] = {}
         for node, steps in changed.items():
             replay = ran[node].replay

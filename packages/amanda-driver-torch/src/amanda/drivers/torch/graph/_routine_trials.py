@@ -57,6 +57,7 @@ class RoutineTrials:
     def _try_all(
         self, actions: Sequence[Action], values: list[Any], facts: OpFacts, held_tensors: HeldTensors
     ) -> list[Any]:
+        """Try routines one after another, each on the values after the last."""
         for action in actions:
             values = self._try_routine(action, values, facts, held_tensors)
         return values

@@ -122,6 +122,7 @@ class NodeRoutines:
     def _replace_gradients(
         self, action: Action, leaving: list[Any], entered: list[Any], facts: OpFacts
     ) -> list[Any]:
+        """Return the gradients that leave a backward op, with those of a routine that replaces the op."""
         read_positions = [i for i, gradient in enumerate(leaving) if gradient is not None]
         if self.is_inlined(action):
             result = run_replacement(tensor_ops(), action, entered, facts, {})
@@ -195,6 +196,7 @@ class NodeRoutines:
         return slot
 
     def _call_taped(self, slot: int, values: PlaceValues, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the routine at a slot as Python, as a part of autograd's graph."""
         return list(
             TapedRoutine.apply(  # type: ignore[no-untyped-call]
                 self.token, self.program.number, slot, len(likes), values.numbers, *values.flat, *likes
