@@ -214,9 +214,7 @@ def test_a_checkpoint_that_is_there_is_replaced_if_asked(tmp_path: Path) -> None
     for other in (QuantizeTool(), 8.0):
         with pytest.raises(QuantizeError, match="give a NearestTool"):
             convert(model, other, tmp_path, force=True)
-    with pytest.raises(
-        QuantizeError, match="which is for ONNX files and Keras models; a Sequential was given"
-    ):
+    with pytest.raises(QuantizeError, match="which is for ONNX files; a Sequential was given"):
         convert(model, tool, tmp_path / "model.onnx")
 
 

@@ -10,7 +10,7 @@ import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._importance import Importance
-from amanda.tools.prune._inputs import Reading, products, reading_of, rows_of, squares, unread
+from amanda.tools.prune._inputs import products, squares, unread
 from amanda.tools.prune._making import Making
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._options import Budget, Options, Regrow
@@ -103,11 +103,6 @@ class PruneTool(WeightTool[PrunedWeight]):
         """True if the first masks are made of what `calibrating` gathers, not of each weight alone."""
         return not self._options.of_weight_alone
 
-    @property
-    def step_number(self) -> int:
-        """Number of the present step; 0 is the first."""
-        return self._making.step
-
     def step(self) -> None:
         """Begin a step here, and at no call of a model any more."""
         self._steps.step()
@@ -188,20 +183,20 @@ class PruneTool(WeightTool[PrunedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        reading = reading_of(context, read)
-        if reading is not None and self._key in context:
+        data = read.multiplied_input(context)
+        if data is not None and self._key in context:
             form = context[self._key]
             context.insert_before_op(
-                self._gather_inputs, inputs=[reading.position], form=form, reading=reading
+                self._gather_inputs, inputs=[data.position], form=form, rows_of=data.rows
             )
 
     @amanda.observer
     def _gather_inputs(
-        self, value: Any, form: WeightView | None, reading: Reading, run: dict[str, Any]
+        self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
-            rows = rows_of(value, reading, weight.canonical_shape)
+            rows = rows_of(value, weight.canonical_shape)
             weight.gather_inputs(squares(rows) if self._options.importance == "wanda" else products(rows))
 
     @amanda.traceable

@@ -1,4 +1,4 @@
-"""Integers in the place of simulated ones: in memory, a checkpoint, or a file of ONNX or TensorFlow Lite."""
+"""Integers in the place of simulated ones: in a module's memory, a checkpoint, or an ONNX file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def convert(
 
     model: a torch.nn.Module, whose linear layers get tensors of torchao in place, by a NearestTool, GPTQTool
         or AWQTool that has met the module; with a `path` the module stays, and its integers are written into
-        a folder, a checkpoint that vLLM and transformers read by compressed-tensors.  Or a model of Keras, of
-        which a file of TensorFlow Lite is written to `path`, by a QuantizeTool that was calibrated with the
-        model; or the path of an ONNX file, of which a copy is written to `path` with integer weights and
-        QuantizeLinear and DequantizeLinear nodes, by a QuantizeTool with the scales of a session of the file.
+        a folder, a checkpoint that vLLM and transformers read by compressed-tensors.  Or the path of an ONNX
+        file, of which a copy is written to `path` with integer weights and QuantizeLinear and
+        DequantizeLinear nodes, by a QuantizeTool with the scales of a session of the file.
     path: of the new file or folder; its former name `out` is deprecated.  force: replace what is there.
 
     The result has a row for each converted tensor.  A module that was converted in place is for inference.
@@ -36,19 +35,14 @@ def convert(
         from amanda.tools.quantize._onnx_file import convert_file
 
         return convert_file(Path(model), tool, path, force)
-    kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    if not kinds.isdisjoint(("keras", "tf_keras", "tensorflow")):
-        from amanda.tools.quantize._tflite import convert_keras
-
-        return convert_keras(model, tool, path, force)
     if path is None:
         from amanda.tools.quantize.weights._convert import convert_module
 
         return convert_module(model, tool)
-    if Path(path).suffix in (".onnx", ".tflite"):
+    if Path(path).suffix == ".onnx":
         raise QuantizeError(
-            f"path is {str(path)!r}, which is for ONNX files and Keras models; a {type(model).__name__} was "
-            "given: give the path of a folder, or none to convert it in place"
+            f"path is {str(path)!r}, which is for ONNX files; a {type(model).__name__} was given: give the "
+            "path of a folder, or none to convert it in place"
         )
     from amanda.tools.quantize.weights._compressed import convert_checkpoint
 

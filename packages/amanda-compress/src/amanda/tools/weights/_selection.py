@@ -6,16 +6,10 @@ from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import SEVERAL_WEIGHTS
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
 from amanda.tools.weights._shared_state import is_adapter
 from amanda.tools.weights._weight_input import WeightReads
-
-PRODUCTS = frozenset(
-    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-     "depthwise_conv2d", "depthwise_conv3d", "linear", "matmul", "addmm", "baddbmm", "bilinear"}
-)  # fmt: skip
-"""Convolutions and products; not embeddings and normalisations."""
 
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
@@ -58,7 +52,8 @@ class WeightSelection(Selection):
 
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
         """Return True if type and modules of an op are selected."""
-        if not self.has_types and context["type"] not in PRODUCTS | SEVERAL_WEIGHTS | {"einsum"}:
+        kind = context["type"]
+        if not self.has_types and kind not in PRODUCTS and kind not in SEVERAL_WEIGHTS:
             return False
         return super().fits(context, *names)
 

@@ -61,6 +61,7 @@ class MindSporeCall(Call):
 
     def _copy_without_tensors(self) -> "MindSporeCall":
         """Return a copy of the call without its tensors, which the copy must not keep alive."""
+        # The constructor would bind arguments again.
         call = type(self).__new__(type(self))
         call._site, call._signature, call.inputs = self._site, self._signature, [None] * len(self.inputs)
         args, kwargs = self._original_arguments
@@ -94,6 +95,7 @@ class MindSporeCall(Call):
 
         def restored(changed: list[Any]) -> Any:
             pairs = zip(changed, values_for_tools, values, strict=True)
+            # What tools leave alone stays the kernel's own output, not the value that was shown instead.
             return rebuild([value if new is old else new for new, old, value in pairs])
 
         return values_for_tools, restored

@@ -27,7 +27,9 @@ class TypedInsertion(Insertion):
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run routines on read-only views; return the flat arrays that go back into the graph."""
+        # Sessions own the memory of results and share the weights, so routines must not write into them.
         views = [_read_only(value) for value in flat]
+        # A view that a routine returns unchanged stands for the original array.
         originals = {id(view): value for view, value in zip(views, flat, strict=True)}
         results = super().run(execution, views, rounds)
         if len(results) != len(self.dtypes):

@@ -67,6 +67,7 @@ def schedule(
         in_python.update(dict.fromkeys(item.outputs, number))
         observed_nbytes[number] += 0 if item.outputs else sum(nbytes(name) for name in item.reads)
         if observed_nbytes[number] > budget:
+            # Later nodes go to later sessions, so that observers run, and the values they keep are freed.
             first_number = max(first_number, number)
     ordered = [steps[number] for number in sorted(steps)]
     _find_passed_values(ordered, constants, fetched)

@@ -12,10 +12,10 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 
 import onnxruntime
 
-from ._model import Model, array_of, initializer_of
+from ._model import Model, add_outputs, array_of, initializer_of, output_types
+from ._names import bodies_of
 from ._schedule import ScheduledStep
 from ._symbols import Symbol, tensor_type
-from ._types import add_outputs, output_types
 from ._values import as_array
 
 _BUILT_IN = frozenset(
@@ -51,6 +51,7 @@ class PartSession:
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])
             feed[session_name] = value if dtype is None else value.astype(carrier(dtype))
+        # The native session is called, since the stand-ins would take this run for one of the user's.
         results = self._session._sess.run(self._fetched, feed, options)
         return {
             name: value if dtype is None else value.astype(dtype)
@@ -150,6 +151,7 @@ class SessionFactory:
         """Return the OrtValue of a weight, which all sessions share."""
         cached = self._values.get(name)
         if cached is None or cached[0] is not array:
+            # The OrtValue shares the memory of the array, which is kept beside it.
             value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
             cached = self._values[name] = array, value
         return cached[1]
@@ -174,12 +176,7 @@ def _is_custom(node: NodeProto) -> bool:
     """Return True if a node, or a node in its bodies, is a custom op."""
     if node.domain not in _BUILT_IN:
         return True
-    return any(
-        _is_custom(inner)
-        for attribute in node.attribute
-        for body in ([attribute.g] if attribute.HasField("g") else attribute.graphs)
-        for inner in body.node
-    )
+    return any(_is_custom(inner) for body in bodies_of(node) for inner in body.node)
 
 
 def passed_values(names: Sequence[str], symbol: Callable[[str], Symbol]) -> PassedValues:

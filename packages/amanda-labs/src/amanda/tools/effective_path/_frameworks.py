@@ -14,7 +14,7 @@ from amanda.tools.effective_path._rules import FIRST, WINDOWED
 from amanda.tools.effective_path._terms import OUTSIDE, Indices, Where
 from amanda.tools.kit import tensors_of, windows_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import local, spatial_axes
+from amanda.tools.mapping import are_transposed, local, spatial_axes
 from amanda.tools.trace import Op
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
 """Function that moves the elements of an array as an op moves those of its input."""
 
-_TURNED = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
 _NO_NUMBERS = ("resource", "variant", "string", "complex")
 _OF_SEVERAL = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
@@ -153,8 +152,7 @@ _ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
     "stack": lambda op: {"axis": int(op.given("dim", "axis", default=0))},
     "einsum": lambda op: {"equation": _text(op.given("equation", at=0))},
     "linear": lambda op: {"turned": (False, op.weight_layout != "IO")},
-    "matmul": lambda op: {"turned": [any(map(op.attributes.get, names)) for names in _TURNED]},
-    **dict.fromkeys(("addmm", "baddbmm"), lambda op: {"factors": ((1, 0), (2, 0))}),
+    "matmul": lambda op: {"turned": are_transposed(op.attributes)},
     "scaled_dot_product_attention": _softmax,
 }
 """Functions that return the arguments of a rule, by the word of the op."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.tools.effective_path._terms import Indices, Mesh, Numbers, Rule, Step, Terms, Where, aligned
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import spatial_axes
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, spatial_axes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,19 +36,22 @@ def _products(
 def _matrices(
     rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], turned: Sequence[bool]
 ) -> tuple[list[Indices], Numbers, int]:
-    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`."""
+    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`.
+
+    Axes of a batch that the output lacks are summed over too.
+    """
     labels: list[Sequence[Any]] = [
         [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_turned else axes)] if tensor.ndim > 1 else "k"
         for tensor, axes, is_turned in zip(factors, ("nk", "km"), turned, strict=True)
     ]
-    batch = range(2 - max(2, *(tensor.ndim for tensor in factors)), 0)
-    own = (axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1)
+    own = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
+    batch = range(len(own) - len(shape), 0)
     return _products(rows, shape, factors, [*labels, [*batch, *own]])
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
     """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
-    where: Sequence[Where] = step.arguments.get("factors", ((0, 0), (1, 0)))
+    where: list[Where] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
     turned = step.arguments.get("turned", (False, False))
     read, values, count = _matrices(
         rows, step.outputs[output].shape, [step.tensor(one) for one in where], turned
@@ -233,15 +236,14 @@ _PASSING: dict[str, Rule] = {
     **dict.fromkeys(("cat", "stack"), joined),
 }  # fmt: skip
 
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _POOLINGS = {
     f"{size}{kind}_pool{n}d": rule for kind, rule in (("max", maximum), ("avg", average))
     for size in ("", "adaptive_") for n in (1, 2, 3)
 }  # fmt: skip
 
 RULES: dict[str, Rule] = {
-    **_PASSING, **_POOLINGS, **dict.fromkeys(_CONVOLUTIONS, convolution),
-    **dict.fromkeys(("linear", "matmul", "addmm", "baddbmm"), matmul), "einsum": einsum,
+    **_PASSING, **_POOLINGS, **dict.fromkeys(CONVOLUTIONS, convolution),
+    **dict.fromkeys(MATRIX_PRODUCTS, matmul), "einsum": einsum,
     "scaled_dot_product_attention": attention, **dict.fromkeys(("add", "sub", "rsub"), summation),
     "mean": average, "sum": average, "amax": maximum,
 }  # fmt: skip
@@ -250,5 +252,5 @@ RULES: dict[str, Rule] = {
 PASSING = frozenset(_PASSING)
 """Words of ops whose rule reads shapes alone, unless they scale by a constant."""
 
-WINDOWED = (*_CONVOLUTIONS, *_POOLINGS)
+WINDOWED = (*CONVOLUTIONS, *_POOLINGS)
 """Words of ops that read `tables` of windows."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx
-from onnx import ModelProto
-
 import amanda
+from amanda.tools.onnx_graph import add_note, save_onnx
 from amanda.tools.partition._cut import PartitionError, Request
 from amanda.tools.partition._onnx_facts import FileTool
 from amanda.tools.partition._onnx_graph import FileGraph
-from amanda.tools.partition._onnx_parts import part_of, save
+from amanda.tools.partition._onnx_parts import part_of
 from amanda.tools.partition._onnx_protect import levels
 from amanda.tools.partition._parts import Part, PartsResult
 from amanda.tools.partition._work import Work
@@ -71,16 +68,9 @@ def _write(
         name = f"{source.stem}.{part}.onnx"
         chosen = [i for i in range(len(graph.ops)) if stage_of[i] == number]
         made = part_of(tool, chosen, is_last=number == len(kinds) - 1)
-        _note(made, {**about, "part": part})
+        add_note(made, {**about, "part": part})
         inputs = [one.name for one in made.graph.input if one.name not in graph.declared]
         outputs = [one.name for one in made.graph.output]
-        size = save(made, source.parent, folder / name, graph.is_external)
+        size = save_onnx(made, folder / name, source.parent, graph.is_external)
         result.parts.append(Part(name, kind, len(chosen), inputs, outputs, size))
     result.save(folder / PLAN)
-
-
-def _note(model: ModelProto, about: Mapping[str, Any]) -> None:
-    """Say in the metadata what was done, after what is said there already."""
-    told = {one.key: one.value for one in model.metadata_props}
-    notes = [*json.loads(told.get("amanda", "[]")), about]
-    onnx.helper.set_model_props(model, {**told, "amanda": json.dumps(notes)})

@@ -16,6 +16,7 @@ from amanda.errors import ArtefactError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.onnx_graph import first_output_of
 from amanda.tools.partition._onnx_graph import FileGraph
 from amanda.tools.partition._work import Work
 from amanda.tools.select import Selection
@@ -63,7 +64,7 @@ class FileTool(amanda.Tool):
         context["shape"] = shape
 
     def _note(self, context: amanda.OpContext) -> None:
-        made = next((name for name in context.get_op().node.output if name), "")
+        made = first_output_of(context.get_op().node)
         if made in self.graph.made_by or made in self.graph.constants:
             self._around = self.ops[made] = OpFacts(
                 context.get_op_id(), context["type"], context.get_scope(), context.get_source()

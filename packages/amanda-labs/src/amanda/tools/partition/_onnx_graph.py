@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, inliner
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from amanda.errors import ArtefactError
-from amanda.tools.kit import read_onnx
+from amanda.tools.onnx_graph import bodies_of, constant_of, inlined, read_onnx, reads_of
 
 _INPUTS_ARE_APART = 4
 """IR version before which initializers are inputs of the graph."""
@@ -56,8 +55,7 @@ class FileGraph:
     """
 
     def __init__(self, path: Path) -> None:
-        read = read_onnx(path, ArtefactError, data=False)
-        self.proto: ModelProto = inliner.inline_local_functions(read) if read.functions else read
+        self.proto: ModelProto = inlined(read_onnx(path, ArtefactError, data=False))
         graph = self.proto.graph
         self.initializers = {one.name: one for one in graph.initializer}
         self.sparse = {one.values.name: one for one in graph.sparse_initializer}
@@ -72,8 +70,12 @@ class FileGraph:
         self.ops: list[FileOp] = []
         fixed = held - (given & self.inputs.keys())
         for number, node in enumerate(graph.node):
-            op = FileOp(number, node, tuple(dict.fromkeys(_reads(node))))
-            if fixed.issuperset(op.reads) and node.op_type not in _RANDOM and not any(_bodies(node)):
+            op = FileOp(number, node, tuple(dict.fromkeys(reads_of(node))))
+            if (
+                fixed.issuperset(op.reads)
+                and node.op_type not in _RANDOM
+                and next(bodies_of(node), None) is None
+            ):
                 self.constants |= dict.fromkeys(op.makes, op)
                 fixed.update(op.makes)
             else:
@@ -109,21 +111,7 @@ class FileGraph:
         if name in self.initializers:
             held: TensorProto = self.initializers[name]
             return held
-        node = self.constants[name].node if name in self.constants else None
-        if node is None or node.op_type != "Constant" or len(node.attribute) != 1:
-            return None
-        told = node.attribute[0]
-        if told.name == "value":
-            held = told.t
-            return held
-        value = onnx.helper.get_attribute_value(told)
-        if told.name.startswith("value_") and not told.name.startswith("value_string"):
-            kind = TensorProto.FLOAT if "float" in told.name else TensorProto.INT64
-            held = onnx.numpy_helper.from_array(
-                np.array(value, onnx.helper.tensor_dtype_to_np_dtype(kind)), name
-            )
-            return held
-        return None
+        return constant_of(self.constants[name].node) if name in self.constants else None
 
     @property
     def is_external(self) -> bool:
@@ -167,23 +155,5 @@ def _shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
     for tensor in graph.initializer:
         yield tensor.name, tuple(tensor.dims)
     for node in graph.node:
-        for body in _bodies(node):
+        for body in bodies_of(node):
             yield from _shapes(body)
-
-
-def _reads(node: NodeProto) -> Iterator[str]:
-    yield from (name for name in node.input if name)
-    for body in _bodies(node):
-        own = {one.name for one in (*body.input, *body.initializer)}
-        own |= {one.values.name for one in body.sparse_initializer}
-        for inner in body.node:
-            yield from (name for name in _reads(inner) if name not in own)
-            own.update(inner.output)
-        yield from (one.name for one in body.output if one.name not in own)
-
-
-def _bodies(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-from onnx import ModelProto, TensorProto, ValueInfoProto, external_data_helper
+from onnx import ModelProto, ValueInfoProto
 
 from amanda.tools.partition._onnx_facts import FileTool
-
-LARGE = 1 << 30
-"""Bytes of values above which they are written beside a model: protocol buffers end at 2 GB."""
 
 
 def part_of(tool: FileTool, chosen: Sequence[int], is_last: bool) -> ModelProto:
@@ -66,22 +59,3 @@ def _copy(model: ModelProto, name: str, value: Any) -> None:
         getattr(model, name).extend(value)
     else:
         setattr(model, name, value)
-
-
-def save(model: ModelProto, data: Path, path: Path, is_external: bool) -> int:
-    """Write a model; its data beside it where they were or are large.  Return the bytes of initializers."""
-    external_data_helper.load_external_data_for_model(model, str(data))
-    size = sum(map(_size, model.graph.initializer))
-    if is_external or size >= LARGE:
-        onnx.save_model(
-            model, path, save_as_external_data=True, all_tensors_to_one_file=True,
-            location=f"{path.name}.data",
-        )  # fmt: skip
-    else:
-        onnx.save_model(model, path)
-    return size
-
-
-def _size(tensor: TensorProto) -> int:
-    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
-    return int(prod(tensor.dims) * dtype.itemsize)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import torch_word
 from amanda.tools.partition._cut import PartitionError
 
@@ -36,7 +37,7 @@ def _aliased(node: Any) -> Iterator[tuple[Any, bool]]:
     schema = getattr(node.target, "_schema", None)
     for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
         if argument.alias_info is not None:
-            for one in value if isinstance(value, (list, tuple)) else (value,):
+            for one in leaves([value]):
                 yield one, argument.alias_info.is_write
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import amanda
 from amanda import interceptor
 from amanda.errors import ToolError
+from amanda.tools.kit import leaves
 from amanda.tools.partition._channel import ProtectError
 
 _OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
@@ -53,15 +54,11 @@ def _overloads(context: amanda.OpContext) -> list[Any]:
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
-def tensors(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the tensors among the inputs of an op, and in its lists."""
+def tensors(values: Sequence[Any]) -> list[Any]:
+    """Return the tensors among the inputs of an op, and in its lists."""
     import torch
 
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors(value)
+    return [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def path(value: Any) -> str | None:

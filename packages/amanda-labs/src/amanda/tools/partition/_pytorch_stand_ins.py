@@ -141,5 +141,5 @@ class StandIns:
                 self._read_openly[id(value)] = value
 
     def _is_secret(self, context: amanda.OpContext) -> bool:
-        given = list(tensors(context.get_inputs()))
+        given = tensors(context.get_inputs())
         return bool(given) and all(map(self.of, given)) and not context["in_place"]

@@ -249,21 +249,6 @@ class PartitionResult(PlottedResult):
                 names = {"phase": op.phase, "type": op.type, "module": op.module, "source": op.source}
                 yield {"id": f"{op.id:016x}", **names, "stage": int(self.stage_of[position])}
 
-    def submodels(self, model: Any) -> list[Any]:
-        """Return a keras.Model for each stage of the Keras model that was traced.
-
-        Applied one after the other, `x = submodel(x)`, they compute what the model does, with its own layers
-        and variables; what a later stage reads of an earlier one passes through those between.  A cut inside
-        of a layer moves to its edge, which the result says from then on.
-        model: a functional or a sequential one.  Raises PartitionError for another model, and where a stage
-        has no layer; ToolError for what is no model of Keras.
-        """
-        from amanda.tools.partition._keras import submodels
-
-        made = submodels(self, model)
-        self.remarks = made.remarks
-        return made.models
-
     def draw(self, axes: Axes) -> None:
         """Draw when each stage computes which micro-batch; backward passes are hatched."""
         for slot in self.slots:

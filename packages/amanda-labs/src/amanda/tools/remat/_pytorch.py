@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from amanda import interceptor
-from amanda.tools.kit import RequiredNames
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
 from amanda.tools.mapping import undisturbed
-from amanda.tools.remat._records import Handle, flat
+from amanda.tools.remat._records import Handle
 
 _REQUIRED = RequiredNames(
     "amanda.tools.remat",
@@ -110,11 +110,11 @@ class Torch:
     def tensors(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors among values."""
         kind = self._tensor
-        return [one for one in flat(values) if isinstance(one, kind)]
+        return [one for one in leaves(values) if isinstance(one, kind)]
 
     def results(self, result: Any) -> list[Any]:
         """Return an op's results in order."""
-        return flat(result) if isinstance(result, (list, tuple)) else [result]
+        return leaves([result])
 
     def uses(self, address: int) -> int:
         """Return the number of tensors on a storage."""
@@ -164,7 +164,7 @@ class Torch:
             devices = {one.device for one in tensors if one.device.type != "cpu"}
             drawn = [torch.default_generator.get_state()]
             drawn += [getattr(torch, device.type).get_rng_state(device) for device in devices]
-            drawn += [one.get_state() for one in flat(inputs) if isinstance(one, torch.Generator)]
+            drawn += [one.get_state() for one in leaves(inputs) if isinstance(one, torch.Generator)]
             state += [one.numpy().tobytes() for one in drawn]
         return state
 

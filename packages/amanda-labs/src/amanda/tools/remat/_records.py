@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amanda.errors import AmandaError
+from amanda.tools.kit import leaves
 
 if TYPE_CHECKING:
     from amanda.tools.remat._heuristics import Cluster
@@ -168,7 +169,7 @@ class Operation(_Weak):
     _products: list[weakref.ref[Storage]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.refs += [one for one in flat(self.inputs) if isinstance(one, Ref)]
+        self.refs += [one for one in leaves(self.inputs) if isinstance(one, Ref)]
         for ref in self.refs:
             ref.storage.consumers.add(self)
 
@@ -192,8 +193,3 @@ class Operation(_Weak):
     def is_over(self) -> bool:
         """True if the backward op has run for the last time, after those of all readers of the results."""
         return bool(self.saved) and all(handle() is None for handle in self.saved)
-
-
-def flat(values: Sequence[Any]) -> list[Any]:
-    """Return values with nested lists and tuples flattened; faster than `leaves`."""
-    return [one for value in values for one in (flat(value) if type(value) in (list, tuple) else (value,))]

@@ -164,7 +164,7 @@ class RewriteTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _settle(written: Any, steps: Steps) -> None:
-        steps.settle(written if isinstance(written, (list, tuple)) else [written])
+        steps.settle(leaves([written]))
 
     def _read(self, step: Step) -> None:
         """Stop replacing a match: an op outside of it reads the output of a delayed op."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import amanda
@@ -308,11 +308,9 @@ def _ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
 
 
-def _values(given: Any) -> Iterator[Any]:
-    """Yield the tensors in a value of an option."""
-    if isinstance(given, PatchTool):
-        given = given.saved
-    yield from leaves(given.values() if isinstance(given, Mapping) else [given])
+def _values(given: Any) -> list[Any]:
+    """Return the tensors in a value of an option."""
+    return leaves([given.saved if isinstance(given, PatchTool) else given], structures=True)
 
 
 def _unbound(method: Any) -> Any:

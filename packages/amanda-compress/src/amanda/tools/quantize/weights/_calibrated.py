@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.options import deprecated
+from amanda.tools.kit import canonical_extents
+from amanda.tools.mapping import MATRIX_PRODUCTS
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize.weights._products import product
-from amanda.tools.weights import ParameterSlice, Weight, WeightTool, weight_input
+from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,15 +191,17 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         form, find = self.weights.at(context, read)
         if form is None and find is None:
             return
-        found = product(context, read)
-        if isinstance(found, str):
+        data = read.multiplied_input(context)
+        misfit = _misfit(context, read, data is not None)
+        if data is None or misfit:
             if isinstance(form, CalibratedWeight):
-                form.misfit = found
+                form.misfit = misfit
             return
         find = find or (lambda value, source: form)
-        inputs = [found.position, read.index]
-        context.insert_before_op(self._add, inputs=inputs, find=find, rows=found.rows)
-        self.on_product(context, inputs, found.axis, find)
+        inputs = [data.position, read.index]
+        rows_of, layout = data.rows, read.layout
+        context.insert_before_op(self._add, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
+        self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
         """Called for each op whose weight may be changed.
@@ -207,14 +210,24 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         find: returns the weight at an execution, from what the op is given and its origin.
         """
 
-    def _add(self, x: Any, value: Any, find: Any, rows: Any, run: dict[str, Any]) -> None:
+    def _add(self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]) -> None:
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
             return
-        found = rows(x.detach())
-        found = found if found.dtype.itemsize >= 4 else found.float()
+        found = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
         if not self.takes(weight, found):
             return
         if weight.samples is None:
             weight.samples = Samples(value, found, self.wants_gram)
         weight.samples.add(found)
+
+
+def _misfit(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
+    """Return why the op of a weight is no product that one matrix computes; "" where it is."""
+    kind, groups = context["type"], context["weight_groups"]
+    rank = len(context["shape"](context.get_inputs()[read.index]) or ())
+    if kind in MATRIX_PRODUCTS and rank != 2:
+        return f"its weight has {rank} axes, and a product of matrices is expected"
+    if not is_followed or read.layout is None:
+        return f"it is a {kind}; the method is for linear layers, products of matrices and convolutions"
+    return "" if groups == 1 else f"its convolution has {groups} groups, each of which reads other inputs"

@@ -51,8 +51,8 @@ def convert_checkpoint(
     if scaled:
         raise QuantizeError(
             f"the layout has no place for the scales of the inputs of {', '.join(scaled)}: fold them by "
-            f"prepare(model, example) of the {type(tool).__name__} before its calibration and finalize(model) "
-            "after it, or exclude these layers"
+            f"prepare(model, example) of the {type(tool).__name__} before its calibration and by "
+            "finalize(model) after it, or exclude these layers"
         )
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")

@@ -78,9 +78,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     Raises QuantizeError if torchao is not installed, if the tool has met another model or its calibration was
     not completed, and if a weight was written since: then the model is as it was.
     """
-    import torch
-
     try:
+        import torch
         from torchao.quantization import Int8Tensor
     except ImportError as error:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error

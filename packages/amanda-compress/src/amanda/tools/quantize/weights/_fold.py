@@ -116,7 +116,7 @@ class FoldingTool(CalibratedTool):
         """
         raise NotImplementedError
 
-    def prepare(self, model: nn.Module, *example: Any, **kwargs: Any) -> Any:
+    def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Find the parameters that make the inputs of products in a call of the model; call it at first.
 
         The weights that multiply one input share their factors in calibrations from now on: the largest
@@ -136,7 +136,7 @@ class FoldingTool(CalibratedTool):
         """Find the parameters that can take factors.  Deprecated: use `prepare`."""
         self._plan(model, example, named)
 
-    def _plan(self, model: nn.Module, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _plan(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Find the parameters that can take factors, try them; return what the model returns."""
         import torch
 

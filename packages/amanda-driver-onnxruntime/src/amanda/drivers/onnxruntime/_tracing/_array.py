@@ -19,6 +19,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     dtype: of its elements.  shape: extents, with None for one that is known at execution only.
     """
 
+    # NumPy's scalars defer to this class in mixed operations.
     __array_priority__ = 1000
 
     def __init__(self, recorder: NodeRecorder, name: str, type: TypeProto) -> None:
@@ -65,6 +66,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<traced {self.dtype} {self.name}>"
 
+    # The mixin defines `__eq__`, which would remove the hash.
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:

@@ -39,6 +39,7 @@ class EagerCall(Call):
         self.op = schema.op
         self.names: Sequence[str] = schema.names
         self.mutable: Sequence[int] = schema.written
+        # No op returns an input: tensors are immutable, and a write into a variable returns nothing.
         self.targets = ()
 
     def attributes(self) -> dict[str, Any]:
@@ -79,6 +80,8 @@ class EagerCall(Call):
         finally:
             local.marking = marking
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
+        # Gradient functions read types and list lengths from the attributes, which the fast path infers
+        # natively.
         inferred = self.schema.inferred(inputs, attributes)
         attrs = self.attrs + tuple(value for pair in inferred.items() for value in pair)
         record_on_tapes(self.schema.type, flattened(inputs), attrs, results, marking.mark())
@@ -150,6 +153,7 @@ class FastCall(EagerCall):
         if pywrap_tfe.TFE_Py_TapeSetIsStopped():
             result = self.run(inputs)
         else:
+            # The fast path records the op by itself; recording is stopped to record it with the mark instead.
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
             try:
                 result = self.run(inputs)
@@ -223,6 +227,8 @@ def record_on_tapes(
 ) -> None:
     """Record an op on the tapes, with a mark by which the backward pass finds the op's execution."""
     if mark is not None:
+        # A tape passes attributes to the gradient function unread, so the mark lives and dies with the tape's
+        # record.
         attrs = (*attrs, MARK, mark)
         mark.record_tensors(inputs, outputs)
     pywrap_tfe.TFE_Py_RecordGradient(type, inputs, attrs, outputs, ops.get_name_scope())

@@ -43,6 +43,7 @@ class Datasets:
         def method(iterator: Any, *args: Any) -> Any:
             result = original(iterator, *args)
             activation = interceptor.active()
+            # A dataset that is built in a scope is reported when its op is called.
             if activation is not None and self._is_earlier(iterator):
                 activation.state.report(*REPORTED)
             return result

@@ -61,11 +61,13 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         self._modules.leave()
         super().detach()
         if self._attached:
+            # Native code still holds the stand-ins until TensorFlow's functions are registered again.
             self._tape.register()
             self._attached = False
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""
+        # A site's target is a partial of one of two functions, which tell the forms of a call apart.
         kind = SlowCall if site.target.func is call_execute else FastCall
         return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 

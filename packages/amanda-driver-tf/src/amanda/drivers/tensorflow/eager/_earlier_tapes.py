@@ -36,6 +36,7 @@ class EarlierTapes:
 
         @functools.wraps(push)
         def push_tape(tape: Any) -> None:
+            # A tape gets its native tape at its first push; it is pushed again after `stop_recording`.
             if tape._tape is None:
                 self._new_tapes.add(tape)
             push(tape)

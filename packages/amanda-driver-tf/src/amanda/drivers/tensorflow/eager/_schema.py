@@ -34,6 +34,7 @@ class Schema:
         self.count = len(self.inputs)
         self.takes_variable = any(arg.type == tf.resource.as_datatype_enum for arg in self.inputs)
         handles = [i for i, arg in enumerate(self.inputs) if arg.type == tf.resource.as_datatype_enum]
+        # An OpDef does not say which resources an op writes, but the names of writing ops follow a pattern.
         self.written = tuple(handles) if self.type.startswith(_WRITING) else ()
         self.has_functions = any(attr.type in ("func", "list(func)") for attr in op_def.attr)
         self.lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)

@@ -18,6 +18,7 @@ from ._earlier_tapes import EarlierTapes
 from ._schema import flattened
 from ._state import UNMARKED, BackwardPass, ForwardContext, GradientCall, Marking, TapeMark, local, tensors_of
 
+# A place of a backward op is order, op and count in one number; sums of gradients count from _SUMS.
 _OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
 
 
@@ -34,10 +35,12 @@ class Tape:
         local.backward_pass = local.gradient_call = local.marking = None
         self._earlier_tapes.enter(attributes)
         attributes.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
+        # Forward accumulators get the attributes of a record, too, and use them as a cache key.
         attributes.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
         self.register()
         attributes.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
         attributes.set(record, "record_operation", self._stand_in_for_record_operation())
+        # `tf.recompute_grad` is a second reference to the function.
         for holder in (custom_gradient, tf):
             attributes.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
 
@@ -61,8 +64,10 @@ class Tape:
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
                 return original(*args, **kwargs)
+            # Without routines at backward points, a pass runs as without tools; its ops are no forward ops.
             if not any(layer.wants_backward for layer in activation.state.layer.chain):
                 return _run_unmarked(original, *args, **kwargs)
+            # With an outer tape the backward ops are recorded, and have backward ops themselves.
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
             earlier = self._earlier_tapes.may_be(args[0] if args else kwargs["tape"])
             outer_state = local.backward_pass, local.gradient_call, local.marking
@@ -162,6 +167,7 @@ class Tape:
             self._earlier_tapes.report_function(call.schema.type)
             return call.run(call.inputs)
         gradient_call = GradientCall(mark, state, tensors)
+        # Ops outside of gradient functions are additions by the tape; their number per mark makes the place.
         gradient_call.count = _SUMS + backward_pass.counts.get(id(mark), 0)
         backward_pass.counts[id(mark)] = backward_pass.counts.get(id(mark), 0) + 1
         assert mark.trace is not None

@@ -103,12 +103,15 @@ class Insertions:
         name = self.body.node_name(op)
         forward = self.forward.get(name)
         for packed_group in [packed_group for packed_group in self._packs if packed_group != group]:
+            # Routines at a gradient op wait for the node with the routines of its forward op, so that node
+            # has to exist.
             if forward in self._packs[packed_group].names or frames.encloses(packed_group, group):
                 self._flush(packed_group)
         pack = self._packs.get(group)
         sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
         if pack is not None:
             size = sum(size for ref, size in sizes.items() if ref not in pack.tensors)
+            # A tensor that a later node reads cannot be freed or overwritten in the meantime.
             if pack.nbytes + size > self.rewriting.budget:
                 self._flush(group)
                 pack = None

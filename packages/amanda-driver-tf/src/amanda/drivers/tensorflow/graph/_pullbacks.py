@@ -43,6 +43,7 @@ class Pullbacks:
             ref = self._pulled.get((forward, tensor_key(tensor)))
             if ref is None:
                 ref = read(op, i)
+                # Gradients pass the routines in reverse order.
                 for place in reversed([place for place in places or () if place.side == "after"]):
                     pulled = self._pull(op, place, {position: (tensor, ref)}, {position: tensor})
                     ref = pulled.get(position, ref)
@@ -125,6 +126,7 @@ class Pullbacks:
         )
         readers = self._rewriting.readers[place.values_key]
         readers.count += 1
+        # A pullback in another body, in a loop or behind a branch may run several times, or never.
         if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.in_flow:
             readers.read_once = False
         name = self._insertions.add(

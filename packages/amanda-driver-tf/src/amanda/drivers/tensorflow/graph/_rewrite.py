@@ -70,6 +70,8 @@ class BodyRewriter(RoutineRewriter):
             for op, forward in self.forward.items()
             if forward.graph is op.graph and op.type not in _PUSHES
         }
+        # Without frames, an op behind control flow of version 1 may not have run, so nothing waits for its
+        # routines.
         self.insertions.forward = {
             name: forward
             for op, forward_op in self.forward.items()
@@ -415,6 +417,7 @@ class BodyRewriter(RoutineRewriter):
             if list(node.input) != inputs:
                 del node.input[:]
                 node.input.extend(inputs)
+        # Inserted nodes may wait for an operation that was replaced after they were inserted.
         for node in self.insertions.nodes:
             for i, text in enumerate(node.input):
                 if text.startswith("^") and text[1:] in self.removed:

@@ -48,6 +48,7 @@ class SessionBoundary:
         """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
         prepared = self._prepare(session, request, state)
         if prepared is not None:
+            # A session takes over new nodes of the graph at its next run; here they are needed in this run.
             session._extend_graph()
         return prepared
 
@@ -94,6 +95,7 @@ class SessionBoundary:
 
     def _stand_in_for_do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
         """Stand-in for `_do_call`: raises an OpError of a routine as it is, and sets up partial runs."""
+        # `partial_run_setup` has no method of its own that could be patched, only this local function.
         if function.__name__ == "_setup_fn":
             return self._set_up_partial_run(call, session, function, *args)
         outer_call = getattr(self._local, "in_session_call", False)
@@ -154,6 +156,7 @@ class _PartialRun:
         self.has_begun = False
         self.remaining_fetches = {endpoint_of(output) for output in fetches}
         execution.begin()
+        # A partial run may be dropped before all its fetches are done.
         finalize(self, execution.end)
 
 
