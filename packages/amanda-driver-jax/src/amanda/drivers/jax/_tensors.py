@@ -114,6 +114,7 @@ def _symbol_type(value: Any) -> Hashable:
 
 
 def _map_tensors(value: Any, read: Callable[[Any], Any]) -> Any:
+    """Read a tensor, or each tensor of a list; return None for anything else."""
     if is_tensor(value):
         return read(value)
     if isinstance(value, (list, tuple)):
