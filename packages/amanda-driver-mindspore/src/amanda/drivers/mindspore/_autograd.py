@@ -107,7 +107,7 @@ class Autograd(MindSporeTensors, EagerDriver):
             self._leaves[node._unique_id()] = original
         return super().straight_through(original, value)
 
-    def follow_backward(self, attributes: Attributes) -> None:
+    def patch_backward(self, attributes: Attributes) -> None:
         """Patch the functions that run backward passes, until `attributes` are restored."""
         attributes.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
         attributes.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())

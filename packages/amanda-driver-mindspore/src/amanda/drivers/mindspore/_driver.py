@@ -62,9 +62,9 @@ class MindSporeDriver(Autograd):
             for site, target in self._sites.items():
                 self.attributes.set(*_place_of(target), Detour(site))
         self.attributes.set(_Function, "apply", classmethod(Detour(self._apply)))
-        self._generic.enter(self.attributes)
+        self._generic.patch(self.attributes)
         enclose_cells(self.attributes)
-        self.follow_backward(self.attributes)
+        self.patch_backward(self.attributes)
         patch_recomputation(self.attributes)
         report_compiled(self.attributes)
         # With the pipeline another thread creates the nodes, and may wait for the GIL while Python waits for

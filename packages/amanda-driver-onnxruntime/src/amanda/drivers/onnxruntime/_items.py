@@ -12,7 +12,7 @@ import onnx
 from amanda.backend import Action, Execution, Insertion
 from amanda.errors import RoutineError
 
-from ._names import reads
+from ._names import names_read
 
 
 class TypedInsertion(Insertion):
@@ -97,7 +97,7 @@ class ComputedNode:
 
     def all_reads(self) -> Iterable[str]:
         """Return the names of all values that the item reads, in its bodies too."""
-        return reads(self.node)
+        return names_read(self.node)
 
     def all_outputs(self) -> Iterable[str]:
         """Return the names of all values that the item computes."""

@@ -137,7 +137,7 @@ class Model:
             if array.nbytes > SMALL and is_shared(array):
                 move_values_out(tensor)
         for sparse in model.graph.sparse_initializer:
-            self.constants[sparse.values.name] = dense(sparse)
+            self.constants[sparse.values.name] = dense_array(sparse)
         return model
 
 
@@ -164,7 +164,7 @@ def array_of(tensor: TensorProto, folder: str = "") -> Array:
     return array
 
 
-def dense(tensor: SparseTensorProto) -> Array:
+def dense_array(tensor: SparseTensorProto) -> Array:
     """Return the values of a sparse tensor as a read-only array."""
     values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
     array = np.zeros(tuple(tensor.dims), values.dtype)

@@ -11,7 +11,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, inliner, numpy_helper
 
 from ._items import ComputedNode
-from ._names import bodies_of, reads, renamed_nodes
+from ._names import bodies_of, names_read, rename_values
 from ._rearrangements import keeps_elements
 from ._rewrite import ModelRewriting
 from ._symbols import tensor_type
@@ -29,7 +29,7 @@ def write_model(source: ModelProto, rewriting: ModelRewriting) -> ModelProto:
     names, extra = _rename_outputs(rewriting, equal_names, graph)
     nodes = [item.node for item in rewriting.items if isinstance(item, ComputedNode)]
     del graph.node[:]
-    graph.node.extend(renamed_nodes(nodes, names))
+    graph.node.extend(rename_values(nodes, names))
     graph.node.extend(extra)
     new_constants = {name: array for name, array in rewriting.constants.items() if name not in equal_names}
     graph.initializer.extend(
@@ -64,7 +64,7 @@ def drop_unread(graph: GraphProto, retained: Iterable[str] = ()) -> None:
             continue
         for body in bodies_of(node):
             drop_unread(body)
-        read_names.update(reads(node))
+        read_names.update(names_read(node))
     unread = {tensor.name for tensor in graph.initializer} - read_names
     for field in (graph.initializer, graph.input):
         for i in reversed(range(len(field))):

@@ -16,7 +16,7 @@ from onnx import GraphProto, NodeProto
 from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting, Side, Value, digest
 from amanda.errors import RoutineError
 
-from ._computation import Computation, computation
+from ._computation import Computation, computation_of
 from ._control_flow import LOOPS, ControlFlowBody, ControlFlowNode, is_runnable
 from ._facts import facts_of, input_layout, output_layout
 from ._items import ComputedNode, GraphItem, RoutineCall, TypedInsertion
@@ -124,7 +124,7 @@ class GraphRewriter(Rewriter[NamedNode]):
         rewriting = self.rewriting
         place = "/".join((*self.path, node.name))
         names = input_layout(node.proto, rewriting.model.opsets)[0]
-        original = computation(node.proto, inputs, rewriting.model)
+        original = computation_of(node.proto, inputs, rewriting.model)
         return facts_of(
             node.proto, place, digest(rewriting.identity, place), rewriting.namespace, names, inputs,
             rewriting.identity, original,
@@ -155,7 +155,7 @@ class GraphRewriter(Rewriter[NamedNode]):
         if not operands or not all(symbol.root for symbol in operands):
             return
         result.root = operands[0].root
-        make_computation = computation(node.proto, inputs, self.rewriting.model)
+        make_computation = computation_of(node.proto, inputs, self.rewriting.model)
         are_static = all(symbol.constant is not None or symbol.compute for symbol in operands)
         if make_computation is not None and are_static:
             result.compute = partial(_compute_constant, make_computation, list(inputs.symbols))

@@ -28,7 +28,7 @@ class Datasets:
         self._first_new_uid = 0
         self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Patch the iterators of datasets until `attributes` are restored."""
         self._first_new_uid = ops.uid()
         self._earlier_iterators.clear()

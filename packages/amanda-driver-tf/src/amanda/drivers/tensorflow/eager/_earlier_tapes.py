@@ -29,7 +29,7 @@ class EarlierTapes:
         self._first_new_uid = 0
         self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Collect the tapes that are opened from now on, until `attributes` are restored."""
         self._first_new_uid = ops.uid()
         push = backprop.GradientTape._push_tape

@@ -81,7 +81,7 @@ class Interception:
         self.execute = execute.quick_execute
         self._entries = DetoursByType(self)
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
         quick, slow = execute.quick_execute, execute.execute
         # A program may have wrapped a stand-in of an earlier scope; the wrapper must not call itself.

@@ -20,7 +20,7 @@ class Modules:
     def __init__(self) -> None:
         self._attributes = Attributes()
 
-    def enter(self) -> None:
+    def patch(self) -> None:
         """Make each call of a module or layer a region."""
         for module, name in LAYERS:
             self._attributes.when_imported(module, partial(self._enclose_layer, module, name))
@@ -38,7 +38,7 @@ class Modules:
 
         self._attributes.set(tf.Module, "__init_subclass__", classmethod(enclosed))
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Restore the `__call__` of the classes."""
         self._attributes.restore()
 

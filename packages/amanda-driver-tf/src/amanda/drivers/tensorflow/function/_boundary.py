@@ -23,7 +23,7 @@ from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import gradients_util
 
 from ..graph import GraphTensors, running
-from ._copies import RegisteredCopy, unoptimized
+from ._copies import RegisteredCopy, call_unoptimized
 
 
 class FunctionExecution(Execution):
@@ -34,8 +34,8 @@ def check_threads(function: Any) -> None:
     """Raise RoutineError if a routine calls a function while there is one thread: it would wait forever."""
     if isinstance(running.execution, FunctionExecution) and _number_of_threads() == 1:
         raise RoutineError(
-            f"a routine calls the function {_name(function)}, which would wait forever for the only thread "
-            "that TensorFlow has for ops, as the routine runs on it; before any op runs call "
+            f"a routine calls the function {_user_name(function)}, which would wait forever for the only "
+            "thread that TensorFlow has for ops, as the routine runs on it; before any op runs call "
             "tf.config.threading.set_inter_op_parallelism_threads(2), or set TF_NUM_INTEROP_THREADS=2 in the "
             "environment"
         )
@@ -53,7 +53,7 @@ def _number_of_threads() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _name(function: Any) -> str:
+def _user_name(function: Any) -> str:
     name = function.decode() if isinstance(function, bytes) else str(function)
     return name.removeprefix("__inference_").removeprefix("__forward_").rpartition("_")[0] or name
 
@@ -102,7 +102,7 @@ class FunctionBoundary:
         self._copy = copy
         self._thread = _ThreadCalls()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Patch the calls until `attributes` are restored."""
         self._patch_call_flat(attributes)
         self._patch_call_function(attributes)
@@ -271,7 +271,7 @@ def _call_copy(
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
     arguments = copy.name, [*args, number], count
     try:
-        return unoptimized(call, *arguments) if copy.skips_optimizer else call(*arguments)
+        return call_unoptimized(call, *arguments) if copy.skips_optimizer else call(*arguments)
     except errors.OpError as error:
-        copy.in_vanilla_terms(error)
+        copy.rename_in_error(error)
         raise

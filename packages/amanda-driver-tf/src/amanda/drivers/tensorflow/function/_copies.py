@@ -29,7 +29,7 @@ class RegisteredCopy:
     def __init__(self, vanilla: str, definitions: Sequence[Any]) -> None:
         """Register the copy, the last of these definitions, and the functions that it calls."""
         self._vanilla = vanilla
-        self.skips_optimizer = is_torn(definitions)
+        self.skips_optimizer = is_unfusable(definitions)
         self._handles: list[Any] = []
         current = context.context()
         for definition in definitions:
@@ -40,7 +40,7 @@ class RegisteredCopy:
             # The runtime drops a function with its last AtomicFunction.
             self._handles.append(atomic_function.AtomicFunction(self.name, current, None))
 
-    def in_vanilla_terms(self, error: Any) -> None:
+    def rename_in_error(self, error: Any) -> None:
         """Replace the copy's name in an operation's error by the function's."""
         error._message = error._message.replace(self.name.decode(), self._vanilla)
 
@@ -70,7 +70,7 @@ class ForwardFacts:
             # Graphs die with their functions; a plan must not keep them.
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
-    def hand_on(self, rewriting: Rewriting) -> None:
+    def copy_into(self, rewriting: Rewriting) -> None:
         """Copy the facts of the forward operations into the rewriting of a backward function."""
         rewriting.analysis.plans.update(self.plans)
         for name, table in self.tables.items():
@@ -95,19 +95,21 @@ _CALLBACK = "EagerPyFunc"
 _DEFAULT = rewriter_config_pb2.RewriterConfig()
 
 
-def is_torn(definitions: Sequence[Any]) -> bool:
+def is_unfusable(definitions: Sequence[Any]) -> bool:
     """Return True if functions have as many calls of Python as operators, so that none can be fused."""
     types = [node.op for definition in definitions for node in definition.node_def]
     # A call of Python for each operator is half of all nodes.
     return 2 * types.count(_CALLBACK) >= len(types)
 
 
-def unoptimized(call: Callable[..., Any], *args: Any) -> Any:
+def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
     """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
     current = context.context()
     before = current.function_call_options
     # The options are those of a thread, so calls on other threads keep theirs.
-    current.function_call_options = _without_optimizer(before.config_proto_serialized, before.executor_type)
+    current.function_call_options = _options_without_optimizer(
+        before.config_proto_serialized, before.executor_type
+    )
     try:
         return call(*args)
     finally:
@@ -115,7 +117,7 @@ def unoptimized(call: Callable[..., Any], *args: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _without_optimizer(serialized: bytes, executor_type: str | None) -> Any:
+def _options_without_optimizer(serialized: bytes, executor_type: str | None) -> Any:
     """Return these options without the optimizer, unless the user has set options of the optimizer."""
     config = config_pb2.ConfigProto.FromString(serialized)
     options = config.graph_options.rewrite_options

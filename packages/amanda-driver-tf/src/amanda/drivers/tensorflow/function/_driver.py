@@ -60,7 +60,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
     def attach(self) -> None:
         """Patch the calls of functions, and the creation of gradients."""
         check("function")
-        self._boundary.enter(self.attributes)
+        self._boundary.patch(self.attributes)
         record_gradients(self.attributes)
         allow_tapes_in_routines(self.attributes)
 
@@ -91,13 +91,14 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         rewriting.layers.add_variables(_live_variables(function.graph))
         forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
         if forward is not None:
-            forward.hand_on(rewriting)
+            forward.copy_into(rewriting)
             if kind == "forward" and (rewriting.saved_values or rewriting.autodiff_places):
                 rewriting.report(f"second gradients of {name}", "they take what routines gave for constants")
         body = function_body(
-            function, self._identities.of(function.graph, function.name), rewriting, args.__getitem__,
-            within=_calling_layers(function.graph), apart=kind == "forward", backward=forward_record is not
-            None, forward_identity=None if forward is None else forward.identity,
+            function, self._identities.identity_of(function.graph, function.name), rewriting,
+            args.__getitem__, within=_calling_layers(function.graph), apart=kind == "forward",
+            backward=forward_record is not None,
+            forward_identity=None if forward is None else forward.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
         rewriting.changed = rewritten.changed
@@ -113,7 +114,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
     def runnable(self, graph: FunctionCall, rewriting: Rewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
-        for name in ops_with_generators(with_callees(rewriting.library, _definition)):
+        for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
             rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
         return registered
 
@@ -162,7 +163,7 @@ def _live_variables(graph: Any) -> list[Any]:
     return [variable for variable in variables if variable is not None]
 
 
-def _definition(name: str) -> Any:
+def _find_definition(name: str) -> Any:
     current = context.context()
     return current.get_function_def(name) if current.has_function(name) else None
 
@@ -177,7 +178,7 @@ class Identities:
         self._by_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._counts: dict[str, int] = {}
 
-    def of(self, graph: Any, name: str) -> int:
+    def identity_of(self, graph: Any, name: str) -> int:
         """Return the number of a graph, from the runtime name of its function."""
         identity = self._by_graph.get(graph)
         if identity is None:

@@ -72,7 +72,7 @@ def _patch_symbolic_gradients(attributes: Attributes) -> None:
     def create_op_internal(self: Any, *args: Any, **kwargs: Any) -> Any:
         created = create(self, *args, **kwargs)
         if _differentiated.ops and _differentiated.ops[-1] is not None:
-            records.note(created, _differentiated.ops[-1])
+            records.record(created, _differentiated.ops[-1])
         return created
 
     attributes.set(ops.Graph, "_original_op", original_op)

@@ -27,7 +27,7 @@ class _Records:
         # Weak both ways: the records must not keep the user's graphs alive.
         self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
-    def note(self, op: tf.Operation, forward: tf.Operation) -> None:
+    def record(self, op: tf.Operation, forward: tf.Operation) -> None:
         """Record that `op` computes a gradient of `forward`."""
         if op is not forward and op not in self._forward:
             self._forward[op] = weakref.ref(forward)

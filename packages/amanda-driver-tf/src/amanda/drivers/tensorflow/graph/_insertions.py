@@ -144,7 +144,7 @@ class Insertions:
         node = self._add_call(
             PackedObservers(pack.members), pack.number, refs, list(dict.fromkeys(control_inputs)), types, ()
         )
-        self.dependencies.note(node.name, next(iter(pack.names)), pack.number)
+        self.dependencies.add_node(node.name, next(iter(pack.names)), pack.number)
         for name in pack.names:
             self.inserted.setdefault(name, []).append(node.name)
         self._flushed[group] = node.name
@@ -175,7 +175,7 @@ class Insertions:
             self._flush(group)
         control_inputs = list(dict.fromkeys([*control_inputs, *self._after_forward_routines(name, number)]))
         node = self._add_call(inserted, number, refs, control_inputs, input_types, result_types)
-        self.dependencies.note(node.name, name, number)
+        self.dependencies.add_node(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
         if not instead and not (ahead and (result_types or not refs or may_end_loop(op))):
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
@@ -213,7 +213,9 @@ class Insertions:
 
         They wait for the routines at its forward operation, which may put values into `run`.
         """
-        return self.dependencies.after(self.inserted.get(self.forward.get(name, ""), ()), number)
+        return self.dependencies.control_inputs_after(
+            self.inserted.get(self.forward.get(name, ""), ()), number
+        )
 
     def _control_inputs_of(self, name: str, refs: Sequence[str]) -> list[str]:
         """Return control inputs for a node that runs before an operation, and only where that runs."""

@@ -70,11 +70,11 @@ class SessionBoundary:
             return run(session, options, feeds, fetches, targets, metadata)
         route, execution = prepared
         feeds = route.feeds(feeds, execution.number)
-        with self.under_way(route, execution):
+        with self.run_context(route, execution):
             return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
 
     @contextmanager
-    def under_way(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
+    def run_context(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
         """Return a context around a run, or around a part of a partial run.
 
         Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
@@ -132,7 +132,7 @@ class SessionBoundary:
             return run(session, handle, feeds, fetches)
         feeds = partial.route.feeds(feeds, None if partial.has_begun else partial.execution.number)
         try:
-            with self.under_way(partial.route, partial.execution, whole=False):
+            with self.run_context(partial.route, partial.execution, whole=False):
                 result = run(session, handle, feeds, partial.route.fetches(fetches))
         except BaseException:
             del self._partial[session][handle]  # no part comes after one that failed
