@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import amanda
 from amanda.backend import TensorMap
-from amanda.tools.kit import RequiredNames, tensors_of
-from amanda.tools.weights._parameters import StridedLayout, parameter_store
+from amanda.tools.kit import RequiredNames, Tensors, tensors_of
+from amanda.tools.weights._parameters import ParameterStore, StridedLayout, parameter_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +71,14 @@ class _CopiedSlice(NamedTuple):
     form: StridedLayout | None
 
 
+@cache
+def _of_pytorch() -> tuple[Tensors, ParameterStore]:
+    """Return the operations on PyTorch's tensors and parameters: a hot path asks for them once."""
+    import torch
+
+    return tensors_of(torch.empty(0)), parameter_store("torch")
+
+
 class FollowedSlices:
     """Copies and selections of parameters' elements, as long as these live.
 
@@ -86,9 +94,8 @@ class FollowedSlices:
 
     def of(self, value: Tensor) -> ParameterSlice | None:
         """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
-        copied = (
-            self._copies.get(value.untyped_storage()._cdata) if tensors_of(value).is_strided(value) else None
-        )
+        tensors, _ = _of_pytorch()
+        copied = self._copies.get(value.untyped_storage()._cdata) if tensors.is_strided(value) else None
         holder = None if copied is None or copied.storage.expired() else copied.holder()
         if copied is None or holder is None:
             return None
@@ -127,11 +134,8 @@ class FollowedSlices:
     def _record(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
         inputs = run.pop(self._inputs_key)
         source = self.source(inputs[0])
-        if (
-            source is None
-            or parameter_store(output).owner(output) is not None
-            or not tensors_of(output).is_strided(output)
-        ):
+        tensors, store = _of_pytorch()
+        if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
             return
         from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -155,9 +159,10 @@ class FollowedSlices:
 
     def source(self, value: Any) -> ParameterSlice | None:
         """Return where an input comes from: a view of a parameter, or what was made of one."""
-        if not tensors_of(value).is_strided(value):
+        tensors, store = _of_pytorch()
+        if not tensors.is_strided(value):
             return None
-        holder = parameter_store(value).owner(value)
+        holder = store.owner(value)
         if holder is None:
             return self.of(value)
         form = StridedLayout.of(value)
