@@ -15,8 +15,16 @@ from amanda.errors import DependencyCycleError, ToolError
 from amanda.options import Name, checked
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
-from amanda.plan.lifetime import forget_all, forget_ops, slots
-from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, InNamespace, Registry, Wrapper
+from amanda.plan.lifetime import forget_all, forget_ops, parameter_slots
+from amanda.plan.tools import (
+    Admission,
+    AnalysisRoutine,
+    Guard,
+    InNamespace,
+    RegisteredRoutine,
+    ToolState,
+    Wrapper,
+)
 from amanda.scope.caller import caller
 from amanda.scope.scope import Scope, apply, scopes_with
 
@@ -39,11 +47,11 @@ class Tool:
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 
-    _amanda: Registry
+    _amanda: ToolState
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
         self = super().__new__(cls)
-        self._amanda = Registry()
+        self._amanda = ToolState()
         return self
 
     @checked
@@ -117,7 +125,7 @@ class Tool:
                 f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
             )
         point = InstrumentationPoint.of(backward, require_outputs)
-        self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
+        self._amanda.analyses.append(RegisteredRoutine(self, callback, point, guard, closing))
         _renew(self)
 
     def depends_on(self, *tools: Tool) -> None:
@@ -228,7 +236,7 @@ class Tool:
         owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
         as accelerate does, has the number of the one that was there before.
         """
-        known = None if owner is None else slots.ordinal(owner, variable)
+        known = None if owner is None else parameter_slots.ordinal(owner, variable)
         return interceptor.ordinal(variable) if known is None else known
 
     @staticmethod

@@ -18,7 +18,7 @@ from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
 from amanda.options import checked
 from amanda.plan.layer import layer_of
-from amanda.plan.order import in_order
+from amanda.plan.order import in_dependency_order
 from amanda.plan.plan import Actions, Plan
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
@@ -145,7 +145,7 @@ class Inlining:
 
     def leave_idle(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
-        own = in_order([tool])
+        own = in_dependency_order([tool])
         if tool.follows_dependents or any(action.tool in own for action, _, _ in self._actions):
             return
         if id(tool) in self._meant:
@@ -212,7 +212,7 @@ def instrument(
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)
-    ordered = in_order(tools)
+    ordered = in_dependency_order(tools)
     cutting = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
     check_target(source, target, force, is_folder=bool(cutting) or source.is_dir())
     told = {
@@ -260,7 +260,7 @@ def _in_parts(
 
         def analyse(one: Tool) -> None:
             nonlocal inlining
-            inlining = _inlining(in_order([one]))
+            inlining = _inlining(in_dependency_order([one]))
             artefact.instrument(inlining)
 
         with replacing_all(target, force) as folder:
@@ -282,7 +282,7 @@ def _prepare(artefact: Artefact, tools: Sequence[Tool]) -> None:
     with ExitStack() as preparing:
         for tool in tools:
             preparing.enter_context(tool.preparing())
-        artefact.instrument(_inlining(in_order(tools)))
+        artefact.instrument(_inlining(in_dependency_order(tools)))
 
 
 def _tell_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:

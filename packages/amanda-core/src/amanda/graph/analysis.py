@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.plan.action import InstrumentationPoint
-from amanda.plan.analysis import Analysis, BackwardDraft
+from amanda.plan.analysis import OpAnalysis, PendingBackwardPlan
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Actions, Plan
@@ -43,7 +43,7 @@ class GraphAnalysis:
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Bring an op whose outputs are known beforehand, as symbols."""
         key = self.layer.key(self.ops, facts.inputs or ())
-        analysis = Analysis(facts, self.ops, self.layer, key, self.state.cache)
+        analysis = OpAnalysis(facts, self.ops, self.layer, key, self.state.cache)
         facts.outputs = list(outputs)
         plan = analysis.after()
         if self.state.cache:
@@ -67,12 +67,12 @@ class GraphAnalysis:
         backward_id = facts.backward_op_id
         assert backward_id is not None
         several: list[Actions] = []
-        fresh: list[BackwardDraft] = []
+        fresh: list[PendingBackwardPlan] = []
         plan = self.plans.get(facts.op_id)
-        for one in () if plan is None or self.closed else plan.watching:
+        for one in () if plan is None or self.closed else plan.plans_with_backward:
             known = one.backward.actions.get(backward_id)
             if known is None:
-                draft = BackwardDraft(facts, one, one.layer.backward_tools, False)
+                draft = PendingBackwardPlan(facts, one, one.layer.backward_tools, False)
                 draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
                 fresh.append(draft)
                 known = draft.plan

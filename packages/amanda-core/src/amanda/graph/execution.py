@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.graph.insertion import Insertion, Table
-from amanda.plan.notes import explained
+from amanda.plan.notes import explain_errors
 from amanda.scope.caller import caller, serving
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Execution:
     def _open(self) -> None:
         for action, facts in self.table.openings if isinstance(self.table, Table) else ():
             if self._every or self.state.is_open(action.tool):
-                with explained(facts, action.tool, str(action)), action.tool._amanda.lock:
+                with explain_errors(facts, action.tool, str(action)), action.tool._amanda.lock:
                     action.func(**action.kwargs)
 
     def call(self, slot: int, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:

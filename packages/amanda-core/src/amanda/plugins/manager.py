@@ -143,11 +143,11 @@ def _register(manager: pluggy.PluginManager, entry: Entry) -> None:
         registry.complain(f"{entry} implements a hook that is none ({error}): {upgrade(entry.distribution)}")
 
 
-def _tell(hook: str, **arguments: Any) -> None:
+def _call_hooks(hook: str, **arguments: Any) -> None:
     call = getattr(plugin_manager().hook, hook)
     if call.get_hookimpls():  # asked at each analysis of an op, where a call takes five times as long
         call(**arguments)
 
 
-hooks.tell = _tell
+hooks.call = _call_hooks
 attachment.installed = drivers

@@ -152,7 +152,7 @@ class Attachment:
                 return
             if type(driver).switched is not Driver.switched:
                 when_switched.append(driver.switched)
-            hooks.tell("amanda_driver_attached", driver=driver)
+            hooks.call("amanda_driver_attached", driver=driver)
 
     def _attach_loaded(self) -> None:
         kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
@@ -175,7 +175,7 @@ class Attachment:
                 when_switched.remove(driver.switched)
             driver.detach()
             self._attached.pop()
-            hooks.tell("amanda_driver_detached", driver=driver)
+            hooks.call("amanda_driver_detached", driver=driver)
         self._threads.detach()
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from amanda.plan.lifetime import mortality
+from amanda.plan.lifetime import plan_lifetimes
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -25,7 +25,9 @@ def changed_options(tool: AnyTool) -> Iterator[str]:
         return
     now = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
     before, registry.options = registry.options, now
-    if before is None or not any(tool in layer.applied and layer.plans for layer in list(mortality.layers)):
+    if before is None or not any(
+        tool in layer.applied and layer.plans for layer in list(plan_lifetimes.layers)
+    ):
         return
     for name in now:
         if now[name] != before.get(name, now[name]):

@@ -17,7 +17,7 @@ from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
 from amanda.plan.hooks import hooks
 from amanda.plan.layer import layer_of
-from amanda.plan.order import in_order, same
+from amanda.plan.order import in_dependency_order, interchangeable
 from amanda.plan.tools import AnyTool, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
@@ -52,7 +52,7 @@ class Scope(interceptor.Extent):
         self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
         self._forked = False
         self.report = Report()
-        in_order(tools)
+        in_dependency_order(tools)
 
     @property
     def closed(self) -> bool:
@@ -76,7 +76,7 @@ class Scope(interceptor.Extent):
             uninterrupted(self._enter)
             for tool in self._joined:
                 self._entered(tool)
-            hooks.tell("amanda_scope_entered", scope=self)
+            hooks.call("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
             self._unsettled = False
@@ -92,7 +92,7 @@ class Scope(interceptor.Extent):
 
     def _enter(self) -> None:
         outer = State.current()
-        tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
+        tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
         layer = layer_of(tools, outer.layer) if tools else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
@@ -127,7 +127,7 @@ class Scope(interceptor.Extent):
         slow = slow_calls(self._calls, interceptor.statistics())
         if slow and not self._opened_later():
             self.report.add("calls of ops", slow)
-        hooks.tell("amanda_scope_left", scope=self)
+        hooks.call("amanda_scope_left", scope=self)
 
     def _left(self, tool: AnyTool) -> None:
         """Tell a tool that the scope has closed; report what the tool selected in vain."""
@@ -184,7 +184,11 @@ class Scope(interceptor.Extent):
         Raises DependencyCycleError; then nothing has changed.
         """
         before = self._joined
-        tools = [tool for tool in in_order(self._tools) if not any(same(tool, one) for one in before)]
+        tools = [
+            tool
+            for tool in in_dependency_order(self._tools)
+            if not any(interchangeable(tool, one) for one in before)
+        ]
         joining = [tool for tool in tools if not scopes_with(tool)]
         self._joined = (*joining, *before)
         uninterrupted(lambda: let_go(list(self._activations)))

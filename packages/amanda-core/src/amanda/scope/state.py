@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from amanda import interceptor
 from amanda.errors import ScopeError
 from amanda.plan.layer import Layer, layer_of
-from amanda.plan.order import in_order
+from amanda.plan.order import in_dependency_order
 
 if TYPE_CHECKING:
     from amanda.plan.runs import Recall, RunRecord
@@ -67,7 +67,7 @@ class State:
 
     def is_open(self, tool: AnyTool) -> bool:
         """Return True if a scope with that tool is open, or with one that stands for the tool."""
-        return self.layer is not None and self.layer.has(tool)
+        return self.layer is not None and self.layer.has_tool(tool)
 
     def report(self, what: str, reason: str, where: str = "") -> None:
         """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""
@@ -118,7 +118,7 @@ def _layer(scopes: Iterable[Scope]) -> Layer | None:
     layer = None
     for scope in scopes:
         so_far = State(layer)
-        tools = [tool for tool in in_order(scope._tools) if not so_far.is_open(tool)]
+        tools = [tool for tool in in_dependency_order(scope._tools) if not so_far.is_open(tool)]
         layer = layer_of(tools, layer) if tools else layer
     return layer
 

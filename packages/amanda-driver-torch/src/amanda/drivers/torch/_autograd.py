@@ -143,7 +143,7 @@ def _expect_second_order(state: State) -> None:
     layer = state.layer
     if layer is None or not any(one.wants_backward for one in layer.chain):
         return
-    if layer.differentiate_twice():
+    if layer.enable_double_backward():
         state.report(
             "the first differentiation of gradients",
             "it came after passes without one; backward ops of backward ops are seen from the next on",
@@ -260,7 +260,7 @@ class _Backward:
             return
         deep = {id(mark.trace.plan) for _, mark, _ in self._found if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending and (not trace.layer.twice or id(trace.plan) in deep):
+            if not trace.pending and (not trace.layer.double_backward or id(trace.plan) in deep):
                 self._driver.finish(trace, keeps_graph)
 
 
