@@ -9,7 +9,7 @@ from torch import nn
 import amanda
 from amanda import OpContext
 from amanda.errors import AmandaError
-from amanda.plan.layer import PLANS_PER_OP
+from amanda.plan.tool_stack import PLANS_PER_OP
 
 
 def only(name: str, *, backward: bool = False) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from amanda.eager.execution import EagerExecution
     from amanda.eager.trace import Trace
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
 
@@ -119,7 +119,7 @@ class BackwardStep:
         self._unanalysed: list[tuple[int, Plan, Sequence[AnyTool]]] = []  # with the index in `_actions`
         for plan in trace.plan.plans_with_backward:
             actions = plan.backward.actions.get(self.id)
-            opened = self._open_tools_of(plan.layer)
+            opened = self._open_tools_of(plan.stack)
             self._open_tools += opened
             unanalysed = plan.unanalysed(self.id, opened) if state.cache else opened
             if actions is None and unanalysed and trace.gradients in plan.backward.complete:
@@ -134,11 +134,11 @@ class BackwardStep:
                     self._unanalysed.append((len(self._actions), plan, unanalysed))
             self._actions.append(_NO_ACTIONS if actions is None else actions)
 
-    def _open_tools_of(self, layer: Layer) -> Sequence[AnyTool]:
-        """Return the open tools with backward routines in a layer."""
-        if layer is self._state.layer:
-            return layer.backward_tools
-        return [*filter(self._state.is_open, layer.backward_tools)]
+    def _open_tools_of(self, stack: ToolStack) -> Sequence[AnyTool]:
+        """Return the open tools with backward routines in a stack."""
+        if stack is self._state.stack:
+            return stack.backward_tools
+        return [*filter(self._state.is_open, stack.backward_tools)]
 
     def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
         names = ", ".join(type(tool).__name__ for tool in tools)
@@ -156,7 +156,7 @@ class BackwardStep:
         """Record that the op has a backward op which no earlier pass had, as for other shapes."""
         plan.backward.complete.discard(self._trace.gradients)
         self._trace.pending.add(self.id)
-        self._trace.layer.forget_programs(self._trace.op_id)
+        self._trace.stack.forget_programs(self._trace.op_id)
         self._state.report(
             f"the first pass through a backward op that {self._facts.op_type} makes for some inputs alone",
             "it came after passes without one; it is seen from the next on", self._facts.source,
@@ -166,7 +166,7 @@ class BackwardStep:
     def settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> NativeStep | None:
         """Return native hooks for all passes through a backward op; None where a `BackwardStep` is needed.
 
-        Call this method where the state `settles`, for a trace of the state's own layer.
+        Call this method where the state `settles`, for a trace of the state's own stack.
         """
         native_step = trace.plan.backward.steps.get((op, place))
         if native_step is None:
@@ -197,8 +197,8 @@ class BackwardStep:
         return grads
 
     def _analyse_before(self, plan: Plan, unanalysed: Sequence[AnyTool]) -> Actions:
-        """Return a layer's actions at this op: stored ones, or those that analyses before the op record."""
-        tools = _with_their_dependencies(unanalysed, plan.layer.backward_tools)
+        """Return a stack's actions at this op: stored ones, or those that analyses before the op record."""
+        tools = _with_their_dependencies(unanalysed, plan.stack.backward_tools)
 
         def find_actions() -> Actions | None:
             return None if plan.unanalysed(self.id, unanalysed) else plan.backward.actions[self.id]
@@ -209,9 +209,9 @@ class BackwardStep:
         pending: PendingPlan[Actions] | Actions
         if self._state.cache:
             key: tuple[Any, ...] = plan, self.id
-            if tools is not plan.layer.backward_tools:
+            if tools is not plan.stack.backward_tools:
                 key = *key, *(tool._amanda.number for tool in tools)
-            pending = plan.layer.pending_plans.share(key, find_actions, create)
+            pending = plan.stack.pending_plans.share(key, find_actions, create)
         else:
             pending = create()
         if isinstance(pending, Actions):
@@ -232,8 +232,8 @@ class BackwardStep:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             pending.keep()
             # The model has died during the pass: nothing else will drop the plan that was stored just now.
-            if self._state.cache and self._trace.op_id not in plan.layer.plans:
-                plan.layer.drop_dead_op(self._trace.op_id)
+            if self._state.cache and self._trace.op_id not in plan.stack.plans:
+                plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
         recorded = [action for actions in self._actions for action in actions.after]
         for action in in_running_order(recorded, True):

@@ -24,7 +24,7 @@ from amanda.scope.state import State, in_force
 if TYPE_CHECKING:
     from amanda.eager.views import Views
     from amanda.plan.action import Action
-    from amanda.plan.layer import Layer
+    from amanda.plan.tool_stack import ToolStack
 
 
 class EagerExecution(EagerOps):
@@ -48,12 +48,12 @@ class EagerExecution(EagerOps):
         done: state of a native execution that Python continues: plan, step, the routine's result, the outputs
         and the inputs; None where the call starts here.
         """
-        layer = state.layer
-        assert layer is not None
+        stack = state.stack
+        assert stack is not None
         if done is not None:
             return self._resume(self.bind(site, args, kwargs), state, op_id, *done)
-        must_see_writes = self._must_see_writes(layer, op_id)
-        if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs or must_see_writes):
+        must_see_writes = self._must_see_writes(stack, op_id)
+        if memo is not None and len(memo.plans) == 1 and not (stack.guards or kwargs or must_see_writes):
             (plan,) = memo.plans.values()
             # The op has one plan, without actions: store that for native code before the arguments are bound.
             if not plan and not plan.wants_backward(self.gradients(args)):
@@ -64,17 +64,17 @@ class EagerExecution(EagerOps):
             state.report(*obstacle)
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
-        signature = layer.key(self, call.inputs, op_id)
+        signature = stack.key(self, call.inputs, op_id)
         if memo is None or signature not in memo.plans:
             return self._execute_first(call, state, op_id, signature)
         plan = memo.plans[signature]
-        if key and not layer.keyed_by_callables and not must_see_writes:
+        if key and not stack.keyed_by_callables and not must_see_writes:
             cache_program(self, memo, key, plan, call, state)
         return self._execute_plan(plan, call, state, op_id)
 
     def _execute_first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
-        layer = state.layer
-        assert layer is not None
+        stack = state.stack
+        assert stack is not None
         subjects = interceptor.subjects()
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, self.shown(call.inputs), attributes=call.attributes(),
@@ -82,15 +82,15 @@ class EagerExecution(EagerOps):
             parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
             part_of=self.part_of, device_of=self.device_of,
             compute=call.computation(), aliases=self.scope_aliases(subjects),
-            input_shapes=self.shapes(call.inputs) if layer.keyed_by_shapes_read else (),
+            input_shapes=self.shapes(call.inputs) if stack.keyed_by_shapes_read else (),
         )  # fmt: skip
-        analysis = OpAnalysis(facts, self, layer, key, state.cache)
+        analysis = OpAnalysis(facts, self, stack, key, state.cache)
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.keep()
             if call.mutable or call.may_write_unseen():
-                layer.writing_ops.add(op_id)
-            self._store_memo(layer, op_id, analysis.plan)
+                stack.writing_ops.add(op_id)
+            self._store_memo(stack, op_id, analysis.plan)
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
         return result
@@ -354,21 +354,21 @@ class EagerExecution(EagerOps):
         """Return the values that distinguish the call's op; its plan is dropped when any of these dies."""
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
-    def _store_memo(self, layer: Layer, op_id: int, plan: Plan) -> None:
-        """Put the layer's plans of an op into the interceptor's table; None for an op without work."""
-        entry = layer.table.get(op_id)
+    def _store_memo(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
+        """Put the stack's plans of an op into the interceptor's table; None for an op without work."""
+        entry = stack.table.get(op_id)
         if isinstance(entry, interceptor.Memo):
             entry.forget()
-        elif plan or plan.has_backward_routines or layer.guards or self._must_see_writes(layer, op_id):
-            layer.table.set(
-                op_id, interceptor.Memo(layer.plans.get(op_id, {}), layer.depends_on_shapes(op_id))
+        elif plan or plan.has_backward_routines or stack.guards or self._must_see_writes(stack, op_id):
+            stack.table.set(
+                op_id, interceptor.Memo(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
             )
         else:
-            layer.table.set(op_id, None)
+            stack.table.set(op_id, None)
 
-    def _must_see_writes(self, layer: Layer, op_id: int) -> bool:
+    def _must_see_writes(self, stack: ToolStack, op_id: int) -> bool:
         """Return True if views have to follow the writes of an op."""
-        return self.views is not None and self.views.watching and op_id in layer.writing_ops
+        return self.views is not None and self.views.watching and op_id in stack.writing_ops
 
     def finish(self, trace: Trace, again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed.
@@ -388,4 +388,4 @@ def _may_change_outputs(plan: Plan, analysis: OpAnalysis | None) -> bool:
     if plan.has_output_routines:
         return True
     point = InstrumentationPoint.AFTER_FORWARD_OP
-    return analysis is not None and any(pending.plan.layer.routines[point] for _, pending in analysis.pending)
+    return analysis is not None and any(pending.plan.stack.routines[point] for _, pending in analysis.pending)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
     from amanda.plan.plan import Actions, Plan
-    from amanda.plan.runs import Routine, RunDicts
+    from amanda.plan.run_dicts import Routine, RunDicts
     from amanda.scope.state import State
 
 

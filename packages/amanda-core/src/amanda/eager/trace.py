@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
     from amanda.plan.plan import Plan
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
 
 
 class Trace:
@@ -41,9 +41,9 @@ class Trace:
         self.pending: set[int] = set()
 
     @property
-    def layer(self) -> Layer:
+    def stack(self) -> ToolStack:
         """The tools of the scope of the execution."""
-        return self.plan.layer
+        return self.plan.stack
 
     def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
         """Return a trace for backward ops of this execution's backward ops.  shapes: those of its mark."""

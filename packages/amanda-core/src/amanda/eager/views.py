@@ -267,8 +267,8 @@ class Views(ABC):
             self._ties.setdefault(memory, []).append(tie)
         if not self.watching:
             self.watching = True
-            for layer in list(plan_lifetimes.layers):
-                layer.watch_writes()
+            for stack in list(plan_lifetimes.stacks):
+                stack.watch_writes()
 
     def _drop_tie(self, tie: Tie) -> None:
         """Drop a tie whose value is dead, and links that only this tie led to.

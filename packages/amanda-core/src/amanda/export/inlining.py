@@ -17,9 +17,9 @@ from amanda.export.targets import check_target
 from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
 from amanda.options import checked
-from amanda.plan.layer import layer_of
 from amanda.plan.order import in_dependency_order
 from amanda.plan.plan import Actions, Plan
+from amanda.plan.tool_stack import stack_of
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
 from amanda.tool import Tool
@@ -129,7 +129,7 @@ class Inlining:
         context = plan.context
         kind = str(context.get("type") or facts.op_type or facts.name)
         self._types.setdefault(kind)
-        for tool in self.state.layer.tools if self.state.layer is not None else ():
+        for tool in self.state.stack.tools if self.state.stack is not None else ():
             if id(tool) not in self._meant and all(admits(context) for admits in tool._amanda.admissions):
                 self._meant.add(id(tool))
         for action in plan.all:
@@ -270,7 +270,7 @@ def _in_parts(
 
 
 def _inlining(tools: Sequence[Tool]) -> Inlining:
-    return Inlining(State(layer_of(tools, None), cache=False))
+    return Inlining(State(stack_of(tools, None), cache=False))
 
 
 def _wants_preparing(tool: Tool) -> bool:

@@ -14,13 +14,13 @@ from amanda.plan.plan import Actions, Plan
 if TYPE_CHECKING:
     from amanda.graph.guards import History
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.scope.state import State
 
 
 class GraphAnalysis:
-    """The analysis of the ops of one graph, and of graphs that belong to it, by the layers of a state.
+    """The analysis of the ops of one graph, and of graphs that belong to it, by the stacks of a state.
 
     plans: those of the op ids that have been met.
     closed: whether the tools' scopes are closed, so that backward ops have no plans.
@@ -28,12 +28,12 @@ class GraphAnalysis:
     """
 
     def __init__(
-        self, state: State, ops: TensorOps, layer: Layer | None = None, history: History | None = None
+        self, state: State, ops: TensorOps, stack: ToolStack | None = None, history: History | None = None
     ) -> None:
-        chosen = layer or state.layer
+        chosen = stack or state.stack
         assert chosen is not None
         self.state = state
-        self.layer = chosen
+        self.stack = chosen
         self.ops = ops
         self.history = history
         self.plans: dict[int, Plan] = {}
@@ -42,8 +42,8 @@ class GraphAnalysis:
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Bring an op whose outputs are known beforehand, as symbols."""
-        key = self.layer.key(self.ops, facts.inputs or ())
-        analysis = OpAnalysis(facts, self.ops, self.layer, key, self.state.cache)
+        key = self.stack.key(self.ops, facts.inputs or ())
+        analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
         facts.outputs = list(outputs)
         plan = analysis.after()
         if self.state.cache:
@@ -56,7 +56,7 @@ class GraphAnalysis:
         """Bring an op that does not run itself, though backward ops of it do: no forward analysis."""
         facts.outputs = list(outputs)
         plan: Plan | None = None
-        for one in self.layer.chain:
+        for one in self.stack.chain:
             plan = Plan(one, OpContext(facts, one.analyse), plan)
         assert plan is not None
         self.plans[facts.op_id] = plan
@@ -72,7 +72,7 @@ class GraphAnalysis:
         for one in () if plan is None or self.closed else plan.plans_with_backward:
             known = one.backward.actions.get(backward_id)
             if known is None:
-                draft = PendingBackwardPlan(facts, one, one.layer.backward_tools, False)
+                draft = PendingBackwardPlan(facts, one, one.stack.backward_tools, False)
                 draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
                 fresh.append(draft)
                 known = draft.plan
@@ -98,7 +98,7 @@ class GraphAnalysis:
         """Drop the plans made so far, which an exception left incomplete."""
         for op_id, plan in self.plans.items():
             for one in plan.chain:
-                one.layer.forget(op_id)
+                one.stack.forget(op_id)
         self.finish()
 
 

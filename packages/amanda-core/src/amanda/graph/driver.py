@@ -19,8 +19,8 @@ from amanda.scope.driver import Driver
 
 if TYPE_CHECKING:
     from amanda.graph.rewriting import Rewriting
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.scope.state import State
 
 RewritingT = TypeVar("RewritingT", bound="Rewriting")
@@ -36,7 +36,7 @@ class Uninstrumented(Exception):
 
 @dataclass(eq=False)
 class Copy(Generic[RunnableT]):
-    """The result of one rewrite, for a layer of tools.
+    """The result of one rewrite, for a stack of tools.
 
     runnable: runs instead of the graph; None where nothing is inserted.
     table: the routines that it calls.  reports: what could not be instrumented, and why.
@@ -44,7 +44,7 @@ class Copy(Generic[RunnableT]):
     backward: copies of these graphs, for the same tools.
     """
 
-    layer: Layer
+    stack: ToolStack
     runnable: RunnableT | None
     table: Mapping[int, Any]
     reports: Collection[tuple[str, str]]
@@ -117,9 +117,9 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         key, owner: as `prepare` has them.  forward: the copy of the graph that this one computes gradients
         of, in another run, if it is another.
         """
-        layer = state.layer if forward is None else forward.layer
-        assert layer is not None
-        all_copies = layer.rewrites if forward is None else forward.backward
+        stack = state.stack if forward is None else forward.stack
+        assert stack is not None
+        all_copies = stack.rewrites if forward is None else forward.backward
         owner = graph if owner is None else owner
         copies = all_copies.setdefault(owner, {}) if state.cache else {}
         key = state.autodiff, key
@@ -128,7 +128,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         if copy is None:
             with self._lock:
                 kept = copies.setdefault(key, GuardedCopies(self.reads))
-                analysis = GraphAnalysis(state, self.tensors, layer, kept.history)
+                analysis = GraphAnalysis(state, self.tensors, stack, kept.history)
                 copy = kept.find() or self._make(graph, owner, analysis, kept)
         return copy
 
@@ -140,7 +140,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                 rewriting = self.rewrite(graph, analysis)
             except Uninstrumented as error:
                 analysis.forget()
-                copy = Copy[RunnableT](analysis.layer, None, {}, (error.args,))
+                copy = Copy[RunnableT](analysis.stack, None, {}, (error.args,))
                 kept.add(copy, self.reads())
                 return copy
             except BaseException:
@@ -155,6 +155,6 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                 except Uninstrumented as error:
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
-        copy = Copy(analysis.layer, runnable, rewriting.table, reports, rewriting.handed_on)
+        copy = Copy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
         kept.add(copy, rewriting.reads)
         return copy

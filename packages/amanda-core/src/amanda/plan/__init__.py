@@ -1,9 +1,9 @@
 """The plan of an op: the actions that the tools' analysis routines record for the op's facts.
 
-In: `OpFacts` of a driver, and the tools that are applied, in order.  Out: a `Plan` of actions for each layer
+In: `OpFacts` of a driver, and the tools that are applied, in order.  Out: a `Plan` of actions for each stack
 of tools, stored by op id as long as the op's module, parameters and tools live; and the call of a routine,
 `run_routine`, which puts the results in the place of the routine's arguments.
-Called by `scope`, which creates layers, and by `eager`, `graph` and `export`, which execute plans.
+Called by `scope`, which creates stacks, and by `eager`, `graph` and `export`, which execute plans.
 
 Beside `amanda.backend` a driver may import the names in `__all__`, to execute plans by itself.
 """

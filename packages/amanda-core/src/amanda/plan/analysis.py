@@ -14,8 +14,8 @@ from amanda.plan.plan import DELETED, Actions, ContextChanges, Plan, RecordedAct
 
 if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
 PlanT = TypeVar("PlanT", bound="Actions | Plan")
@@ -27,7 +27,7 @@ class PendingPlan(Generic[PlanT]):
     __slots__ = ("__weakref__", "_analysed_points", "_lock", "_source", "context", "plan")
 
     def __init__(self, plan: PlanT, context: OpContext, source: Plan) -> None:
-        """source: the plan of the layer."""
+        """source: the plan of the stack."""
         self.plan = plan
         self.context = context
         self._source = source
@@ -47,7 +47,7 @@ class PendingPlan(Generic[PlanT]):
         context, source = self.context, self._source
         # Before the forward op, the context was just copied from that of the scope around.
         is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP
-        if is_first or not (source.outer_plans or source.layer.routines[point]):
+        if is_first or not (source.outer_plans or source.stack.routines[point]):
             return context.trigger_callback(point)
         key = context.get_backward_op_id(), point
         initial = before = dict(context)
@@ -86,7 +86,7 @@ def _apply_changes(context: OpContext, changes: ContextChanges) -> None:
 
 
 class AnalysisPart(NamedTuple):
-    """Some tools of a layer, and the actions that their analysis routines have recorded."""
+    """Some tools of a stack, and the actions that their analysis routines have recorded."""
 
     tools: Sequence[AnyTool]
     recorded: RecordedActions
@@ -100,18 +100,18 @@ class PendingBackwardPlan(PendingPlan[Actions]):
 
     def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], ignore_earlier: bool) -> None:
         """ignore_earlier: whether no earlier analysis counts."""
-        layer = source.layer
+        stack = source.stack
         self._recorded: RecordedActions | None = None  # None: all tools analyse the op together
-        if len(tools) == len(layer.backward_tools):
-            super().__init__(Actions(), OpContext(facts, layer.analyse, source.context), source)
+        if len(tools) == len(stack.backward_tools):
+            super().__init__(Actions(), OpContext(facts, stack.analyse, source.context), source)
             return
         earlier = {} if ignore_earlier else source.backward.partial.get(facts.backward_op_id or 0, {}).copy()
         self._recorded = {
             (point, i): actions
             for (point, i), actions in earlier.items()
-            if not any(layer.routines[point][i].tool is tool for tool in tools)
+            if not any(stack.routines[point][i].tool is tool for tool in tools)
         }
-        analyse = partial(layer.analyse, part=AnalysisPart(tools, self._recorded))
+        analyse = partial(stack.analyse, part=AnalysisPart(tools, self._recorded))
         super().__init__(Actions(), OpContext(facts, analyse, source.context), source)
         self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
 
@@ -124,10 +124,10 @@ class PendingBackwardPlan(PendingPlan[Actions]):
 
     def keep(self) -> None:
         """Store the actions for later passes, merged with actions that other threads have stored."""
-        backward_id, record, layer = (
+        backward_id, record, stack = (
             self.context.get_backward_op_id(),
             self._source.backward,
-            self._source.layer,
+            self._source.stack,
         )
         assert backward_id is not None
         with self._record_lock:
@@ -141,7 +141,7 @@ class PendingBackwardPlan(PendingPlan[Actions]):
             recorded.update(self._recorded)
             record.actions[backward_id] = Actions.of(recorded)
             if len(recorded) == sum(
-                len(layer.routines[point]) for point in layer.routines if point.is_backward
+                len(stack.routines[point]) for point in stack.routines if point.is_backward
             ):
                 del record.partial[backward_id]
 
@@ -183,45 +183,45 @@ class PendingPlans:
 
 
 class OpAnalysis:
-    """The analysis of one op by the tools of a layer and of the layers around it.
+    """The analysis of one op by the tools of a stack and of the stacks around it.
 
-    plan: the plan of the layer.
+    plan: the plan of the stack.
     pending: the pending plans of this analysis, each with the key under which it will be stored.
     """
 
     __slots__ = ("_reading", "facts", "pending", "plan")
 
-    def __init__(self, facts: OpFacts, ops: TensorOps, layer: Layer, key: Hashable, cache: bool) -> None:
+    def __init__(self, facts: OpFacts, ops: TensorOps, stack: ToolStack, key: Hashable, cache: bool) -> None:
         self.facts = facts
         self._reading = ops.reading
         self.pending: list[tuple[Hashable, PendingPlan[Plan]]] = []
         plan: Plan | None = None
         eager_id = facts.op_id if facts.namespace[-1] == "eager" else None
-        for member in layer.chain:
-            member_key = key if member is layer else member.key(ops, facts.inputs or (), eager_id)
-            plan = self._layer_plan(member, member_key, plan, cache)
+        for member in stack.chain:
+            member_key = key if member is stack else member.key(ops, facts.inputs or (), eager_id)
+            plan = self._plan_of(member, member_key, plan, cache)
         assert plan is not None
         self.plan = plan
         plan.merge_actions()
 
-    def _layer_plan(self, layer: Layer, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
-        """Return a layer's stored plan, or a pending one after the analyses before the op."""
+    def _plan_of(self, stack: ToolStack, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
+        """Return a stack's stored plan, or a pending one after the analyses before the op."""
         op_id = self.facts.op_id
 
         def create() -> PendingPlan[Plan]:
-            context = OpContext(self.facts, layer.analyse, None if outer is None else outer.context)
+            context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
             if outer is not None:
                 _apply_changes(context, outer.changes_to_undo)
-            plan = Plan(layer, context, outer)
+            plan = Plan(stack, context, outer)
             return PendingPlan(plan, context, plan)
 
         pending: PendingPlan[Plan] | Plan
         if cache:
             pending_key = (
-                (op_id, key, self.facts.input_shapes) if layer.keyed_by_shapes_read else (op_id, key)
+                (op_id, key, self.facts.input_shapes) if stack.keyed_by_shapes_read else (op_id, key)
             )
-            pending = layer.pending_plans.share(
-                pending_key, lambda: layer.plans.get(op_id, {}).get(key), create
+            pending = stack.pending_plans.share(
+                pending_key, lambda: stack.plans.get(op_id, {}).get(key), create
             )
         else:
             pending = create()
@@ -243,7 +243,7 @@ class OpAnalysis:
     def keep(self) -> None:
         """Store the plans for later executions of the op."""
         op_id, shapes_read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
-        layers = [pending.plan.layer for _, pending in self.pending]
-        already_keyed = [layer.depends_on_shapes(op_id) or not layer.keyed_by_shapes_read for layer in layers]
-        for (key, pending), layer, keyed in zip(self.pending, layers, already_keyed, strict=True):
-            layer.keep(op_id, key, pending.plan, None if keyed else shapes_read)
+        stacks = [pending.plan.stack for _, pending in self.pending]
+        already_keyed = [stack.depends_on_shapes(op_id) or not stack.keyed_by_shapes_read for stack in stacks]
+        for (key, pending), stack, keyed in zip(self.pending, stacks, already_keyed, strict=True):
+            stack.keep(op_id, key, pending.plan, None if keyed else shapes_read)

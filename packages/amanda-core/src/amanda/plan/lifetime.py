@@ -10,7 +10,7 @@ from amanda import interceptor
 from amanda.interceptor.registry import codes
 
 if TYPE_CHECKING:
-    from amanda.plan.layer import Layer
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
 SlotOf = Callable[[Any, Any], Hashable]
@@ -69,7 +69,7 @@ class PlanLifetimes:
     """
 
     def __init__(self) -> None:
-        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
+        self.stacks: weakref.WeakSet[ToolStack] = weakref.WeakSet()
         self.ops_of: dict[int, set[int]] = {}
         self.subjects_of: dict[int, set[int]] = {}
 
@@ -85,21 +85,21 @@ class PlanLifetimes:
             self.subjects_of[op_id] = ordinals.union(self.subjects_of.get(op_id, ()))
 
     def forget_all(self, tool: AnyTool) -> None:
-        """Forget every plan of the layers with the tool."""
-        for layer in list(self.layers):
-            if any(member is tool for member in layer.applied):
-                layer.plans.clear()
-                layer.rewrites.clear()
-                layer.table.clear()
+        """Forget every plan of the stacks with the tool."""
+        for stack in list(self.stacks):
+            if any(member is tool for member in stack.applied):
+                stack.plans.clear()
+                stack.rewrites.clear()
+                stack.table.clear()
 
     def forget_ops(self, tool: AnyTool, op_ids: Iterable[int]) -> None:
-        """Forget the plans of some ops in layers with the tool, and the graphs rewritten for these layers."""
+        """Forget the plans of some ops in stacks with the tool, and the graphs rewritten for these stacks."""
         dropped_ids = tuple(op_ids)
-        for layer in list(self.layers):
-            if any(member is tool for member in layer.applied):
-                layer.rewrites.clear()
+        for stack in list(self.stacks):
+            if any(member is tool for member in stack.applied):
+                stack.rewrites.clear()
                 for op_id in dropped_ids:
-                    layer.forget(op_id)
+                    stack.forget(op_id)
 
     def on_death(self, ordinal: int) -> None:
         """Drop the plans bound to an object that died."""
@@ -111,8 +111,8 @@ class PlanLifetimes:
             for subject in self.subjects_of.pop(op_id, ()):
                 if subject in self.ops_of:
                     self.ops_of[subject].discard(op_id)
-            for layer in list(self.layers):
-                layer.drop_dead_op(op_id)
+            for stack in list(self.stacks):
+                stack.drop_dead_op(op_id)
 
 
 plan_lifetimes = PlanLifetimes()

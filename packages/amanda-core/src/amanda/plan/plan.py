@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ReplaceConflictError
 from amanda.plan.action import Action, InstrumentationPoint, in_running_order
-from amanda.plan.runs import RecordedRunDicts, RunDicts
+from amanda.plan.run_dicts import RecordedRunDicts, RunDicts
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
 
 RecordedActions = dict[tuple[InstrumentationPoint, int], tuple[Action, ...]]
-"""Actions by the analysis routine that recorded them: its point, and its place in the layer's order there."""
+"""Actions by the analysis routine that recorded them: its point, and its place in the stack's order there."""
 
 
 ContextChanges = dict[str, Any]
@@ -55,19 +55,19 @@ class Actions:
         return actions
 
     @classmethod
-    def merged(cls, by_layer: Sequence[Actions]) -> Actions:
-        """Return the actions of several layers, the outermost first, in the order in which they run.
+    def merged(cls, by_stack: Sequence[Actions]) -> Actions:
+        """Return the actions of several stacks, the outermost first, in the order in which they run.
 
         Raises ReplaceConflictError when tools of nested scopes replace one op.
         """
-        if len(by_layer) == 1:
-            return by_layer[0].in_running_order()
+        if len(by_stack) == 1:
+            return by_stack[0].in_running_order()
         merged = cls()
-        before = [action for actions in by_layer for action in actions.before]
-        after = [action for actions in by_layer for action in actions.after]
+        before = [action for actions in by_stack for action in actions.before]
+        after = [action for actions in by_stack for action in actions.after]
         merged.before = tuple(in_running_order(before, False))
         merged.after = tuple(in_running_order(after, True))
-        merged.replace = single_replacement(actions.replace for actions in by_layer)
+        merged.replace = single_replacement(actions.replace for actions in by_stack)
         return merged
 
     def in_running_order(self) -> Actions:
@@ -123,13 +123,13 @@ _NO_BACKWARD_RECORD = BackwardRecord()
 
 
 class Plan(Actions):
-    """The actions at one op of the tools of a layer, and of the layers around it, in running order.
+    """The actions at one op of the tools of a stack, and of the stacks around it, in running order.
 
-    scope_actions: the actions of the layer's own tools, without those of the layers around.
+    scope_actions: the actions of the stack's own tools, without those of the stacks around.
     context: the context of the forward analyses; contexts of backward ops start as copies of it.
-    has_backward_routines: True if a layer of the chain has analysis routines for backward ops.
+    has_backward_routines: True if a stack of the chain has analysis routines for backward ops.
     backward: the analysed backward ops.
-    context_changes: changes of the context by the layer's own tools after the op and at backward ops, by the
+    context_changes: changes of the context by the stack's own tools after the op and at backward ops, by the
     id of the backward op, if any, and the point.
     changes_to_undo: changes that lead from the context back to its state before the op.
     """
@@ -144,20 +144,20 @@ class Plan(Actions):
         "context",
         "context_changes",
         "has_backward_routines",
-        "layer",
         "scope_actions",
+        "stack",
     )
 
-    def __init__(self, layer: Layer, context: OpContext, outer: Plan | None = None) -> None:
+    def __init__(self, stack: ToolStack, context: OpContext, outer: Plan | None = None) -> None:
         super().__init__()
-        self.layer = layer
+        self.stack = stack
         self.context = context
         self.scope_actions = Actions()
         self._outer_plans: tuple[Plan, ...] = () if outer is None else outer.chain
         self._run_dicts: RunDicts | None = None
         self._recorded_run_dicts: RecordedRunDicts | None = None
         self._recomputation: Actions | None = None
-        self.has_backward_routines: bool = layer.wants_backward or (
+        self.has_backward_routines: bool = stack.wants_backward or (
             outer is not None and outer.has_backward_routines
         )
         self.backward = BackwardRecord() if self.has_backward_routines else _NO_BACKWARD_RECORD
@@ -166,21 +166,21 @@ class Plan(Actions):
 
     @property
     def outer_plans(self) -> tuple[Plan, ...]:
-        """Return the plan of each layer around, the outermost first."""
+        """Return the plan of each stack around, the outermost first."""
         return self._outer_plans
 
     @property
     def chain(self) -> tuple[Plan, ...]:
-        """Return the plan of each layer around, the outermost first, and this one."""
+        """Return the plan of each stack around, the outermost first, and this one."""
         # Not stored: a plan that refers to itself would live until the garbage collector runs.
         return (*self._outer_plans, self)
 
     @property
     def plans_with_backward(self) -> list[Plan]:
-        """Return the plans of the chain whose layers have analysis routines for backward ops."""
+        """Return the plans of the chain whose stacks have analysis routines for backward ops."""
         if not self._outer_plans:
             return [self] if self.has_backward_routines else []
-        return [plan for plan in self.chain if plan.layer.wants_backward]
+        return [plan for plan in self.chain if plan.stack.wants_backward]
 
     def merge_actions(self) -> None:
         """Set the plan's actions from those that the tools of the chain have recorded so far."""
@@ -237,15 +237,15 @@ class Plan(Actions):
         return any(action.takes_shapes for actions in backward for action in actions.all)
 
     def unanalysed(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
-        """Return the tools among `tools`, of the plan's layer, that have not analysed a backward op."""
+        """Return the tools among `tools`, of the plan's stack, that have not analysed a backward op."""
         recorded = self.backward.partial.get(backward_id)
         if recorded is None:
             return () if backward_id in self.backward.actions else tools
-        analysed_by = [self.layer.routines[point][i].tool for point, i in list(recorded)]
+        analysed_by = [self.stack.routines[point][i].tool for point, i in list(recorded)]
         return [tool for tool in tools if not any(tool is analysed_tool for analysed_tool in analysed_by)]
 
     def is_analysed(self, backward_id: int) -> bool:
-        """Return True if all tools of the plan's layer have analysed a backward op."""
+        """Return True if all tools of the plan's stack have analysed a backward op."""
         return backward_id in self.backward.actions and backward_id not in self.backward.partial
 
     def is_complete(self, gradients: Hashable) -> bool:

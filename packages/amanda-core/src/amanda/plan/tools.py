@@ -100,7 +100,7 @@ class ToolState:
         self.wrappers: list[Wrapper] = []
         self.version = 0
         self.lock = interceptor.Lock()
-        self.layers: OrderedDict[Hashable, Any] = OrderedDict()
+        self.stacks: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         self.former: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from functools import cache
 from weakref import ReferenceType
 
 from amanda import interceptor
-from amanda.plan.layer import Layer
+from amanda.plan.tool_stack import ToolStack
 from amanda.scope.state import State
 
 
@@ -26,5 +26,5 @@ def let_go(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
 
 @cache
 def _nothing() -> interceptor.Activation:
-    """An activation that intercepts nothing; its layer is for ops that are under way on other threads."""
-    return interceptor.Activation(None, State(Layer((), None)), False)
+    """An activation that intercepts nothing; its stack is for ops that are under way on other threads."""
+    return interceptor.Activation(None, State(ToolStack((), None)), False)

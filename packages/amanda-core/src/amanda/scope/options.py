@@ -26,7 +26,7 @@ def changed_options(tool: AnyTool) -> Iterator[str]:
     now = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
     before, registry.options = registry.options, now
     if before is None or not any(
-        tool in layer.applied and layer.plans for layer in list(plan_lifetimes.layers)
+        tool in stack.applied and stack.plans for stack in list(plan_lifetimes.stacks)
     ):
         return
     for name in now:

@@ -16,8 +16,8 @@ from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
 from amanda.plan.hooks import hooks
-from amanda.plan.layer import layer_of
 from amanda.plan.order import in_dependency_order, interchangeable
+from amanda.plan.tool_stack import stack_of
 from amanda.plan.tools import AnyTool, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
@@ -94,9 +94,9 @@ class Scope(interceptor.Extent):
         outer = State.current()
         tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
-        layer = layer_of(tools, outer.layer) if tools else outer.layer
-        state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
-        attachment.open(self, layer is None or layer.intercepts)
+        stack = stack_of(tools, outer.stack) if tools else outer.stack
+        state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
+        attachment.open(self, stack is None or stack.intercepts)
         activation = state.activation()
         self._open = True
         for (

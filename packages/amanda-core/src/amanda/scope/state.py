@@ -1,4 +1,4 @@
-"""The state of an execution context: layers of tools, and the switches of the control API."""
+"""The state of an execution context: stacks of tools, and the switches of the control API."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from amanda import interceptor
 from amanda.errors import ScopeError
-from amanda.plan.layer import Layer, layer_of
 from amanda.plan.order import in_dependency_order
+from amanda.plan.tool_stack import ToolStack, stack_of
 
 if TYPE_CHECKING:
-    from amanda.plan.runs import Recall, RunRecord
+    from amanda.plan.run_dicts import Recall, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
 
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Layer of tools, open scopes and switches; immutable, so a scope or a switch puts another in force.
+    """ToolStack of tools, open scopes and switches; immutable, so a scope or a switch puts another in force.
 
     records: of the enclosing parts of the program that a framework may run again.
     recall: the executions that run again here; None where nothing does.
     """
 
-    layer: Layer | None = None
+    stack: ToolStack | None = None
     scopes: tuple[Scope, ...] = ()
     enabled: bool = True
     cache: bool = True
@@ -44,13 +44,13 @@ class State:
         """Return the state of this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
-        gone = state.layer is not None and not state.scopes
+        gone = state.stack is not None and not state.scopes
         return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
 
     @property
     def intercepts(self) -> bool:
         """Return True if ops are intercepted: a tool asks for that, and none of the switches forbids it."""
-        return self.enabled and self.layer is not None and self.layer.intercepts
+        return self.enabled and self.stack is not None and self.stack.intercepts
 
     @property
     def is_recorded(self) -> bool:
@@ -67,7 +67,7 @@ class State:
 
     def is_open(self, tool: AnyTool) -> bool:
         """Return True if a scope with that tool is open, or with one that stands for the tool."""
-        return self.layer is not None and self.layer.has_tool(tool)
+        return self.stack is not None and self.stack.has_tool(tool)
 
     def report(self, what: str, reason: str, where: str = "") -> None:
         """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""
@@ -86,14 +86,14 @@ class State:
     def remaining(self) -> State:
         """Return the state of the scopes that are open, with the present routines; State() if none is."""
         scopes = tuple(scope for scope in self.scopes if not scope.closed)
-        is_current = self.layer is None or self.layer.is_current
+        is_current = self.stack is None or self.stack.is_current
         if len(scopes) == len(self.scopes) and (is_current or not scopes):
             return self
-        return replace(self, layer=_layer(scopes), scopes=scopes) if scopes else State()
+        return replace(self, stack=_stack_of(scopes), scopes=scopes) if scopes else State()
 
     def activation(self) -> interceptor.Activation:
         """Return what the interceptor consults while this state is in force."""
-        table = self.layer.table if self.layer is not None and self.cache else None
+        table = self.stack.table if self.stack is not None and self.cache else None
         variant = 2 if self.recall is not None else 1 if self.records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
@@ -114,13 +114,13 @@ def tell_switched() -> None:
 _OUTSIDE = State()
 
 
-def _layer(scopes: Iterable[Scope]) -> Layer | None:
-    layer = None
+def _stack_of(scopes: Iterable[Scope]) -> ToolStack | None:
+    stack = None
     for scope in scopes:
-        so_far = State(layer)
+        so_far = State(stack)
         tools = [tool for tool in in_dependency_order(scope._tools) if not so_far.is_open(tool)]
-        layer = layer_of(tools, layer) if tools else layer
-    return layer
+        stack = stack_of(tools, stack) if tools else stack
+    return stack
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 def activated(state: State) -> AbstractContextManager[None]:
     """Put a state in force until the context is left; of its scopes, each until that closes."""
     if (
-        state.layer is not None and not state.layer.is_current
+        state.stack is not None and not state.stack.is_current
     ):  # a tool was changed since a thread was given it
         state = state.remaining()
     activation = state.activation()

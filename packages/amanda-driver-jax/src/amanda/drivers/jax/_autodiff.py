@@ -50,7 +50,7 @@ class Made:
 
     def attach(self, trace: Trace) -> None:
         """Take the record of the execution."""
-        self._trace = Programs.of(trace.layer).keep(self, trace)
+        self._trace = Programs.of(trace.stack).keep(self, trace)
         _thread.attached = self
 
     def __enter__(self) -> "Made":

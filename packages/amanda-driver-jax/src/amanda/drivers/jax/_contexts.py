@@ -26,7 +26,7 @@ BACKWARD = "backward"
 
 
 class Programs:
-    """The programs that were traced for a layer of tools, and what belongs to them; the layer alone holds it.
+    """The programs that were traced for a stack of tools, and what belongs to them; the stack alone holds it.
 
     JAX's caches hold programs for as long as the functions under other names live, so a program holds
     nothing of the tools: of routines and executions it has tokens.
@@ -44,10 +44,10 @@ class Programs:
         weakref.finalize(self, _forget, self._users).atexit = False
 
     @staticmethod
-    def of(layer: Any) -> "Programs":
-        """Return those of a layer."""
-        programs: Programs | None = layer.rewrites.get(Programs)
-        return programs or layer.rewrites.setdefault(Programs, Programs())
+    def of(stack: Any) -> "Programs":
+        """Return those of a stack."""
+        programs: Programs | None = stack.rewrites.get(Programs)
+        return programs or stack.rewrites.setdefault(Programs, Programs())
 
     def entered(self, scope: Any) -> None:
         """Note a scope of these tools, which may be another one than that in which a program was traced."""
@@ -89,10 +89,10 @@ def key_of(state: State, purpose: Hashable = 0) -> Any:
     purpose: number of the variant, or BACKWARD.
     """
     if state.scopes:
-        Programs.of(state.layer).entered(state.scopes[-1])
+        Programs.of(state.stack).entered(state.scopes[-1])
     if not state.cache:
         return pjit.make_jit_cpp_cache(_CAPACITY)
-    return Programs.of(state.layer).keys[state.autodiff, purpose]
+    return Programs.of(state.stack).keys[state.autodiff, purpose]
 
 
 def follow() -> None:

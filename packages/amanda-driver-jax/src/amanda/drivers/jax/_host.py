@@ -68,7 +68,7 @@ class Token:
 
     def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "Job") -> None:
         self._numbers, self._slices, self._observes = numbers, slices, observes
-        programs = Programs.of(state.layer)
+        programs = Programs.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:

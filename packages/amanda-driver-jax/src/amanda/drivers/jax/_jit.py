@@ -84,7 +84,7 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             interceptor.reset_root()
             state = activation.state
-            programs = Programs.of(state.layer)
+            programs = Programs.of(state.stack)
             function = programs.function(fun)
             with function.variant() as variant:
                 key = under(key_of(state, variant.number)) if variant.number else nullcontext()

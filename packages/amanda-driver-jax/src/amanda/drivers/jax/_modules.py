@@ -95,9 +95,9 @@ _MET: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Place, int]] = we
 
 def _met() -> weakref.WeakKeyDictionary[Place, int]:
     """Return the numbers of the models that the innermost tool has met."""
-    layer = State.current().layer
-    assert layer is not None
-    return _MET.setdefault(layer.applied[-1], weakref.WeakKeyDictionary())
+    stack = State.current().stack
+    assert stack is not None
+    return _MET.setdefault(stack.applied[-1], weakref.WeakKeyDictionary())
 
 
 def number_of(place: Place) -> int:

@@ -1,4 +1,4 @@
-"""Programs of one function for the tools of a layer, by the values that routines in them read.
+"""Programs of one function for the tools of a stack, by the values that routines in them read.
 
 Arrays that routines read are inputs of a program, for which they are read at each call.
 """
@@ -154,7 +154,7 @@ def _is_of(const: Any, value: Any) -> bool:
 class Function:
     """A function of the user, with one variant for each set of values that routines read.
 
-    call: the function under the other name by which JAX knows it for the tools of a layer.
+    call: the function under the other name by which JAX knows it for the tools of a stack.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -140,10 +140,10 @@ def of_pass() -> interceptor.Activation | None:
 
 
 def _expect_second_order(state: State) -> None:
-    layer = state.layer
-    if layer is None or not any(one.wants_backward for one in layer.chain):
+    stack = state.stack
+    if stack is None or not any(one.wants_backward for one in stack.chain):
         return
-    if layer.enable_double_backward():
+    if stack.enable_double_backward():
         state.report(
             "the first differentiation of gradients",
             "it came after passes without one; backward ops of backward ops are seen from the next on",
@@ -185,7 +185,7 @@ class _Backward:
                 )
             self.under_way.append(self)
         settling = self._state.settles and not self._create_graph
-        layer, shared, keep = self._state.layer, self._shared, self._handles.append
+        stack, shared, keep = self._state.stack, self._shared, self._handles.append
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for node, mark, number in found:
             kind, trace = type(node), mark.trace
@@ -202,7 +202,7 @@ class _Backward:
             if mark.order:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
-            if settling and plan.layer is layer:
+            if settling and plan.stack is stack:
                 settled = plan.backward.steps.get((kind, place)) or BackwardStep.settled(
                     self._driver, trace, kind, place
                 )
@@ -260,7 +260,7 @@ class _Backward:
             return
         deep = {id(mark.trace.plan) for _, mark, _ in self._found if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending and (not trace.layer.double_backward or id(trace.plan) in deep):
+            if not trace.pending and (not trace.stack.double_backward or id(trace.plan) in deep):
                 self._driver.finish(trace, keeps_graph)
 
 

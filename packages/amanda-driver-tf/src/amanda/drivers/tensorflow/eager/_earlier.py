@@ -78,8 +78,8 @@ class Earlier:
 
 def _is_quiet(type: str, state: State) -> bool:
     """Return True if there was an op of that type whose backward ops no tool asked for: it is not marked."""
-    chain = () if state.layer is None else state.layer.chain
-    plans = [plan for layer in chain for known in layer.plans.values() for plan in known.values()]
+    chain = () if state.stack is None else state.stack.chain
+    plans = [plan for stack in chain for known in stack.plans.values() for plan in known.values()]
     return any(
         plan.backward.complete
         and not any(plan.backward.actions.values())

@@ -62,7 +62,7 @@ class Tape:
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
                 return original(*args, **kwargs)
-            if not any(layer.wants_backward for layer in activation.state.layer.chain):
+            if not any(stack.wants_backward for stack in activation.state.stack.chain):
                 return _nobodys(original, *args, **kwargs)
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
             earlier = self._earlier.has(args[0] if args else kwargs["tape"])

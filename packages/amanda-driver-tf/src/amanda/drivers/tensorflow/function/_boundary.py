@@ -34,7 +34,7 @@ class Trace:
     """
 
     def __init__(self, copy: Copy[Runnable], execution: Execution, atomic: Any) -> None:
-        self.outside = replace(execution.state, layer=None, scopes=())
+        self.outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
         self.runs = execution.runs
         self.stores = execution.stores

@@ -122,10 +122,10 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
         if trace is not None:
             closed = _is_closed(state, trace)
             return self.copy((atomic, args, trace), state, closed, atomic, trace.copy)
-        if state.layer is None:
+        if state.stack is None:
             return None
         if b"__backward_" in atomic.name:
-            if any(one.wants_backward for one in state.layer.chain):
+            if any(one.wants_backward for one in state.stack.chain):
                 name = parts(atomic.name.decode())[1]
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
@@ -135,7 +135,7 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
 
 def _is_closed(state: State, trace: Trace | None) -> bool:
     """Return True if the tools of a forward call are applied no more."""
-    return trace is not None and not any(state.is_open(tool) for tool in trace.copy.layer.applied)
+    return trace is not None and not any(state.is_open(tool) for tool in trace.copy.stack.applied)
 
 
 def _calling(graph: Any) -> Sequence[Any]:

@@ -60,7 +60,7 @@ class Rewriter(Routines):
         self._has_backward = body.backward or bool(self.forward)
         self._calls: list[str] = []
         self._in_flow = behind_flow(body.ops)
-        self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
+        self._wants_backward = any(stack.wants_backward for stack in rewriting.analysis.stack.chain)
         self._recalled: dict[Any, str] = {}
         self._inputs: dict[str, list[Edge]] = {}
         self._by_id: dict[int, tf.Operation] = {}

@@ -52,9 +52,9 @@ KEEPS = (
 
 
 class Generation:
-    """Graphs that were compiled for a layer of tools, until its plans are forgotten.
+    """Graphs that were compiled for a stack of tools, until its plans are forgotten.
 
-    The layer owns it, and it owns the graphs.  Dynamo, whose cache is as old as the user's function, refers
+    The stack owns it, and it owns the graphs.  Dynamo, whose cache is as old as the user's function, refers
     to both weakly, so that tools which nobody has any more take their graphs along.
 
     converters: by dynamo's callback.  It is a region of dynamo's own: what is compiled here does not count
@@ -107,11 +107,11 @@ def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
 
 
 def _converter(state: State, callback: Any) -> Converter:
-    layer = state.layer
-    assert layer is not None
-    generation = layer.rewrites.get(Generation) if state.cache else Generation()
+    stack = state.stack
+    assert stack is not None
+    generation = stack.rewrites.get(Generation) if state.cache else Generation()
     if generation is None:
-        generation = layer.rewrites[Generation] = Generation()
+        generation = stack.rewrites[Generation] = Generation()
     generation.states[state.autodiff] = state
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
@@ -269,8 +269,8 @@ class Backend:
 
     def sizes(self) -> AbstractContextManager[Any]:
         """Context in which each size has a graph of its own, where tools decide by sizes."""
-        layer = self.state.layer
-        if layer is None or not layer.guards:
+        stack = self.state.stack
+        if stack is None or not stack.guards:
             return nullcontext()
         fixed: AbstractContextManager[Any] = torch._dynamo.config.patch(
             assume_static_by_default=True, automatic_dynamic_shapes=False

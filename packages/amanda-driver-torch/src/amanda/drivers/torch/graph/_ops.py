@@ -114,7 +114,7 @@ class GraphExecution(Execution):
 
     def __init__(self, program: Program) -> None:
         state = current_state()
-        if program.every or state.layer is None:
+        if program.every or state.stack is None:
             state = program.state
         super().__init__(state, TENSORS, program.table, every=program.every)
         self.program = program
@@ -142,7 +142,7 @@ class GraphExecution(Execution):
         if self.program.every:
             return True
         state = current_state()
-        if state.layer is None and not any(scope.closed for scope in self.state.scopes):
+        if state.stack is None and not any(scope.closed for scope in self.state.scopes):
             state = self.state  # on a thread that the framework started
         return state.enabled and state.is_open(action.tool)
 

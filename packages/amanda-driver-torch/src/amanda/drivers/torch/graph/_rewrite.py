@@ -85,7 +85,7 @@ class Rewriting:
                 self.symbols.learn(ran)
                 for one in ran.values():
                     self._analyse(one)
-                if any(layer.wants_backward for layer in self._analysis.layer.chain):
+                if any(stack.wants_backward for stack in self._analysis.stack.chain):
                     self._reached = _reached(ran)
                     for one in reversed(ran.values()):
                         self._analyse_backward(one)

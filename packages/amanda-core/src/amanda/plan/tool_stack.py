@@ -1,4 +1,4 @@
-"""Layers: the tools of nested scopes, with the plans of their ops."""
+"""Stacks: the tools of nested scopes, with the plans of their ops."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from amanda.plan.tensors import TensorOps
     from amanda.plan.tools import AnyTool, RegisteredRoutine
 
-LAYERS_PER_TOOL = 16
+STACKS_PER_TOOL = 16
 PLANS_PER_OP = 256
 
 
-class Layer:
-    """The tools of one scope, in order, above the layers of the scopes around it.
+class ToolStack:
+    """The tools of one scope, in order, above the stacks of the scopes around it.
 
     keyed_by_shapes: whether a guard makes the shapes of the inputs a part of the key of every plan.
     keyed_by_shapes_read: whether shapes are a part of the key where an analysis routine has read shapes.
@@ -33,16 +33,16 @@ class Layer:
     shape_dependent_ops: ids of the ops whose analysis has read shapes.
     writing_ops: ids of the ops that write into their input tensors.
     intercepts: whether a tool needs calls to be intercepted.
-    backward_tools: the tools whose analysis routines for backward ops run in this layer.
+    backward_tools: the tools whose analysis routines for backward ops run in this stack.
     double_backward: whether gradients have been differentiated, so that backward ops have backward ops.
     pending_plans: plans that threads are making at this moment.
-    rewrites: a driver's records of graphs rewritten for this layer, by graph.
+    rewrites: a driver's records of graphs rewritten for this stack, by graph.
     """
 
-    def __init__(self, tools: Sequence[AnyTool], parent: Layer | None) -> None:
+    def __init__(self, tools: Sequence[AnyTool], parent: ToolStack | None) -> None:
         self.tools = tuple(tools)
-        self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
-        applied = [tool for layer in self.chain for tool in layer.tools]
+        self.chain: tuple[ToolStack, ...] = (*(parent.chain if parent else ()), self)
+        applied = [tool for stack in self.chain for tool in stack.tools]
         self.applied = tuple(applied)
         self._versions = [tool._amanda.version for tool in applied]
         self.routines = {
@@ -67,23 +67,23 @@ class Layer:
         self.writing_ops: set[int] = set()
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        plan_lifetimes.layers.add(self)
+        plan_lifetimes.stacks.add(self)
 
     @property
     def is_current(self) -> bool:
-        """Return True unless a tool's routines or restrictions have changed since the layer was created."""
+        """Return True unless a tool's routines or restrictions have changed since the stack was created."""
         return self._versions == [tool._amanda.version for tool in self.applied]
 
     def _outer_tools_at(self, point: InstrumentationPoint) -> list[AnyTool]:
-        """Return the tools of layers around that may take part at a point only for tools of this layer."""
-        outer_layers = self.chain[:-1]
-        active_ids = {id(routine.tool) for layer in outer_layers for routine in layer.routines[point]}
-        return [tool for layer in outer_layers for tool in layer.tools if id(tool) not in active_ids]
+        """Return the tools of stacks around that may take part at a point only for tools of this stack."""
+        outer_stacks = self.chain[:-1]
+        active_ids = {id(routine.tool) for stack in outer_stacks for routine in stack.routines[point]}
+        return [tool for stack in outer_stacks for tool in stack.tools if id(tool) not in active_ids]
 
     def analyse(
         self, context: OpContext, point: InstrumentationPoint, part: AnalysisPart | None = None
     ) -> None:
-        """Run this layer's analysis routines of a point on a context.
+        """Run this stack's analysis routines of a point on a context.
 
         part: the tools whose routines run, with a record of each routine's actions; None for all tools.
         """
@@ -108,7 +108,7 @@ class Layer:
         hooks.call("amanda_op_analysed", context=context)
 
     def has_tool(self, tool: AnyTool) -> bool:
-        """Return True if a tool, or an interchangeable one, is applied in this layer or in a layer around."""
+        """Return True if a tool, or an interchangeable one, is applied in this stack or in a stack around."""
         return any(applied is tool for applied in self.applied) or any(
             interchangeable(applied, tool) for applied in self.applied
         )
@@ -117,7 +117,7 @@ class Layer:
         """Return True if the shapes of an op's inputs decide its plan; None for any op of a graph."""
         if self.keyed_by_shapes or not self.keyed_by_shapes_read:
             return self.keyed_by_shapes
-        return op_id is None or any(op_id in layer.shape_dependent_ops for layer in self.chain)
+        return op_id is None or any(op_id in stack.shape_dependent_ops for stack in self.chain)
 
     def key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
         """Return the key of a plan: the signature of the op's inputs, and the results of the guards.
@@ -157,11 +157,11 @@ class Layer:
         if self.double_backward:
             return False
         invalidated = False
-        for layer in self.chain:
-            layer.double_backward = True
+        for stack in self.chain:
+            stack.double_backward = True
             plans = [
                 plan
-                for plans in layer.plans.values()
+                for plans in stack.plans.values()
                 for plan in plans.values()
                 if plan.has_backward_routines
             ]
@@ -200,22 +200,22 @@ class Layer:
             tool._amanda.on_death(op_id)
 
 
-def layer_of(tools: Sequence[AnyTool], parent: Layer | None) -> Layer:
-    """Return the layer of the tools above `parent`, with the plans of earlier scopes of the same tools.
+def stack_of(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
+    """Return the stack of the tools above `parent`, with the plans of earlier scopes of the same tools.
 
-    The layer is stored with the last tool, since the last tool depends on the others.
+    The stack is stored with the last tool, since the last tool depends on the others.
     """
     chain = parent.chain if parent else ()
     key = tuple(
         tuple((tool._amanda.number, tool._amanda.version) for tool in group)
-        for group in (*(layer.tools for layer in chain), tuple(tools))
+        for group in (*(stack.tools for stack in chain), tuple(tools))
     )
-    layers = tools[-1]._amanda.layers if tools else {}
-    if key not in layers:
-        layers[key] = Layer(tools, parent)
-    layer: Layer = layers[key]
+    stacks = tools[-1]._amanda.stacks if tools else {}
+    if key not in stacks:
+        stacks[key] = ToolStack(tools, parent)
+    stack: ToolStack = stacks[key]
     if tools:
-        tools[-1]._amanda.layers.move_to_end(key)
-        while len(layers) > LAYERS_PER_TOOL:
-            tools[-1]._amanda.layers.popitem(last=False)
-    return layer
+        tools[-1]._amanda.stacks.move_to_end(key)
+        while len(stacks) > STACKS_PER_TOOL:
+            tools[-1]._amanda.stacks.popitem(last=False)
+    return stack
