@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import amanda
-from amanda.tools.kit import parameters
+from amanda.tools.kit import parameter_store
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 
@@ -83,7 +83,7 @@ def test_weights_are_pruned_as_in_memory_and_finalized(offload: Offload, tmp_pat
     assert tool.state_dict().keys() == of_twin.state_dict().keys()
     tool.finalize(model)
     assert torch.equal(model(X), expected)
-    read = {held.identity: held.read() for held in parameters(model)}
+    read = {held.identity: held.read() for held in parameter_store("torch").parameters(model)}
     assert len(read) == len(list(twin.parameters()))
 
 
@@ -160,15 +160,15 @@ def test_what_has_no_parameters_is_an_error_that_says_what_has() -> None:
     with pytest.raises(
         amanda.AmandaError, match="int has no parameters; give a module, or a list of parameters"
     ):
-        list(parameters(3))
+        list(parameter_store("torch").parameters(3))
     layer = nn.Linear(2, 2, device="meta")
     with pytest.raises(amanda.AmandaError, match="weight of Linear is on the meta device"):
-        next(parameters(layer)).read()
+        next(parameter_store("torch").parameters(layer)).read()
 
 
 def test_a_list_of_parameters_is_read_and_written() -> None:
     weight = nn.Parameter(torch.ones(2, 3))
-    (held,) = parameters([weight])
+    (held,) = parameter_store("torch").parameters([weight])
     held.write(torch.zeros(2, 3))
     assert not held.read().any()
     held.change(lambda value: value + 1, ((3,), (1,), 3))

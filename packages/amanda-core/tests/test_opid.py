@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -212,9 +212,35 @@ def test_an_ordinal_leaves_nothing_on_the_object() -> None:
     assert vars(subject) == {}
 
 
-@pytest.mark.parametrize("value", [3, "text", (1, 2), None])
-def test_what_cannot_be_held_weakly_has_no_ordinal(value: Any) -> None:
-    assert interceptor.ordinal(value) == 0
+class Unreferable:
+    """An object to which no weak reference is possible."""
+
+    __slots__ = ("size",)
+
+
+@pytest.mark.parametrize("make", [Unreferable, lambda: [1], lambda: int("9" * 30), lambda: {}])
+def test_two_objects_without_weak_references_have_two_ordinals(make: Callable[[], Any]) -> None:
+    one, two = make(), make()
+    numbers = interceptor.ordinal(one), interceptor.ordinal(two)
+    assert 0 < numbers[0] < numbers[1]
+    assert (interceptor.ordinal(one), interceptor.ordinal(two)) == numbers
+
+
+def test_an_object_without_weak_references_is_dropped_once_nothing_else_holds_it() -> None:
+    with deaths() as heard:
+        held = Unreferable()
+        number = interceptor.ordinal(held)
+        numbers = {interceptor.ordinal(Unreferable()) for _ in range(1000)}
+        assert len(numbers) == 1000
+        assert len(heard) > 800
+        assert interceptor.ordinal(held) == number
+
+
+def test_many_objects_without_weak_references_keep_their_ordinals() -> None:
+    held = [Unreferable() for _ in range(500)]
+    numbers = [interceptor.ordinal(one) for one in held]
+    assert len(set(numbers)) == 500
+    assert [interceptor.ordinal(one) for one in held] == numbers
 
 
 def test_many_objects_come_and_go() -> None:

@@ -22,7 +22,7 @@ from amanda.tools.dynamic_prune import (
     DynamicChannelPruneTool,
     DynamicPruneTool,
 )
-from amanda.tools.kit import PerCaller
+from amanda.tools.dynamic_prune._thread_state import PerThreadState
 
 THREADS, ROUNDS = 8, 6
 
@@ -142,14 +142,14 @@ def test_calls_of_one_function_get_what_they_get_one_after_another() -> None:
 
 def test_a_thread_of_the_framework_has_the_state_of_the_only_caller() -> None:
     tool = DynamicChannelPruneTool()
-    state: PerCaller[dict[str, int]] = PerCaller(tool, dict)
+    state: PerThreadState[dict[str, int]] = PerThreadState(tool, dict)
     state.of(tool)["x"] = 1
     assert on_a_thread_of_c(lambda: state.of(tool)) == {"x": 1}
 
 
 def test_a_thread_of_the_framework_that_serves_one_of_several_callers_is_an_error() -> None:
     tool = DynamicChannelPruneTool()
-    state: PerCaller[dict[str, int]] = PerCaller(tool, dict)
+    state: PerThreadState[dict[str, int]] = PerThreadState(tool, dict)
     state.of(tool)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(state.of, tool).result()

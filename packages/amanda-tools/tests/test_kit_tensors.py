@@ -12,17 +12,8 @@ from torch import nn
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import (
-    FoundMemory,
-    OpRecord,
-    TensorTool,
-    bits_of,
-    from_bytes,
-    numpy_type,
-    parameter_inputs,
-    tensors_of,
-    to_bytes,
-)
+from amanda.tools.inject import MemorySnapshot, bits_of, from_bytes, to_bytes
+from amanda.tools.kit import OpRecord, Tensors, TensorTool, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping
 
 VALUES = np.linspace(-3, 4, 24, dtype=np.float32).reshape(2, 3, 4)
@@ -96,7 +87,7 @@ def test_an_exact_array_has_the_type_of_the_tensor() -> None:
     assert tensors_of(x).exact(x).dtype == ml_dtypes.bfloat16
     assert tensors_of(x).exact(x).tolist() == [1.0, -2.5]
     with pytest.raises(AmandaError, match="'imaginary' is no element type"):
-        numpy_type("imaginary")
+        Tensors.numpy_type("imaginary")
 
 
 class Met(TensorTool[OpRecord]):
@@ -237,7 +228,7 @@ def test_values_of_variables_are_parameters() -> None:
 def test_found_memory_is_put_back_also_where_a_view_was_written() -> None:
     norm, whole = nn.BatchNorm1d(3), torch.arange(6.0)
     before = {name: value.clone() for name, value in norm.state_dict().items()}
-    memory = FoundMemory()
+    memory = MemorySnapshot()
     with amanda.apply(memory):
         norm(torch.rand(4, 3))
         whole.view(2, 3)[0].mul_(5)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import amanda
-from amanda.tools.kit import Weight, WeightError, WeightTool
 from amanda.tools.prune import PruneTool
+from amanda.tools.weights import Weight, WeightError, WeightTool
 
 
 class Magnitude(WeightTool[Weight]):

@@ -32,13 +32,15 @@ TOOLS = {plugin.name: tool_class(plugin.name) for plugin in amanda.list_tools()}
 NOT_OPTIONS = {
     # Made by the core.
     "amanda": "Action ActionType InstrumentationPoint OpContext Report Scope ShapeTally Tally",
-    "amanda.tools._libraries": "*",
+    "amanda.tools.libraries": "*",
     "amanda.tools.command": "*",  # the command line itself, whose texts are below
     "amanda.tools.diff": "command", "amanda.tools.sweep": "command", "amanda.tools.view": "main",
     "amanda.tools.notebook": "*",
     # Called by routines and by authors of tools, at each execution of an op.
-    "amanda.tools.kit": "*",
-    "amanda.tools.mapping": "backend_of distributed is_partial itemsize local share weight_gradient whole",
+    "amanda.tools.kit": "*", "amanda.tools.weights": "*",
+    "amanda.tools.inject": "MemorySnapshot bits_of from_bytes to_bytes",
+    "amanda.tools.mapping": """InstalledEntries Rerun backend_of distributed is_partial itemsize local rerun
+        share spatial_axes torch_dtype torch_shape torch_word undisturbed weight_gradient whole""",
     "amanda.tools.steps": "execution_number",
     "amanda.tools.stats": "Accumulator numbers",
     "amanda.tools.quantize": """choose_qparams extremes fake_quantize fake_quantize_gradient gradient_scale

@@ -8,7 +8,7 @@ import numpy as np
 from autoray import do
 
 import amanda
-from amanda.tools.kit import Weight, WeightTool
+from amanda.tools.weights import Weight, WeightTool
 
 
 class LowRankTool(WeightTool[Weight]):

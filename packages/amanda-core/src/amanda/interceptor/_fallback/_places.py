@@ -116,6 +116,12 @@ class Named:
         self.asks = 0 if settled else self.asks - 1
 
 
+FIRST_SWEEP = 64
+"""Number of objects without weak references that leads to the first sweep of those that are dead."""
+_REFERENCES_OF_DEAD = 2
+"""References to a value of a dict that nothing else holds, as `sys.getrefcount` counts them, with its own."""
+
+
 class House:
     """Facts of the process: kinds of code, types that tell ops apart, ordinals."""
 
@@ -129,6 +135,8 @@ class House:
         self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
         self.named: dict[int, Named] = {}
         self.ordinals = 0
+        self.strong: dict[int, Any] = {}
+        self.strong_limit = FIRST_SWEEP
 
     def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
         """Return what is said of code: hash, kind, first instructions."""
@@ -137,6 +145,19 @@ class House:
             hash, kind, first = self.describe(code)
             known = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
         return known[1]
+
+
+    def sweep(self) -> None:
+        """Drop the objects that nothing but their ordinal holds, once there are twice as many as survived."""
+        if len(self.strong) < self.strong_limit:
+            return
+        for address in list(self.strong):
+            if sys.getrefcount(self.strong[address]) <= _REFERENCES_OF_DEAD:
+                self.strong.pop(address, None)
+                gone = self.named.pop(address, None)
+                if gone is not None:
+                    self.on_death(gone.ordinal)
+        self.strong_limit = max(FIRST_SWEEP, 2 * len(self.strong))
 
 
 thread = Thread()
@@ -181,7 +202,10 @@ def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
 
 
 def ordinal(subject: Any) -> int:
-    """Number of an object, in the order of first use; 0 where it cannot be held weakly."""
+    """Return the number of an object, in the order of first use; no two objects have the same.
+
+    An object that cannot be held weakly is held until a sweep sees that nothing else holds it.
+    """
     address = id(subject)
     if address not in house.named:
 
@@ -190,10 +214,12 @@ def ordinal(subject: Any) -> int:
             if not ends():  # what hears of it has been taken apart as the process ends
                 house.on_death(gone.ordinal)
 
+        reference = None
         try:
             reference = weakref.ref(subject, forget)
         except TypeError:
-            return 0
+            house.sweep()
+            house.strong[address] = subject
         house.ordinals += 1
         asks = MOST_ASKS if isinstance(subject, house.identity_types) else 0
         house.named[address] = Named(house.ordinals, reference, asks)

@@ -63,7 +63,8 @@ typedef struct {
     Path *more; /* the others */
     int more_count;
     int asks;            /* how often it is still asked whether it has come to lie in a slot of an enclosing object */
-    PyObject *reference; /* owned; weak */
+    PyObject *reference; /* owned; weak, or the object itself where its type has no weak references */
+    int is_strong;       /* whether `reference` is the object */
 } Named;
 
 #ifdef AMANDA_CHECKED

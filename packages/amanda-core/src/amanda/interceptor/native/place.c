@@ -5,6 +5,7 @@
 #define IDLE_REGIONS 32
 #define KEPT_COUNTS 64
 #define MOST_ASKS 8
+#define FIRST_SWEEP 64
 #define ROOT_HASH 0x416D616E6461ULL
 
 #if PY_VERSION_HEX >= 0x030C0000
@@ -33,9 +34,10 @@ static struct {
     PyTypeObject *types[TYPE_LIMIT];
     int type_count;
     uint64_t ordinals;
+    size_t strong, strong_limit; /* objects that are held strongly, and how many lead to a sweep */
     Region *idle; /* freed and not given back, linked by their parents */
     int idle_count;
-} house = {.index = -1, .epoch = 1};
+} house = {.index = -1, .epoch = 1, .strong_limit = FIRST_SWEEP};
 
 Known known;
 __thread Local local;
@@ -306,18 +308,45 @@ static int ends(void) {
 #endif
 }
 
-static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
-    uint64_t key = PyLong_AsUnsignedLongLong(address);
+/* Drop the ordinal of an object that has died, and report it. */
+static int drop_named(uint64_t key) {
     Named *named = map_remove(&known.named, key);
-    if (!named) Py_RETURN_NONE;
+    if (!named) return 0;
     uint64_t ordinal = named->ordinal;
+    house.strong -= named->is_strong;
     Py_DECREF(named->reference);
     PyMem_RawFree(named->more);
     PyMem_RawFree(named);
-    if (!house.on_death || ends()) Py_RETURN_NONE; /* what hears of it has been taken apart as the process ends */
+    if (!house.on_death || ends()) return 0; /* what hears of it has been taken apart as the process ends */
     PyObject *on_death = Py_NewRef(house.on_death), *told = PyObject_CallFunction(on_death, "K", ordinal);
     Py_DECREF(on_death);
-    return told;
+    Py_XDECREF(told);
+    return told ? 0 : -1;
+}
+
+static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
+    if (drop_named(PyLong_AsUnsignedLongLong(address))) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Drop the objects that nothing but their ordinal holds.  Their types have no weak references, so nobody reports
+   their death; the next sweep waits until there are twice as many as survive. */
+static int sweep_strong(void) {
+    size_t count = 0, room = house.strong;
+    uint64_t *dead = PyMem_RawMalloc((room + 1) * sizeof *dead);
+    if (!dead) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < known.named.size && count < room; i++) {
+        Named *named = known.named.cells[i].value;
+        if (named && named->is_strong && Py_REFCNT(named->reference) == 1) dead[count++] = known.named.cells[i].key;
+    }
+    int failed = 0;
+    for (size_t i = 0; i < count; i++) failed |= drop_named(dead[i]);
+    PyMem_RawFree(dead);
+    house.strong_limit = house.strong > FIRST_SWEEP / 2 ? 2 * house.strong : FIRST_SWEEP;
+    return failed ? -1 : 0;
 }
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
@@ -354,9 +383,9 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
     Py_XDECREF(callback);
     if (!reference) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-        PyErr_Clear(); /* cannot be held weakly: its type has to do */
-        *ordinal = 0;
-        return 0;
+        PyErr_Clear(); /* it cannot be held weakly, and another object at its address would have its ordinal */
+        if (house.strong >= house.strong_limit && sweep_strong()) return -1;
+        reference = Py_NewRef(object);
     }
     Named *named = map_get(&known.named, key);
     if (named) { /* what a collection ran has asked for it in the meantime */
@@ -372,7 +401,9 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
         return -1;
     }
     int asks = house.adopt && is_identity_type(Py_TYPE(object)) ? MOST_ASKS : 0;
-    *named = (Named){.ordinal = ++house.ordinals, .reference = reference, .asks = asks};
+    int is_strong = reference == object;
+    house.strong += is_strong;
+    *named = (Named){.ordinal = ++house.ordinals, .reference = reference, .is_strong = is_strong, .asks = asks};
     *ordinal = named->ordinal;
     return 0;
 }

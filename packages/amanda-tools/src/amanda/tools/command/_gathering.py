@@ -13,9 +13,9 @@ from typing import Any
 
 from amanda.errors import AmandaError
 from amanda.files import write_file
-from amanda.tools._libraries import rich
 from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._spec import Tooling
+from amanda.tools.libraries import rich
 from amanda.tools.results import Result, can_merge, merge, read_json, reading, restored, to_json
 
 _MORE = 1 << 28

@@ -11,7 +11,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.coverage._result import OpCoverage
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 
 
 class Span:

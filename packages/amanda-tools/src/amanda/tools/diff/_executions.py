@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.diff._compare import Pair, arranged, array_distance, matched, summary_distance
 from amanda.tools.diff._flow import Execution
 from amanda.tools.diff._likeness import NEAR, is_telling
 from amanda.tools.diff._pieces import joined, shares
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
 
 INPUT_ROLES = ("input", "weight")
 

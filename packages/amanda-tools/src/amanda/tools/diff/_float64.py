@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import amanda
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 
 
 class Float64Tool(amanda.Tool):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.diff._compare import summary_distance
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.diff._compare import Pair, array_distance
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from amanda.tools.diff._programs import Command, Extra, Function, Program
 from amanda.tools.diff._replaced import ReplacedTool
 from amanda.tools.diff._run import Compiled, Run, Source, open_run
 from amanda.tools.diff._start import Start
-from amanda.tools.kit import numpy_type
+from amanda.tools.kit import Tensors
 
 Control = Literal["again", "float64", "auto"]
 _REPEATED = frozenset({"pytorch", "onnxruntime"})
@@ -183,5 +183,5 @@ def _rounding(dtype: str) -> float:
         return 0.0
     from ml_dtypes import finfo
 
-    bits: int = finfo(numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
+    bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
     return float(2.0**-bits / 4)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 
 class Start:

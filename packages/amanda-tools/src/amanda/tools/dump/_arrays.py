@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError
 from amanda.files import replacing, write_file
-from amanda.tools._libraries import numpy as np
-from amanda.tools._libraries import safetensors
-from amanda.tools.kit import numpy_type
+from amanda.tools.kit import Tensors
+from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import safetensors
 from amanda.tools.results import check_file, parsing, read_npz
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def shaped(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[A
 
     Raises AmandaError where the array does not have the numbers of this type and shape.
     """
-    kind = numpy_type(dtype)
+    kind = Tensors.numpy_type(dtype)
     if kind.hasobject or min(shape, default=0) < 0 or prod(shape) * kind.itemsize != array.nbytes:
         raise AmandaError(f"{array.nbytes} bytes are no tensor of {dtype} and shape {list(shape)}")
     if array.dtype != kind:

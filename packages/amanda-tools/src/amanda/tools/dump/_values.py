@@ -7,8 +7,8 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats import Accumulator
 
 if TYPE_CHECKING:

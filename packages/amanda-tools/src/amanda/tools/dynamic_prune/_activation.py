@@ -10,13 +10,14 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeFloat, PositiveFloat, PositiveShare, Seed, checked
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, without_run
 from amanda.tools.dynamic_prune._math import as_type_of, binary_gumbel, budget_loss, local, needed, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode, Window, spatial_axes, windows_of
+from amanda.tools.kit import DataflowNode, Window, windows_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import spatial_axes
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",

@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal
 
 import amanda
 from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Range, Seed, checked
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, without_run
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
@@ -34,6 +32,8 @@ from amanda.tools.dynamic_prune._patterns import (
 from amanda.tools.dynamic_prune._pytorch import ATTENTIONS
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import DataflowNode, tensors_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})

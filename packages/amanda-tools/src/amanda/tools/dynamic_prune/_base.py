@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import Seed, checked
-from amanda.tools._libraries import get_dtype_name
-from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
-from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
+from amanda.tools.dynamic_prune._thread_state import PerThreadState
+from amanda.tools.kit import Dataflow, DataflowNode, tensors_of
+from amanda.tools.libraries import get_dtype_name
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class DynamicPruneTool(amanda.Tool):
     def __init__(self, seed: Seed = 0, state: Callable[[], Any] = dict) -> None:
         super().__init__()
         self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-        self._flow, self._present = Dataflow(), PerCaller[Any](self, state)
+        self._flow, self._present = Dataflow(), PerThreadState[Any](self, state)
         self._ops: dict[str, Any] = {}
         self._rows: dict[str, Pruned] = {}
         self.depends_on(StandardMapping())

@@ -8,12 +8,13 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeFloat, PositiveShare, Seed, checked
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
 from amanda.tools.dynamic_prune._base import DynamicPruneTool
 from amanda.tools.dynamic_prune._math import as_type_of, density_count, saliency, shares, stop, winners
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode, spatial_axes
+from amanda.tools.kit import DataflowNode
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import spatial_axes
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _NORMS = ("batch_norm", "instance_norm", "group_norm")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from amanda.tools._libraries import astype, do, get_dtype_name
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import Window, tensors_of
+from amanda.tools.libraries import astype, do, get_dtype_name
+from amanda.tools.libraries import numpy as np
 
 
 def saliency(x: Any, weight: Any, bias: Any) -> Any:

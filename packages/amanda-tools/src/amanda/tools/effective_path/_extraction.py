@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._path import EffectivePath, Layer
 from amanda.tools.effective_path._terms import (
     Indices,
@@ -19,6 +18,7 @@ from amanda.tools.effective_path._terms import (
     aligned,
     leading,
 )
+from amanda.tools.libraries import numpy as np
 from amanda.tools.trace import Graph
 
 STATE = ("parameter", "buffer", "constant")

@@ -9,12 +9,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path import _jax
 from amanda.tools.effective_path._rules import FIRST, WINDOWED
 from amanda.tools.effective_path._terms import OUTSIDE, Indices, Where
-from amanda.tools.kit import spatial_axes, tensors_of, windows_of
-from amanda.tools.mapping import local
+from amanda.tools.kit import tensors_of, windows_of
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import local, spatial_axes
 from amanda.tools.trace import Op
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from amanda.errors import AmandaError
 from amanda.files import replacing
 from amanda.options import checked
-from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._terms import Indices
+from amanda.tools.libraries import numpy as np
 from amanda.tools.results import check_schema, parsing, read_npz
 
 if TYPE_CHECKING:

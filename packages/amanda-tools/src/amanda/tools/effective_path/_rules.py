@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._terms import Indices, Mesh, Numbers, Rule, Step, Terms, Where, aligned
-from amanda.tools.kit import spatial_axes
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import spatial_axes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from amanda.options import PositiveFloat, checked
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.trace import Op
 
 if TYPE_CHECKING:

@@ -11,17 +11,16 @@ from typing import Any
 import amanda
 from amanda.errors import OptionError
 from amanda.options import Name, PositiveFloat, checked
-from amanda.tools._libraries import numpy as np
 from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, OpValues
 from amanda.tools.effective_path._path import EffectivePath, PathError
 from amanda.tools.effective_path._result import EffectivePathResult
 from amanda.tools.effective_path._rules import PASSING, RULES
 from amanda.tools.effective_path._terms import Mode, Rule, Step
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
-from amanda.tools.trace import Graph, Tensor, TraceTool
-from amanda.tools.trace._recorder import ProgramOp
+from amanda.tools.trace import Graph, ProgramOp, Tensor, TraceTool
 
 _EXECUTIONS = 64
 """Most ops that one line in a loop is in a path."""

@@ -13,8 +13,8 @@ from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
 from amanda.tools.flops._scripted import may_run_again
 from amanda.tools.flops._table import ELEMENTWISE
-from amanda.tools.kit._requirements import check
-from amanda.tools.mapping._pytorch import word
+from amanda.tools.kit import check
+from amanda.tools.mapping import torch_word
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,15 +206,15 @@ def _cost_of_call(
     if formula is None and _TAGS & {str(tag) for tag in op.tags}:
         formula = visits(1)
     outputs = made if isinstance(made, (list, tuple)) else [made]
-    return None if formula is None else formula(Shapes.of(word(name), inputs, outputs, shape, values))
+    return None if formula is None else formula(Shapes.of(torch_word(name), inputs, outputs, shape, values))
 
 
 def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
     """Return the formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
     for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
-        formula = formulas.get(spelling) or formulas.get(word(spelling))
+        formula = formulas.get(spelling) or formulas.get(torch_word(spelling))
         if formula is not None:
             return formula
     stem, found, _ = name.removeprefix("_").partition("_backward")
-    words = (word(stem), word(f"_{stem}")) if found else ()
+    words = (torch_word(stem), torch_word(f"_{stem}")) if found else ()
     return next((formulas[one] for one in words if one in ELEMENTWISE), None)

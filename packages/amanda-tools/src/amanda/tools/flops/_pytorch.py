@@ -12,8 +12,7 @@ from amanda.tools.flops._cost import Components
 from amanda.tools.flops._factors import FACTORS, gradients_of_factors
 from amanda.tools.flops._inside import inside
 from amanda.tools.kit import leaves
-from amanda.tools.mapping import local, share
-from amanda.tools.mapping._pytorch import shape
+from amanda.tools.mapping import local, share, torch_shape
 
 
 def roles(context: amanda.OpContext) -> None:
@@ -47,12 +46,12 @@ def extents(value: Any) -> Any:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return shape(value)
+        return torch_shape(value)
     with torch._C.DisableTorchFunction(), amanda.disabled():
         try:
-            return Components(_of_components(value)) if value.is_nested else shape(value)
+            return Components(_of_components(value)) if value.is_nested else torch_shape(value)
         except (NotImplementedError, RuntimeError):  # the lengths have no values, as on the device meta
-            return shape(value)
+            return torch_shape(value)
 
 
 def _of_components(nested: Any) -> Iterator[tuple[int, ...]]:

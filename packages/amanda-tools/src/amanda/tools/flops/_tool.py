@@ -33,7 +33,7 @@ from amanda.tools.flops._facts import (
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
-from amanda.tools.kit import packed_inputs
+from amanda.tools.kit import remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
 
 _AT_EXECUTION: Any = object()
@@ -152,7 +152,7 @@ class FlopsTool(amanda.Tool):
             cost = within.forward if within and not within.unknown else None
         if self._calls_ops(context, context.get_op_type()):
             place.estimate = 0
-            is_apart = cost is None or context["is_function"] or any(packed_inputs(context))
+            is_apart = cost is None or context["is_function"] or any(remarks_on_packed_inputs(context))
             cost = Cost() if is_apart else cost
         self._computing += bool(cost and cost.flops)
         place.bytes = bytes_moved(context, names, outputs)

@@ -12,12 +12,15 @@ print(campaign.run(lambda: model(x)))
 from amanda.tools.inject._campaign import Campaign
 from amanda.tools.inject._compare import Compare, differs, differs_by, top1_changed
 from amanda.tools.inject._faults import InjectError
+from amanda.tools.inject._formats import BitField, bits_of, from_bytes, to_bytes
+from amanda.tools.inject._memory import MemorySnapshot
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Rate, Trial, wilson
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
 
 __all__ = [
-    "Campaign", "CampaignResult", "Compare", "InjectError", "InjectResult", "InjectTool", "Injection",
-    "Outcome", "Rate", "Site", "Trial", "differs", "differs_by", "top1_changed", "wilson",
+    "BitField", "Campaign", "CampaignResult", "Compare", "InjectError", "InjectResult", "InjectTool",
+    "Injection", "MemorySnapshot", "Outcome", "Rate", "Site", "Trial", "bits_of", "differs", "differs_by",
+    "from_bytes", "to_bytes", "top1_changed", "wilson",
 ]  # fmt: skip

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
-from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
 from amanda.tools.inject._faults import InjectError
+from amanda.tools.inject._memory import MemorySnapshot
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
-from amanda.tools.kit import FoundMemory
+from amanda.tools.libraries import numpy as np
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]
@@ -76,7 +76,7 @@ class Campaign:
     ) -> None:
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor = hang_factor
-        self._memory, self._watch = FoundMemory(), _Watch(timeout)
+        self._memory, self._watch = MemorySnapshot(), _Watch(timeout)
         self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
 
     @checked(error=InjectError)

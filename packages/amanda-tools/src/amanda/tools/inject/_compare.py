@@ -8,10 +8,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from amanda.options import NonNegativeFloat, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools._libraries import tree_iter
 from amanda.tools.inject._faults import InjectError
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import tree_iter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import BitField, bits_of, from_bytes, to_bytes
+from amanda.tools.inject._formats import BitField, bits_of, from_bytes, to_bytes
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

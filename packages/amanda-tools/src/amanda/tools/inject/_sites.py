@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._faults import Fault
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

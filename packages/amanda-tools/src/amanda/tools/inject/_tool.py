@@ -19,11 +19,12 @@ from amanda.options import (
     Share,
     checked,
 )
-from amanda.tools._libraries import numpy as np
 from amanda.tools.inject._faults import Fault, InjectError, Kind
+from amanda.tools.inject._formats import BitField, from_bytes
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
-from amanda.tools.kit import BitField, from_bytes, parameter_inputs, tensors_of
+from amanda.tools.kit import parameter_inputs, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
 from amanda.tools.steps import execution_number

@@ -1,51 +1,30 @@
-"""Bases for tools that change weights or observe tensors, arithmetic of tensors, and which op made which."""
+"""What tools that look need beyond the context: tensors of any library, who made them, parameters of models.
 
-from amanda.backend import TensorMap
-from amanda.tools.kit._callers import PerCaller
-from amanda.tools.kit._checks import attempt, check_finite, check_number
+A tool that observes tensors derives from `TensorTool`; one that changes weights from
+`amanda.tools.weights.WeightTool`.
+"""
+
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
-from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
-from amanda.tools.kit._forms import OtherForm, SelectedRows
-from amanda.tools.kit._holders import HeldError, Holders, holders_of
-from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored, unfolding
 from amanda.tools.kit._leaves import leaves
-from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._onnx_file import read_onnx
-from amanda.tools.kit._origins import Origin
-from amanda.tools.kit._packed import packed_inputs, unread_tensor
-from amanda.tools.kit._parameters import Held, parameters
-from amanda.tools.kit._parts import Parts, makes_a_weight
-from amanda.tools.kit._progress import Progress
-from amanda.tools.kit._rerun import Rerun, rerun, undisturbed
-from amanda.tools.kit._tensor_tool import Dtype, Leave, OpRecord, OpTensor, Role, TensorTool, op_tensors
-from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
-from amanda.tools.kit._weight import Form, Present, Weight, WeightError
-from amanda.tools.kit._weight_input import (
-    WeightInput,
-    WeightReads,
-    origin,
+from amanda.tools.kit._parameters import (
+    ParameterError,
+    ParameterStore,
+    StoredParameter,
+    StridedLayout,
     parameter_inputs,
-    source,
-    weight_input,
+    parameter_store,
 )
-from amanda.tools.kit._weight_result import WeightResult
-from amanda.tools.kit._weight_selection import Globs, Selected, WeightSelection
-from amanda.tools.kit._weight_tool import WeightTool
-from amanda.tools.kit._weights import ELSEWHERE, SEVERAL, Weights
-from amanda.tools.kit._windows import Window, spatial_axes, windows_of
+from amanda.tools.kit._progress import Progress, check_number
+from amanda.tools.kit._requirements import check
+from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, Role, TensorTool, op_tensors
+from amanda.tools.kit._tensors import Tensors, TensorsError, tensors_of
+from amanda.tools.kit._unread import remarks_on_packed_inputs
+from amanda.tools.kit._windows import Window, windows_of
 
 __all__ = [
-    "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Globs",
-    "Held",
-    "HeldError", "Holders", "Leave", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
-    "Present", "Progress", "Rerun", "Role", "Selected", "SelectedRows", "TensorMap", "TensorTool", "Tensors",
-    "TensorsError",
-    "Unfolding",
-    "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
-    "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
-    "check_number",
-    "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
-    "packed_inputs", "parameter_inputs", "parameters", "read_onnx", "rerun", "restored", "source",
-    "spatial_axes", "tensors_of", "to_bytes", "undisturbed", "unfolding", "unread_tensor", "weight_input",
-    "windows_of",
+    "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "ParameterError", "ParameterStore",
+    "Progress", "Role", "StoredParameter", "StridedLayout", "TensorTool", "Tensors", "TensorsError",
+    "Window", "check", "check_number", "leaves", "op_tensors", "parameter_inputs",
+    "parameter_store", "read_onnx", "remarks_on_packed_inputs", "tensors_of", "windows_of",
 ]  # fmt: skip

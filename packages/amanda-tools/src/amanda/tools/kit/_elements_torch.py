@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amanda.tools.mapping import local, whole
-from amanda.tools.mapping._pytorch import dtype as dtype_name
+from amanda.tools.mapping import local, torch_dtype, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +36,7 @@ def why_unread(x: Tensor) -> str | None:
     kind = type(x)
     if isinstance(x, FakeTensor):
         return "it has a shape and no elements, as a FakeTensor"
-    name = dtype_name(x)
+    name = torch_dtype(x)
     if name is None or name.endswith("]"):
         return (
             f"it is packed, {name}" if hasattr(kind, "__tensor_flatten__") else f"{kind.__name__} {_REFUSES}"

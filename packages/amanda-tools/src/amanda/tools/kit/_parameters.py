@@ -1,150 +1,244 @@
-"""The parameters of a PyTorch model, and how to read and write them wherever their values lie.
+"""Parameters of models between executions: their identities, the parts that ops read, and their values.
 
-The values may be in memory, in shards on several ranks (FSDP2, tensor parallelism), or on the host or the
-disk, from where accelerate brings them for each call.
+A part of a parameter is what `ParameterStore.locate` returns beside the identity; None for the whole
+parameter in its own shape.  Stores of further frameworks are entry points of the group `amanda.parameters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, NamedTuple
 
-import amanda
-from amanda.tools.kit._holders import HeldError, Undo
+from amanda import OpContext, interceptor
+from amanda.errors import AmandaError
+from amanda.tools.libraries import do, to_numpy
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import backend_of
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module
+Changed = Callable[[Any], Any]
+"""Returns new values of a part of a parameter, from its present ones."""
+Undo = list[Callable[[], Any]]
+"""Functions that write back the values that parameters had, in the order of the changes."""
 
 
-class Held:
-    """One parameter of a model.
+class ParameterError(AmandaError, ValueError):
+    """A model without parameters, or a parameter that cannot be written."""
 
-    identity: the number by which tools know it, see `amanda.Tool.identity_of`.
+
+class StridedLayout(NamedTuple):
+    """How a tensor lies in memory that it shares: extents and strides of its axes, and where it begins."""
+
+    extents: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> StridedLayout:
+        """Return the layout of a tensor of PyTorch or MindSpore."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    @property
+    def end(self) -> int:
+        """The position after the last element."""
+        steps = zip(self.extents, self.strides, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+class StoredParameter:
+    """A parameter of a model that can be read and written, wherever its values are.
+
+    identity: the number or name by which tools know it, see `ParameterStore.identity`.
+    This class serves libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
     """
 
-    def __init__(self, parameter: Tensor, module: Module | None = None, name: str = "") -> None:
-        self.identity = amanda.Tool.identity_of(parameter, module)
-        self._parameter, self._module, self._name = parameter, module, name
+    def __init__(self, identity: Any, parameter: Any) -> None:
+        self.identity, self._parameter = identity, parameter
 
-    def read(self) -> Tensor:
-        """Return the values of the whole parameter, in its own shape and type, without autograd.
+    def read(self) -> Any:
+        """Return the values of the whole parameter, in its own shape and element type, without autograd."""
+        return np.array(to_numpy(self._parameter))
 
-        Writing into them may not change the parameter.  Of a distributed one every rank has to call this.
-        Raises HeldError for one that has no values.
+    def change(self, changed: Changed, part: Any = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part.
+
+        undo: receives a function that writes the present values back, before new ones are written.
+        Raises ParameterError for a parameter that cannot be written.
         """
-        if self._parameter.is_meta:
-            values, key = _offloaded(self._module, self._name)
-            found: Tensor = values[key]
-            return found
-        held: Any = self._parameter.detach()
-        whole: Tensor = held.full_tensor() if hasattr(held, "full_tensor") else held
-        return whole
-
-    def change(
-        self,
-        changed: Callable[[Tensor], Tensor],
-        form: tuple[Sequence[int], Sequence[int], int] | None = None,
-        undo: Undo | None = None,
-    ) -> None:
-        """Give the parameter the values that `changed` makes of its present ones.
-
-        form: extents, strides and offset of the part of the parameter that is given to `changed`.
-        undo: gets a function that gives back what this process had, before that is written.
-        Raises HeldError as `write` does, and for a parameter that is packed.
-        """
-        import torch
-
-        undo = [] if undo is None else undo
-        with torch.no_grad():
-            plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
-            if plain and hasattr(self._parameter, "__tensor_flatten__"):
-                kind = type(self._parameter.data).__name__
-                raise HeldError(
-                    f"parameter {self._name} is a {kind}, which is packed: write the model before"
-                )
-            whole = self._parameter if plain else self.read().clone()
-            part = whole if form is None else whole.as_strided(*form)
-            new = changed(part.detach())
-            if self._parameter.is_meta:
-                undo.append(partial(self.write, whole.clone()))
-            else:
-                own = part if plain else self._parameter.to_local()  # type: ignore[attr-defined]
-                undo.append(partial(_copy, own, own.detach().clone()))
-            part.copy_(new)
-            if not plain:
-                self.write(whole)
-
-    def write(self, values: Tensor) -> None:
-        """Give the parameter these values, in its own shape.
-
-        Of a distributed parameter each rank writes its part, so every rank has to call this.
-        Raises HeldError for one that lies in a file of safetensors, which accelerate only reads.
-        """
-        import torch
-
-        with torch.no_grad():
-            if self._parameter.is_meta:
-                _write_offloaded(*_offloaded(self._module, self._name), values)
-            elif hasattr(self._parameter, "full_tensor"):
-                from torch.distributed.tensor import distribute_tensor
-
-                mesh, placements = self._parameter.device_mesh, self._parameter.placements  # type: ignore[attr-defined]
-                self._parameter.copy_(distribute_tensor(values, mesh, placements))
-            else:
-                self._parameter.copy_(values)
+        old = self.read()
+        new = changed(old.copy())
+        if undo is not None:
+            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
+        do("assign", self._parameter, new, like=self._parameter)
 
 
-def _copy(tensor: Tensor, values: Tensor) -> None:
-    import torch
+class ParameterStore:
+    """The parameters of models of one framework; a subclass serves a framework that reads parts of them.
 
-    with torch.no_grad():
-        tensor.copy_(values)
-
-
-def parameters(model: Any) -> Iterator[Held]:
-    """Yield each parameter of a PyTorch module, or of a list of parameters, once.
-
-    Raises HeldError for another value.
+    This class knows parameters that ops read as a whole, of a library whose `to_numpy`, and
+    `assign(parameter, array)`, autoray knows.
     """
-    import torch
 
-    if isinstance(model, torch.nn.Module):
-        met: set[int] = set()
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in met:
-                    met.add(id(parameter))
-                    yield Held(parameter, module, name)
-    elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
-        yield from map(Held, model)
-    else:
-        raise HeldError(f"{type(model).__name__} has no parameters; give a module, or a list of parameters")
+    def identity(self, parameter: Any) -> Any:
+        """Return a hashable value that tells a parameter from others as long as it lives.
+
+        parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
+        """
+        return interceptor.ordinal(parameter)
+
+    def is_parameter(self, parameter: Any) -> bool:
+        """Return True for a parameter of a model, False for a leaf of autograd that a program created."""
+        return True
+
+    def name(self, parameter: Any) -> str:
+        """Return the name that the framework has given to a parameter; "" without one."""
+        return ""
+
+    def owner(self, tensor: Any) -> Any:
+        """Return the parameter that a tensor is, or is a view of; None for a computed tensor."""
+        return None
+
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
+        """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        return (self.identity(parameter), None) if parameter is weight else None
+
+    def whole(self, parameter: Any) -> Any:
+        """Return the part that is all of a parameter, where parts overlap; None where they do not."""
+        return None
+
+    def slices(self, parameter: Any) -> Sequence[Any]:
+        """Return the parameters that an op reads one at a time, of a stack of them; () for another."""
+        return ()
+
+    def current_slice(self, parameter: Any) -> Any:
+        """Return the one of `slices` that the op reads whose routine runs; None where that is unknown."""
+        return None
+
+    def read(self, parameter: Any, part: Any) -> Any:
+        """Return the present values of a part."""
+        return parameter
+
+    def overlaps(self, part: Any, other: Any, whole: Any) -> bool:
+        """Return True if two parts have elements in common."""
+        return True
+
+    def covers(self, part: Any, other: Any, whole: Any) -> bool:
+        """Return True if a part has every element of another."""
+        return True
+
+    def transfer(self, pieces: Sequence[tuple[Any, Any]], part: Any, whole: Any, fill: Any) -> Any:
+        """Return the values of a part, from values of other parts, `fill` where no piece has an element.
+
+        pieces: values, each with its part; of several that have an element the last one counts.
+        """
+        return pieces[-1][0]
+
+    def sum_repeats(self, gradient: Any, part: Any) -> Any:
+        """Return the gradient of a part, summed over places of the part that are one element."""
+        return gradient
+
+    def parameters(self, model: Any) -> Iterator[StoredParameter]:
+        """Yield each parameter of a model, or of a list of parameters, once.
+
+        Raises ParameterError where there are none.
+        """
+        names = ("get_parameters", "parameters")
+        listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
+        try:
+            parameters = list(model if listed is None else listed())
+        except TypeError as error:
+            raise ParameterError(
+                f"{type(model).__name__} has no parameters; give a model or a list of parameters"
+            ) from error
+        for parameter in parameters:
+            yield StoredParameter(self.identity(parameter), parameter)
+
+    def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
+        """Write parameters of a model; return the model with them, and how many parts were written.
+
+        changes: the identity of a parameter, a part of it, and the function that returns its new values.
+        After an exception, also KeyboardInterrupt, the parameters have the values that they had.
+        """
+        count = 0
+        with self.undone_on_error() as undo:
+            for parameter in self.parameters(model):
+                for identity, part, changed in changes:
+                    if identity == parameter.identity:
+                        parameter.change(changed, part, undo)
+                        count += 1
+        return model, count
+
+    @staticmethod
+    @contextmanager
+    def undone_on_error() -> Iterator[Undo]:
+        """Return a context with a list of functions that run, the last one first, after an exception."""
+        undo: Undo = []
+        try:
+            yield undo
+        except BaseException:
+            for write_back in reversed(undo):
+                with suppress(ParameterError):  # of the one that cannot be written
+                    write_back()
+            raise
 
 
-def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
-    """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
-    hook: Any = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", [hook]):
-        values, key = getattr(one, "weights_map", None), name
-        if values is not None:
-            while hasattr(values, "prefix"):
-                values, key = values.dataset, values.prefix + key
-            return values, key
-    raise HeldError(f"parameter {name} of {type(module).__name__} is on the meta device, so it has no values")
+class Initializers(ParameterStore):
+    """Initializers of an ONNX model, which are identified by its graph and their names."""
 
+    def identity(self, parameter: Any) -> Any:
+        """Return the graph and the name."""
+        return parameter
 
-def _write_offloaded(values: Any, key: str, new: Tensor) -> None:
-    in_memory = values if isinstance(values, dict) else values.state_dict
-    if key in in_memory:
-        in_memory[key].copy_(new)
-        return
-    from accelerate.utils import offload_weight
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
+        """Return the initializer, of which a weight is all, if in another form."""
+        return parameter, None
 
-    file = values.index[key].get("safetensors_file")
-    if file is not None:
-        raise HeldError(
-            f"{key} lies in {file}, which accelerate only reads; load the model without offloading"
+    def parameters(self, model: Any) -> Iterator[StoredParameter]:
+        """Raise ParameterError: a session of ONNX Runtime keeps its weights to itself."""
+        raise ParameterError(
+            f"{type(model).__name__} holds its weights for itself; amanda.drivers.onnxruntime.instrument "
+            "writes a changed model"
         )
-    offload_weight(new.to(values[key].dtype), key, values.save_folder, values.index)
+
+
+def parameter_store(of: Any) -> ParameterStore:
+    """Return the store of the parameters of a framework.
+
+    of: a tensor, a parameter or a handle of one that names its `framework`; or the name of its library.
+    """
+    return _store(of if isinstance(of, str) else getattr(of, "framework", None) or backend_of(of))
+
+
+def parameter_inputs(context: OpContext) -> tuple[int, ...]:
+    """Return the positions of inputs that are parameters or views of one, or were read from a variable."""
+    variables = {
+        i: context.get_variable(i)
+        for i, value in enumerate(context.get_inputs())
+        if not isinstance(value, (list, tuple))
+    }
+    return tuple(
+        i for i, variable in variables.items()
+        if variable is not None and parameter_store(variable).is_parameter(variable)
+    )  # fmt: skip
+
+
+@cache
+def _store(backend: str) -> ParameterStore:
+    if backend == "torch":
+        from amanda.tools.kit._parameters_torch import TorchParameters
+
+        return TorchParameters()
+    if backend == "tensorflow":
+        from amanda.tools.kit._parameters_tensorflow import Variables
+
+        return Variables()
+    if backend == "jax":
+        from amanda.tools.kit._parameters_jax import Slots
+
+        return Slots()
+    if backend == "mindspore":
+        from amanda.tools.kit._parameters_mindspore import MindSporeParameters
+
+        return MindSporeParameters()
+    return Initializers() if backend in ("numpy", "builtins") else ParameterStore()

@@ -1,6 +1,17 @@
-"""Progress of measurements, on stderr."""
+"""Measurements by functions of the user: their progress on stderr, their failures and their numbers."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from math import isfinite
+from typing import Any, TypeVar
+
+from amanda.errors import AmandaError
+
+T = TypeVar("T")
+
+logger = logging.getLogger("amanda")
 
 
 class Progress:
@@ -40,3 +51,34 @@ class Progress:
         if self._lines:
             line = f"{self._count + 1}/{self._total} {self._told}: {outcome}"
             self._console.print(line, highlight=False, markup=False)
+
+    @staticmethod
+    def attempt(measure: Callable[[], T], told: str) -> tuple[T | None, str]:
+        """Return the value of a function of the user, and ""; or None and its exception, as text.
+
+        The exception is logged; told: what failed.  Errors of Amanda and KeyboardInterrupt reach the caller.
+        """
+        try:
+            return measure(), ""
+        except AmandaError:
+            raise
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            logger.warning("%s: %s", told, error)
+            return None, error
+
+
+def check_number(value: Any, evaluate: Any, error: type[AmandaError], name: str = "") -> float:
+    """Return a number, from the value that a function of the user, `evaluate`, returned.
+
+    name: of the number, where it has to be finite; "" for a number that may be NaN or infinite.
+    Raises an `error` for a value that is no number, and ValueError for one that is not finite.
+    """
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (RuntimeError, TypeError, ValueError) as reason:  # torch's own, for several numbers
+        function = getattr(evaluate, "__qualname__", evaluate)
+        raise error(f"{function} gave {value!r}; give a number, such as an accuracy") from reason
+    if name and not isfinite(number):
+        raise ValueError(f"{name} is {number}")
+    return number

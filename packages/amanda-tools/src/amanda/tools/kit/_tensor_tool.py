@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import amanda
 from amanda.action import Executions, Observed
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit._holders import holders_of
 from amanda.tools.kit._leaves import leaves
-from amanda.tools.kit._packed import packed_inputs, unread_tensor
+from amanda.tools.kit._parameters import parameter_store
 from amanda.tools.kit._tensors import tensors_of
+from amanda.tools.kit._unread import remarks_on_packed_inputs, unread_sentence
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
@@ -39,6 +39,14 @@ class OpTensor(NamedTuple):
     tensor: Any
     dtype: str
     slice: str = ""
+
+    def unread(self, reason: str, kind: str, where: str) -> str:
+        """Return a sentence for a result on a tensor that cannot be read.
+
+        kind: the op's type.  where: its module, or the line that calls it.
+        """
+        role = "input" if self.role in ("", "weight") else self.role
+        return unread_sentence(f"{role.capitalize()} {self.position}", reason, kind, where)
 
 
 def op_tensors(
@@ -148,7 +156,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         given: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
         see = self._see_slice if _SLICE in context else self._see
-        self._left.update(dict.fromkeys(packed_inputs(context)))
+        self._left.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         if "input" in self._roles:
             context.insert_before_op(
                 see, role="input", is_weights=lambda position, _: position == weight, **given
@@ -170,7 +178,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     def _follow_slices(self, context: amanda.OpContext) -> None:
         weight = context["weight_index"]
         holder = None if weight is None else context.get_variable(weight)
-        if holder is not None and holders_of(holder).parts(holder):
+        if holder is not None and parameter_store(holder).slices(holder):
             context[_SLICE] = holder
             context.insert_before_op(_note_slice, inputs=[weight], holder=holder)
 
@@ -202,7 +210,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             self.observe(record, (one._replace(slice=part) for one in tensors), execution)
 
     def _leave(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
-        self._left[unread_tensor(tensor, reason, record.type, record.module or record.source)] = None
+        self._left[tensor.unread(reason, record.type, record.module or record.source)] = None
 
     @amanda.gathered(_see)
     def _see_all(self, executions: Executions) -> None:
@@ -226,7 +234,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
 @amanda.observer
 def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
-    current = holders_of(holder).current(holder)
+    current = parameter_store(holder).current_slice(holder)
     run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
 

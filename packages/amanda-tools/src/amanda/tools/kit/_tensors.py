@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools._libraries import do, get_dtype_name, ml_dtypes, to_numpy
-from amanda.tools._libraries import numpy as np
-from amanda.tools.mapping import backend_of
-from amanda.tools.mapping._installed import installed, loaded, said
+from amanda.tools.libraries import do, get_dtype_name, ml_dtypes, to_numpy
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import InstalledEntries, backend_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-GROUP = "amanda.tensors"
-"""Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`."""
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""
@@ -24,9 +20,6 @@ Array = Any
 
 Save = Callable[[], Callable[[], None]]
 """Copies the content of memory and returns a function that restores every byte of it."""
-
-BLOCK, CACHED_BLOCK = 1 << 22, 1 << 15
-"""Numbers that are worked on at once: as many as keep a device busy, or stay in a processor's cache."""
 
 
 class TensorsError(AmandaError):
@@ -38,6 +31,24 @@ class Tensors:
 
     What is computed here is an array of NumPy: a tensor becomes one by `plain`, and `cast` makes a tensor.
     """
+
+    cached_block: ClassVar[int] = 1 << 15
+    """Number of elements to work on at once, as many as stay in a processor's cache."""
+
+    device_block: ClassVar[int] = 1 << 22
+    """Number of elements to work on at once, as many as keep a device busy."""
+
+    @staticmethod
+    def numpy_type(dtype: str) -> np.dtype[Any]:
+        """Return the element type of a name in NumPy or ml_dtypes; raise AmandaError where there is none."""
+        try:
+            return np.dtype(getattr(ml_dtypes, dtype, dtype))
+        except TypeError as error:
+            raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
+
+    def is_strided(self, x: Any) -> bool:
+        """Return True for a tensor of the library's own class whose elements lie in memory by strides."""
+        return isinstance(x, np.ndarray)
 
     def plain(self, x: Any) -> Array:
         """Return a tensor as an array to compute with: without autograd, in float32 or wider."""
@@ -101,9 +112,9 @@ class Tensors:
     def blocks(self, numbers: Array) -> Iterator[Array]:
         """Yield stored values in rows of float64, or the device's widest; on the host arrays of NumPy."""
         row = numbers.reshape(-1)
-        for start in range(0, row.shape[0], CACHED_BLOCK):
+        for start in range(0, row.shape[0], self.cached_block):
             with np.errstate(invalid="ignore"):  # memory that nobody wrote to
-                block = row[start : start + CACHED_BLOCK].astype(np.float64)
+                block = row[start : start + self.cached_block].astype(np.float64)
             yield block
 
     def leading_bits(self, block: Array, bits: int) -> tuple[Array, int]:
@@ -156,7 +167,7 @@ class Tensors:
         """Return the elements of arrays one after another, where the first array is."""
         return np.concatenate([array.reshape(-1) for array in arrays])
 
-    def drop_lowest(self, scores: Array, count: int) -> Array:
+    def keep_mask_of_highest(self, scores: Array, count: int) -> Array:
         """Return False for the `count` lowest of scores in one row, True for others; equal ones in order."""
         kept = np.ones(len(scores), bool)
         if count:
@@ -263,6 +274,10 @@ class Tensors:
         """
         return np.array(tensors_of(value).to_numpy(value), dtype)
 
+    def reference(self, value: Any) -> Any:
+        """Return an array in memory that a program which is traced may read and write."""
+        return np.array(value)
+
     def update(self, former: Any, value: Any) -> Any:
         """Return former state, which an optimizer holds, with other values; these where they do not fit."""
         if former.shape != value.shape or former.dtype != value.dtype:
@@ -288,14 +303,6 @@ class NumpyTensors(Tensors):
         return value.astype(dtype) if hasattr(value, "astype") else np.asarray(value, dtype)
 
 
-def numpy_type(dtype: str) -> np.dtype[Any]:
-    """Return NumPy's element type of a name, or that of ml_dtypes; raise AmandaError where there is none."""
-    try:
-        return np.dtype(getattr(ml_dtypes, dtype, dtype))
-    except TypeError as error:
-        raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
-
-
 def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:
     """Return the bytes of each element, a view if the array is contiguous."""
     return np.ascontiguousarray(array.reshape(-1, 1)).view(np.uint8)
@@ -307,6 +314,10 @@ def tensors_of(x: Any) -> Tensors:
     Raises TensorsError for a library whose entry point is broken.
     """
     return _tensors(backend_of(x))
+
+
+_INSTALLED = InstalledEntries("amanda.tensors", "class of tensors", TensorsError)
+"""Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`."""
 
 
 @cache
@@ -329,13 +340,4 @@ def _tensors(backend: str) -> Tensors:
         return MindSporeTensors()
     if backend in ("numpy", "builtins"):
         return NumpyTensors()
-    entries = installed(GROUP).get(backend)
-    if entries is None:
-        return Tensors()
-    found = loaded(entries, "class of tensors", TensorsError)
-    if not isinstance(found, type) or not issubclass(found, Tensors):
-        raise TensorsError(
-            f"{said(entries[0], 'class of tensors')} is {found!r}; it has to be a subclass of "
-            "amanda.tools.kit.Tensors"
-        )
-    return found()
+    return _INSTALLED.create(backend, Tensors, "amanda.tools.kit.Tensors") or Tensors()

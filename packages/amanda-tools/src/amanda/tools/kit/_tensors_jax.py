@@ -21,7 +21,7 @@ class JaxParameter:
     trainable = True
 
     def __init__(self, value: Any) -> None:
-        self._reference = new_reference(value)
+        self._reference = JaxTensors().reference(value)
         self.shape, self.dtype = self._reference.shape, self._reference.dtype
 
     @property
@@ -50,19 +50,18 @@ def outside_of_programs() -> AbstractContextManager[Any]:
     return context
 
 
-def new_reference(value: Any) -> Any:
-    """Return a reference of JAX to an array."""
-    import jax
-
-    with outside_of_programs():
-        return jax.new_ref(jax.numpy.array(value))
-
-
 class JaxTensors(Tensors):
     """Arrays of JAX, computed with in NumPy, as where a program calls routines back; symbols in JAX.
 
     XLA divides and fuses as it likes, so that a value half way between two integers would round otherwise.
     """
+
+    def reference(self, value: Any) -> Any:
+        """Return a reference of JAX to an array."""
+        import jax
+
+        with outside_of_programs():
+            return jax.new_ref(jax.numpy.array(value))
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number or an array in the element type of an array."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.kit._requirements import check
-from amanda.tools.kit._tensors import BLOCK, Array, Save, Tensors
+from amanda.tools.kit._tensors import Array, Save, Tensors
 
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
 """Numbers of the element types that NumPy has too: floats, integers, bool and complex."""
@@ -57,8 +57,8 @@ class TensorFlowTensors(Tensors):
             yield from super().blocks(numbers.numpy())
             return
         row = _tf().reshape(numbers, [-1])
-        for start in range(0, int(row.shape[0]), BLOCK):
-            yield _tf().cast(row[start : start + BLOCK], "float64")
+        for start in range(0, int(row.shape[0]), self.device_block):
+            yield _tf().cast(row[start : start + self.device_block], "float64")
 
     def leading_bits(self, block: Any, bits: int) -> tuple[Any, int]:
         """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""

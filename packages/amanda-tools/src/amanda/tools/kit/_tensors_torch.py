@@ -19,7 +19,7 @@ from amanda.tools.kit._elements_torch import (
     stored_elements,
     why_unread,
 )
-from amanda.tools.kit._tensors import BLOCK, CACHED_BLOCK, Save, Tensors, numpy_type
+from amanda.tools.kit._tensors import Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 
 if TYPE_CHECKING:
@@ -44,6 +44,14 @@ class _Borrowed:
 class TorchTensors(Tensors):
     """Tensors of PyTorch: what is computed stays on their device."""
 
+    def is_strided(self, x: Any) -> bool:
+        """Return True for a strided tensor of PyTorch's own classes."""
+        import torch
+
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        return x.layout is torch.strided and not x.is_nested
+
     def plain(self, x: Tensor) -> Tensor:
         """Return a tensor to compute with: without autograd, in float32 or wider."""
         import torch
@@ -63,7 +71,7 @@ class TorchTensors(Tensors):
         import torch
 
         x = resolved(x).cpu().contiguous()
-        kind = numpy_type(str(x.dtype).removeprefix("torch."))
+        kind = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
         if kind.isbuiltin != 1:
             x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
         return np.asarray(x.clone().numpy().view(kind))
@@ -154,7 +162,8 @@ class TorchTensors(Tensors):
 
         device = numbers.device.type
         wide = torch.float32 if device == "mps" else torch.float64
-        for part in torch.split(numbers.detach().reshape(-1), CACHED_BLOCK if device == "cpu" else BLOCK):
+        size = self.cached_block if device == "cpu" else self.device_block
+        for part in torch.split(numbers.detach().reshape(-1), size):
             # Torch has no way from some eight-bit types to float64 on every device but through float32.
             block = (part.float() if part.element_size() == 1 else part).to(wide)
             if device == "cpu":  # of a copy, since a storage that NumPy has seen cannot change its size
@@ -241,7 +250,7 @@ class TorchTensors(Tensors):
         first, *others = (one.to(arrays[0].device).reshape(-1) for one in arrays)
         return torch.cat([first, *others]) if others else first
 
-    def drop_lowest(self, scores: Tensor, count: int) -> Tensor:
+    def keep_mask_of_highest(self, scores: Tensor, count: int) -> Tensor:
         """Return False for the `count` lowest of scores in one row, True for the others.
 
         Of equal scores those are dropped that `torch.topk` picks, as in torch.nn.utils.prune.  On a CPU topk

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import spatial_axes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,11 +45,6 @@ class Window(NamedTuple):
         """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size)."""
         starts = np.arange(count)[:, None] * self.stride - self.pads(size)[0]
         return starts + np.arange(self.kernel) * self.dilation
-
-
-def spatial_axes(layout: str) -> list[int]:
-    """Return the positions of the axes that are neither batch nor channels."""
-    return [i for i, axis in enumerate(layout) if axis not in "NC"]
 
 
 def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int] = ()) -> list[Window]:

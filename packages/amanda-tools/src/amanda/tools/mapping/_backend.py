@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from amanda.tools._libraries import infer_backend, register_backend
+from amanda.tools.libraries import infer_backend, register_backend
 
 _KNOWN = ("torch", "tensorflow")
 

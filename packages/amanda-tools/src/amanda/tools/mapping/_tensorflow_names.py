@@ -71,9 +71,3 @@ READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
 
 PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
 """Types that give all of their first input, in another form maybe."""
-
-SELECTS = frozenset({
-    "StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd", "Split",
-    "SplitV", "Unpack",
-})  # fmt: skip
-"""Types that give elements of an input that other inputs choose."""

@@ -85,3 +85,8 @@ def _product_axes(context: OpContext, index: int) -> str | None:
     attributes = context.get_attrs()
     is_turned = any(bool(attributes.get(name)) for name in _TURNED[side])
     return "OI" if is_turned == (side == 1) else "IO"
+
+
+def spatial_axes(layout: str) -> list[int]:
+    """Return the positions of the axes of a layout that are neither batch nor channels."""
+    return [i for i, axis in enumerate(layout) if axis not in "NC"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amanda.errors import AmandaError, did_you_mean
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 _SHAPE = re.compile(r"(?:(?P<name>[^=]+)=)?(?P<sizes>\d+([,x]\d+)*)?")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.errors import did_you_mean
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.models._inputs import Input, ModelError, reshaped
 from amanda.tools.models._subject import Subject, library
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
 from amanda.tools.command import function_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.models._inputs import Input, ModelError, reshaped
 from amanda.tools.models._subject import Subject, library
 

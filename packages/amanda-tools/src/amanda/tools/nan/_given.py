@@ -8,15 +8,20 @@ from operator import or_
 from typing import Any, NamedTuple
 from weakref import ref
 
-from amanda.tools.kit import Dtype, Leave, OpTensor, op_tensors, tensors_of
+from amanda.tools.kit import OpTensor, op_tensors, tensors_of
 from amanda.tools.nan._summary import Summary, held
+
+Dtype = Callable[[Any], str | None]
+"""Returns the name of a tensor's element type, None of any other value."""
 
 _FLOATING = ("float", "bfloat", "half", "complex")
 _UNKNOWN = -1
 """Version of an inference tensor, which does not count writes."""
 
 
-def floating(values: Sequence[Any], dtype: Dtype, leave: Leave | None = None) -> Iterator[OpTensor]:
+def floating(
+    values: Sequence[Any], dtype: Dtype, leave: Callable[[OpTensor, str], None] | None = None
+) -> Iterator[OpTensor]:
     """Yield the floating and complex tensors among values; dtype: what StandardMapping writes.
 
     leave: called with a tensor that cannot be read, and why.

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 import amanda
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 
 _SCALER = "torch.amp.grad_scaler"
 _CHECK = "_amp_foreach_non_finite_check_and_unscale_"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, isnan, prod
 from typing import Any, NamedTuple
 
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
 from amanda.tools.results import made_of, number_of
 
 

@@ -12,11 +12,11 @@ import amanda
 from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Dtype, OpTensor, leaves, packed_inputs, unread_tensor
+from amanda.tools.kit import OpTensor, leaves, remarks_on_packed_inputs
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
-from amanda.tools.nan._given import Floats, Given, Kept, floating
+from amanda.tools.nan._given import Dtype, Floats, Given, Kept, floating
 from amanda.tools.nan._result import Entered, Finding, NanResult
 from amanda.tools.nan._scaled import Scaled
 from amanda.tools.nan._summary import NAN, are_finite, held
@@ -148,7 +148,7 @@ class NanTool(amanda.Tool):
         if role == "scale":
             context.insert_after_op(self._begin_scaled, outputs=[])
         kind, dtype, is_eager = context["type"], context["dtype"], context.is_eager()
-        self._packed.update(dict.fromkeys(packed_inputs(context)))
+        self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         op = _Op(
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
             Given(dtype, self._inf, context["in_place"], is_eager), context.get("are_finite", _unknown),
@@ -275,7 +275,7 @@ class NanTool(amanda.Tool):
 
     def _leave(self, op: _Op, tensor: OpTensor, reason: str) -> None:
         role = "gradient" if op.phase == "backward" else "output"
-        named = unread_tensor(tensor._replace(role=role), reason, op.type, op.module or op.source)
+        named = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
         self._packed[named] = None
 
     def _keep(self, finding: Finding | Entered) -> None:

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError
-from amanda.tools._libraries import networkx
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import networkx
+from amanda.tools.libraries import numpy as np
 from amanda.tools.partition._work import Floats, Span, Work
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ToolError
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._keras_layers import Call, calls_of, stages_of
 

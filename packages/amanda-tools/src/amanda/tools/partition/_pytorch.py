@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import amanda
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.partition._channel import Bytes, Form, Link
 from amanda.tools.partition._crossed import Crossed
 from amanda.tools.partition._pytorch_bytes import unpacked

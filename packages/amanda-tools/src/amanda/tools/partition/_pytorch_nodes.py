@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from amanda.tools.mapping._pytorch import word
+from amanda.tools.mapping import torch_word
 from amanda.tools.partition._cut import PartitionError
 
 _BLOCKS = {
@@ -21,7 +21,7 @@ _KEEP_STATISTICS = {"batch_norm", "instance_norm"}
 
 def type_of(node: Any) -> str:
     """Return the type of a node in the words of a trace."""
-    name = word(node.target.__name__.partition(".")[0].rstrip("_"))
+    name = torch_word(node.target.__name__.partition(".")[0].rstrip("_"))
     return "getitem" if name in _SUBSCRIPTS else name
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import amanda
 from amanda.options import checked
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._pytorch_graph import CutGraph

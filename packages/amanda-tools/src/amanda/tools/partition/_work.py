@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.flops import FlopsResult, OpCost
+from amanda.tools.libraries import numpy as np
 from amanda.tools.profile import ProfileResult
 from amanda.tools.trace import Graph, Op, Tensor
 

@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import leaves
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check, leaves
 from amanda.tools.mapping import MappingTool
 
 Side = Literal["input", "output"]

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import AmandaError
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeAlias
 
 import amanda
 from amanda.options import AnyFloat, Name, NonNegativeInt, PositiveInt, Where, checked
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import leaves, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.patch._frameworks import (
     BY_KEYWORD,

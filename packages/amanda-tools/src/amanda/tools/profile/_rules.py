@@ -9,8 +9,7 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.kit import leaves
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check, leaves
 from amanda.tools.mapping import itemsize
 from amanda.tools.profile._memory import name_of
 

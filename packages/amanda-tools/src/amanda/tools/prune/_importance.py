@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from amanda.tools._libraries import do, shape
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
+from amanda.tools.prune._arrays import Array
 
 if TYPE_CHECKING:
     from amanda.tools.prune._weight import PrunedWeight

@@ -7,11 +7,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools._libraries import do, shape
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import WeightInput, spatial_axes, tensors_of, windows_of
-from amanda.tools.kit._tensors import Array
-from amanda.tools.mapping import FACTORS
+from amanda.tools.kit import tensors_of, windows_of
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import FACTORS, spatial_axes
+from amanda.tools.prune._arrays import Array
+from amanda.tools.weights import WeightInput
 
 _TURNED = ("transA", "transpose_a", "adj_x", "transB", "transpose_b", "adj_y")
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from amanda.tools.kit import Present, WeightTool
-from amanda.tools.kit._tensors import Array
+from amanda.tools.prune._arrays import Array
 from amanda.tools.prune._importance import needs, random_scores, scores
 from amanda.tools.prune._masks import PruneError, regrown_kept
 from amanda.tools.prune._options import Options
 from amanda.tools.prune._sparsegpt import compensated
 from amanda.tools.prune._weight import PrunedWeight, is_finite
+from amanda.tools.weights import WeightTool
 
 
 class Making:
@@ -55,7 +56,7 @@ class Making:
         self._make_gathered(self._next_update)
         self.step, self._stepped = self._first + number, False
 
-    def look_at(self, weight: PrunedWeight, present: Present) -> None:
+    def look_at(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Make the mask of a weight, or gather what it will be made of, where either is due."""
         self._stepped = self._stepped or not self.is_preparing
         if self._options.of_gradients:
@@ -73,7 +74,7 @@ class Making:
         """Return True if a mask of the weight is made as the step ends; reads may come in any order."""
         return weight.precedes(self._next_update)
 
-    def gather_for_good(self, weight: PrunedWeight, present: Present) -> None:
+    def gather_for_good(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather, within `prepare`, what the mask of the last step is made of; else no mask is made.
 
         Raises PruneError for an importance that a file says nothing of.
@@ -88,7 +89,7 @@ class Making:
             if weight.magnitudes is None:
                 weight.gather(present())
 
-    def _gather(self, weight: PrunedWeight, present: Present) -> None:
+    def _gather(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         value = present()
         if weight.is_ready and not self._options.ranks_anew:
             weight.start_grown(present)

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, Share, checked
-from amanda.tools._libraries import do, shape
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
+from amanda.tools.prune._arrays import Array
 
 
 class PruneError(AmandaError, ValueError):
@@ -104,7 +104,7 @@ def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return what is kept of weights of any shapes when the smallest of all their elements are dropped."""
     tensors = tensors_of(magnitudes[0])
     row = tensors.flat(magnitudes)
-    return _split(tensors.drop_lowest(row, round(sparsity * len(row))), magnitudes)
+    return _split(tensors.keep_mask_of_highest(row, round(sparsity * len(row))), magnitudes)
 
 
 def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
@@ -222,7 +222,7 @@ def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> l
     else:
         dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
         count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
-    kept = tensors_of(scores).drop_lowest(scores, count)
+    kept = tensors_of(scores).keep_mask_of_highest(scores, count)
     return np.split(kept, np.cumsum([len(one) for one, _ in units])[:-1])
 
 
@@ -240,9 +240,9 @@ def regrown_kept(
     total = len(row)
     kept = total - round(sparsity * total)
     stay = min(kept - round(fraction * kept), int((row > -inf).sum()))
-    staying = tensors.drop_lowest(row, total - stay)
+    staying = tensors.keep_mask_of_highest(row, total - stay)
     candidates = do("where", staying, -do("ones_like", scores), scores)
-    grown = tensors.drop_lowest(candidates, total - (kept - stay))
+    grown = tensors.keep_mask_of_highest(candidates, total - (kept - stay))
     return _split(staying | grown, magnitudes)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from amanda.tools.kit._tensors import Array
+from amanda.tools.prune._arrays import Array
 from amanda.tools.prune._importance import OF_GRADIENTS, OF_INPUTS, Importance
 from amanda.tools.prune._masks import PruneError, rows_kept
 from amanda.tools.prune._patterns import Pattern

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from amanda.tools._libraries import do, shape
-from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do, shape
+from amanda.tools.prune._arrays import Array
 from amanda.tools.prune._masks import (
     PruneError,
     blocks_kept,

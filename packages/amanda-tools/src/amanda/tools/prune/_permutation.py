@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from amanda.options import NonNegativeInt, PositiveInt, checked
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError, ShapeError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.kit import WeightResult
 from amanda.tools.results import Column
+from amanda.tools.weights import WeightResult
 
 if TYPE_CHECKING:
     from amanda.tools.prune._tool import PruneTool

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from amanda.tools.kit import holders_of
+from amanda.tools.kit import parameter_store
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._weight import PrunedWeight
 
@@ -35,7 +35,7 @@ class SemiStructured:
     def _suited(self, model: Any, weights: dict[Any, PrunedWeight]) -> Iterator[tuple[str, Any]]:
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                weight = weights.get(holders_of(parameter).identity(parameter))
+                weight = weights.get(parameter_store(parameter).identity(parameter))
                 if weight is None:
                     continue
                 own = f"{path}.{name}" if path else name

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from amanda.tools._libraries import astype, do, shape
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
-from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import astype, do, shape
+from amanda.tools.libraries import numpy as np
+from amanda.tools.prune._arrays import Array
 
 
 def sparsegpt(
@@ -37,7 +37,7 @@ def sparsegpt(
         end = min(start + block, columns)
         if vectors is None:
             losses = do("reshape", (new[:, start:end] / diagonal[start:end]) ** 2, (-1,))
-            own = tensors.drop_lowest(losses, round(sparsity * len(losses)))
+            own = tensors.keep_mask_of_highest(losses, round(sparsity * len(losses)))
             kept[:, start:end] = do("reshape", own, (-1, end - start))
         errors = do("zeros_like", new[:, start:end])
         for j in range(start, end):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Form, Globs, Present, WeightTool, weight_input
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._importance import Importance
 from amanda.tools.prune._inputs import Reading, products, reading_of, rows_of, squares, unread
 from amanda.tools.prune._making import Making
@@ -20,7 +19,9 @@ from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
 from amanda.tools.prune._semi_structured import SemiStructured
 from amanda.tools.prune._weight import PrunedWeight
+from amanda.tools.select import Globs
 from amanda.tools.steps import Steps
+from amanda.tools.weights import WeightTool, WeightView, weight_input
 
 
 class PruneTool(WeightTool[PrunedWeight]):
@@ -158,14 +159,14 @@ class PruneTool(WeightTool[PrunedWeight]):
                 weight.keep("permutation", np.arange(weight.canonical_shape[1]))
         return misfit
 
-    def on_read(self, weight: PrunedWeight, present: Present) -> None:
+    def on_read(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Make the mask that is due, or gather what it is made of."""
         if weight.is_loaded:
             weight.fit_loaded(present)
         self._making.look_at(weight, present)
         weight.start_grown(present)
 
-    def on_file(self, weight: PrunedWeight, present: Present) -> None:
+    def on_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather what the mask of a weight in a file is made of."""
         if weight.is_loaded:
             weight.fit_loaded(present)
@@ -191,7 +192,9 @@ class PruneTool(WeightTool[PrunedWeight]):
             )
 
     @amanda.observer
-    def _gather_inputs(self, value: Any, form: Form | None, reading: Reading, run: dict[str, Any]) -> None:
+    def _gather_inputs(
+        self, value: Any, form: WeightView | None, reading: Reading, run: dict[str, Any]
+    ) -> None:
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
             rows = rows_of(value, reading, weight.canonical_shape)

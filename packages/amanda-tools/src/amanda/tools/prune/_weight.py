@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Present, Weight
-from amanda.tools.kit._tensors import Array
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.prune._arrays import Array
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._permutation import input_permutation
+from amanda.tools.weights import Weight
 
 
 class PrunedWeight(Weight):
@@ -55,7 +56,7 @@ class PrunedWeight(Weight):
         """Return True if its mask was made for an earlier step than this one."""
         return not self.is_left and update is not None and self.updated < update
 
-    def fit_loaded(self, present: Present) -> None:
+    def fit_loaded(self, present: Callable[[], Any]) -> None:
         """Subtract nothing from a value that `finalize` has written: all that the mask drops is 0 in it.
 
         SparseGPT subtracts nothing from such a value either, since it made up for nothing.
@@ -68,7 +69,7 @@ class PrunedWeight(Weight):
         if bool(dropped.any()) and not bool(((value != 0) & dropped).any()):
             self["offset"] = 0
 
-    def start_grown(self, present: Present) -> None:
+    def start_grown(self, present: Callable[[], Any]) -> None:
         """Count elements that have just come back from the present value: they start at 0."""
         if self._fresh is None:
             return

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amanda.tools.trace import Graph
-    from amanda.tools.trace._graph import Op, Position, Tensor
+    from amanda.tools.trace import Graph, Op, Position, Tensor
 
 
 def listing(graph: Graph, backward: bool = True) -> str:

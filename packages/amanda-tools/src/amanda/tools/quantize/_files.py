@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from amanda.errors import FileError
 from amanda.files import check_file_to_write, write_file
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.results import check_file, check_schema, parsing, read_text, to_json
 

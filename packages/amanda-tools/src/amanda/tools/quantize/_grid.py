@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from amanda.errors import AmandaError
 from amanda.options import Range
-from amanda.tools.kit import canonical, restored, tensors_of, unfolding
+from amanda.tools.kit import tensors_of
+from amanda.tools.weights import Unfolding, canonical, restored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,12 +113,12 @@ class Groups:
     @classmethod
     def of_outputs(cls, shape: Sequence[int], layout: str) -> Groups:
         """Return a group for each output of a weight of this shape."""
-        way = unfolding(shape, layout)
+        way = Unfolding.of(shape, layout)
         return cls(prod(way.canonical[way.outputs :]), layout, are_outputs=True)
 
     def fit(self, shape: Sequence[int]) -> bool:
         """Return True if the inputs of a weight of this shape are a multiple of the size."""
-        way = unfolding(shape, self.layout)
+        way = Unfolding.of(shape, self.layout)
         return prod(way.canonical[way.outputs :]) % self.size == 0
 
     def split(self, x: Any) -> Any:
@@ -126,7 +127,7 @@ class Groups:
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
         """Return what `split` made of a weight of this shape in the weight's own form."""
-        whole = tensors_of(rows).reshape(rows, unfolding(shape, self.layout).canonical)
+        whole = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
         return restored(whole, self.layout, shape)
 
 

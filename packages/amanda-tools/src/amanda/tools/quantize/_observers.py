@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import fake_quantize
 from amanda.tools.quantize._grid import (
     Grid,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.files import replacing_all
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import read_onnx
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options

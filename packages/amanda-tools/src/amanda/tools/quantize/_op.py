@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.kit import (
-    ELSEWHERE,
-    Origin,
-    WeightInput,
-    holders_of,
-    origin,
-    source,
-    tensors_of,
-    weight_input,
-)
+from amanda.tools.kit import parameter_store, tensors_of
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import Groups, QuantizeError
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
+from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, weight_input
 
 if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeTool
@@ -108,12 +100,12 @@ class QuantizedOp:
                     "saved it, and nothing tells which part of a parameter that round read: calibrate again"
                 ) from error
 
-        def of_part(value: Any, part_of: Origin | None) -> Quantizer | None:
-            found: Quantizer | None = self._tool.parts.kept(context, part_of, partial(make, value), line)
+        def of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+            found: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value), line)
             return found
 
         self._parts[key] = of_part
-        first = of_part(value, source(context, read.index))
+        first = of_part(value, ParameterSlice.of_input(context, read.index))
         return self._made(name, None, (), value, context) if first is None else first
 
     def _of_slices(
@@ -121,11 +113,11 @@ class QuantizedOp:
     ) -> Quantizer | None:
         """Return the quantizer for the first slice of a stack, and keep those of all; None elsewhere."""
         holder = read.holder
-        parts = () if holder is None else holders_of(holder).parts(holder)
+        parts = () if holder is None else parameter_store(holder).slices(holder)
         if not parts:
             return None
         made = {one: make(f" of {one.path}") for one in parts}
-        self._parts[key] = lambda value, origin: made.get(holders_of(holder).current(holder))
+        self._parts[key] = lambda value, origin: made.get(parameter_store(holder).current_slice(holder))
         return made[parts[0]]
 
     def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
@@ -148,13 +140,13 @@ class QuantizedOp:
         if not read.is_part:
             return make(value, context)
 
-        def part(value: Any, part_of: Origin | None) -> Quantizer | None:
-            found: Quantizer | None = self._tool.parts.kept(context, part_of, partial(make, value))
+        def part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+            found: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
             return found
 
         if read.is_followed:
             self._parts[read.index, None] = part
-        return part(value, source(context, read.index))
+        return part(value, ParameterSlice.of_input(context, read.index))
 
     def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
         """Return the groups of a weight; None for one that has none, with the reason in `left`."""
@@ -261,7 +253,7 @@ class QuantizedOp:
 
     def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
         """Do the same; a recomputation does what the first execution has done."""
-        read, first = self._values_read(values, origin(run)), run.get(self)
+        read, first = self._values_read(values, ParameterSlice.of_execution(run)), run.get(self)
         if first is None:
             first = run[self] = _Execution(self._calibrates(read), [()] * len(read))
             if first.calibrates:
@@ -272,7 +264,7 @@ class QuantizedOp:
         first.used = [quantizer.used for *_, quantizer in read]
         return made
 
-    def _values_read(self, values: Sequence[Any], part_of: Origin | None) -> list[_Read]:
+    def _values_read(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_Read]:
         """Return the values to quantise, each with its index, its item there, and its quantizer."""
         read: list[_Read] = []
         for (position, item), quantizer in self.quantizers.items():
@@ -281,7 +273,7 @@ class QuantizedOp:
             of_part = self._parts.get((position, item))
             found = quantizer if of_part is None else of_part(value, part_of)
             if found is None and quantizer.is_weight:
-                self.left = ELSEWHERE
+                self.left = WeightReads.unknown_part
                 continue
             found = quantizer if found is None else found
             try:
@@ -369,7 +361,7 @@ class QuantizedOp:
             )  # fmt: skip
 
 
-_OfPart = Callable[[Any, "Origin | None"], "Quantizer | None"]
+_OfPart = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
 """Gives the quantizer of a value, by the part of a parameter that the op reads."""
 _Read = tuple[int, "int | None", Any, Quantizer]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.quantize._grid import FloatGrid, Grid
 
 if TYPE_CHECKING:

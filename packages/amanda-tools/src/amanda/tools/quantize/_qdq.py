@@ -7,7 +7,7 @@ from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import Scale
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
 from amanda.tools.quantize._options import Options

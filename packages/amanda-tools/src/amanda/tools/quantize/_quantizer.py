@@ -7,8 +7,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of, distributed, whole
 from amanda.tools.quantize._fake import Scale, fake_quantize, fake_quantize_gradient, straight_through
 from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size

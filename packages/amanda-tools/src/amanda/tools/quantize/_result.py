@@ -8,7 +8,7 @@ from functools import partial
 from math import inf, isfinite, log10
 from typing import Any, ClassVar
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import as_array
 from amanda.tools.results import Column, Result, not_met, shortened
 

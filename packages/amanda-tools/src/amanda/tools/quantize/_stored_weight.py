@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amanda.tools._libraries import ml_dtypes
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Unfolding, unfolding
+from amanda.tools.libraries import ml_dtypes
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
+from amanda.tools.weights import Unfolding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,7 @@ def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWei
         codes = fake / s.reshape(spread if apart else ()) + z.reshape(spread if apart else ())
         return StoredWeight(_codes(codes, grid), s, z, axis, 0)
     rows = groups.split(fake) / s[:, None] + z[:, None]
-    way = unfolding(value.shape, groups.layout)
+    way = Unfolding.of(value.shape, groups.layout)
     if groups.are_outputs:
         return StoredWeight(_codes(rows, grid), s, z, 0, 0, way)
     outputs = prod(way.canonical[: way.outputs])

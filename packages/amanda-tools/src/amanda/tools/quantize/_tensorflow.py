@@ -9,8 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import FloatGrid, Grid
 
 if TYPE_CHECKING:

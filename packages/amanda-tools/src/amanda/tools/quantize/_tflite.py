@@ -10,8 +10,8 @@ from typing import Any
 
 import amanda
 from amanda.files import write_file
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._files import checked_target
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import Scale
 from amanda.tools.quantize._tflite_graph import Marked, lite_zero_point
 

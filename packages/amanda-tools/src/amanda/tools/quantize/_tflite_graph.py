@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake import Scale
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._op import QuantizedOp

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
-from amanda.tools.kit import SEVERAL, Globs, Parts, WeightReads, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
@@ -18,7 +17,8 @@ from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._options import TYPES, Method, Options, operands
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
-from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
+from amanda.tools.select import Globs, Paths, Patterns, as_remarks, listed, unmatched
+from amanda.tools.weights import SharedState, WeightReads
 
 
 class QuantizeTool(amanda.Tool):
@@ -82,7 +82,7 @@ class QuantizeTool(amanda.Tool):
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
         self._places: dict[str, QuantizedOp] = {}
         self._several: dict[str, str] = {}
-        self.parts = Parts()
+        self.parts = SharedState()
         self.depends_on(StandardMapping(), operands(), WeightReads())
         self.add_inst_for_op(self._analyse)
         if self.options.trains:
@@ -143,7 +143,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load scales that `state_dict` returned, as tensors or arrays."""
-        self._places, self.parts, self._several = {}, Parts(), {}
+        self._places, self.parts, self._several = {}, SharedState(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
@@ -199,14 +199,16 @@ class QuantizeTool(amanda.Tool):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         names = (context["type"], context.get_op_type())
-        if context["phase"] != "forward" or makes_a_weight(context):
+        if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
         paths = context.get_scopes()
         if not self._modules(*paths) or self._exclude(*paths):
             return
         if not self._types(*names):
             if self.options.types == TYPES and context["type"] in SEVERAL_WEIGHTS:
-                self._several[f"{context['type']} of {context.get_scope() or context.get_source()}"] = SEVERAL
+                self._several[f"{context['type']} of {context.get_scope() or context.get_source()}"] = (
+                    WeightReads.several_weights
+                )
             return
         name = self.place(context)
         if name not in self._places:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from amanda import interceptor
-from amanda.tools._libraries import tree_map
-from amanda.tools.kit import undisturbed
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
+from amanda.tools.libraries import tree_map
+from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._records import Handle, flat
 
 Compute = Callable[[Sequence[Any]], Any]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from amanda.tools._libraries import tree_map
+from amanda.tools.libraries import tree_map
 from amanda.tools.remat._eviction import Eviction
 from amanda.tools.remat._heuristics import leave_neighbours
 from amanda.tools.remat._ledger import Ledger

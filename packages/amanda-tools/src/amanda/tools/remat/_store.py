@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from amanda import interceptor
-from amanda.tools.kit import undisturbed
+from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._eviction import Eviction
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours
 from amanda.tools.remat._ledger import Ledger, Totals

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import amanda
 from amanda.errors import OptionError, ToolError
 from amanda.options import Name, NonNegativeInt, Where, checked
-from amanda.tools.kit import Rerun, rerun
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.mapping import MappingTool, Rerun, StandardMapping, rerun
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._heuristics import HEURISTICS, HeuristicName
 from amanda.tools.remat._ledger import Totals

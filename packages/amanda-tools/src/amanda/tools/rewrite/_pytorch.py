@@ -11,9 +11,8 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
-from amanda.tools._libraries import tree_map
-from amanda.tools.kit import leaves
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check, leaves
+from amanda.tools.libraries import tree_map
 from amanda.tools.rewrite._program import Node
 from amanda.tools.rewrite._steps import Step, Steps
 

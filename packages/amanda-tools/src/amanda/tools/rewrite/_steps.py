@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from amanda.tools.kit import TensorMap
+from amanda.backend import TensorMap
 from amanda.tools.rewrite._program import Node
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from amanda.options import NonNegativeFloat, PositiveInt, Share, checked
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._result import dominates
 

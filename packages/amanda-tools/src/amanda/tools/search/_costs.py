@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import amanda
 from amanda.tools.flops import Cost, FlopsTool
-from amanda.tools.kit import holders_of, parameter_inputs
+from amanda.tools.kit import parameter_inputs, parameter_store
 from amanda.tools.mapping import itemsize
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._site import Site
@@ -43,7 +43,7 @@ class Costs(amanda.Tool):
             numbers = prod(extents)
             size = numbers * (itemsize(context["dtype"](inputs[position])) or 4)
             variable = context.get_variable(position)
-            holder = holders_of(variable).identity(variable)
+            holder = parameter_store(variable).identity(variable)
             self._sizes.setdefault(op_id, {})[holder] = size
             if position == context["weight_index"]:
                 self._weights[op_id] = holder

@@ -9,8 +9,8 @@ from threading import Lock
 from typing import Any, cast
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit._tensors_jax import new_reference
+from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.search._errors import SearchError
 
 
@@ -22,8 +22,9 @@ class JaxGradientSum:
 
     def __init__(self, parameter: Any, op: str) -> None:
         self._lock, self._op = Lock(), op
-        self._total = new_reference(np.zeros(parameter.shape, parameter.dtype))
-        self._count = new_reference(np.int32(0))
+        reference = tensors_of(parameter).reference
+        self._total = reference(np.zeros(parameter.shape, parameter.dtype))
+        self._count = reference(np.int32(0))
 
     def followed(self, value: Any, like: Any) -> Any:
         """Return the parameter's value, whose gradient is added where `like` is differentiated.

@@ -8,9 +8,8 @@ from math import erf
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import tensors_of
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original
 from amanda.tools.search._errors import SearchError

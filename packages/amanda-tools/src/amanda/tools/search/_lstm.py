@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import amanda
 from amanda.options import NonNegativeFloat, PositiveFloat, Range, Seed, Share, checked
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.search._controllers import Architecture, Space
 from amanda.tools.search._errors import SearchError
 

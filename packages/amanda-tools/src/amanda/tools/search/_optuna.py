@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.options import shown
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.search._controllers import Architecture, Random, Space
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._result import Trial

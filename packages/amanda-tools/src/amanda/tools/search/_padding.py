@@ -8,7 +8,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 
 
 def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:

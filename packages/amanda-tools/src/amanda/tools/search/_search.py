@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -12,8 +12,8 @@ from typing import Any, Literal
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeFloat, NonNegativeInt, OutputFile, Seed, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Progress, attempt, check_finite, check_number
+from amanda.tools.kit import Progress, check_number
+from amanda.tools.libraries import numpy as np
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._lstm import LSTMPolicy
@@ -214,9 +214,10 @@ class Search:
                     value = self._calculated[name]() if isinstance(cost, str) else cost()
                     found[name] = check_number(value, cost, SearchError)
             for name, number in found.items():
-                check_finite(name, number)
+                if not isfinite(number):
+                    raise ValueError(f"{name} is {number}")
             return found[self._metric]
 
-        metric, error = attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
+        metric, error = Progress.attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
         costs = {name: found[name] for name in self._costs}
         return Trial(dict(architecture), metric, costs, perf_counter() - begun, error)

@@ -7,12 +7,13 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools.kit import canonical_extents, tensors_of
+from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.search._candidates import Candidate, Original
 from amanda.tools.search._decision import Decision
 from amanda.tools.search._gradients import Gradients
 from amanda.tools.search._libraries import Library
+from amanda.tools.weights import canonical_extents
 
 
 class Writer(NamedTuple):

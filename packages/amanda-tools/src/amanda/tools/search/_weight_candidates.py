@@ -8,10 +8,11 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import canonical, restored, tensors_of
+from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize import Grid, choose_qparams, extremes, fake_quantize, fake_quantize_gradient
 from amanda.tools.search._candidates import Candidate, Original
+from amanda.tools.weights import canonical, restored
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site

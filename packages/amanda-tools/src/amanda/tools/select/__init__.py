@@ -4,10 +4,11 @@ with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear
     model(x)
 """
 
-from amanda.tools.select._patterns import ModulePaths, Paths, Patterns, as_remarks, listed, unmatched
+from amanda.tools.select._patterns import Globs, ModulePaths, Paths, Patterns, as_remarks, listed, unmatched
 from amanda.tools.select._select import Phase, Selection, SelectionError, leave_construction, select
 
 __all__ = [
+    "Globs",
     "ModulePaths",
     "Paths",
     "Patterns",

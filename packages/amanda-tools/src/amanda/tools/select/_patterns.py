@@ -8,6 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from amanda.errors import AmandaError
+from amanda.options import Name
+
+Globs = list[Name] | Name | None
+"""Names, in which `*` and `?` stand for letters, or a single one; None for all."""
 
 _SEEN = 10_000
 _SHOWN = 8

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import amanda
-from amanda.tools.kit import Rerun, undisturbed
-from amanda.tools.mapping import UNINITIALISED
+from amanda.tools.mapping import UNINITIALISED, Rerun, undisturbed
 from amanda.tools.sentinel._pytorch import difference, same, tensors
 
 _RERUNS = 4

@@ -14,7 +14,7 @@ import amanda
 from amanda.backend import when_imported
 from amanda.errors import ToolError
 from amanda.options import NonNegativeFloat, PositiveInt, PositiveShare, Range, Seed, Share, checked
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.sentinel import _pytorch
 from amanda.tools.sentinel._alarms import Alarm, SentinelError
 from amanda.tools.sentinel._budget import Budget

@@ -12,8 +12,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import rerun
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.mapping import MappingTool, StandardMapping, rerun
 from amanda.tools.sentinel import _again, _pytorch
 from amanda.tools.sentinel._alarms import Alarm
 from amanda.tools.sentinel._judged import Norm

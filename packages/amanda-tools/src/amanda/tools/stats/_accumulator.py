@@ -6,10 +6,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from amanda import interceptor
-from amanda.tools._libraries import astype, do, get_dtype_name
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import tensors_of
-from amanda.tools.kit._tensors import CACHED_BLOCK
+from amanda.tools.kit import Tensors, tensors_of
+from amanda.tools.libraries import astype, do, get_dtype_name
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats import _arrays
 from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
 from amanda.tools.stats._statistics import Statistics
@@ -69,8 +68,8 @@ class Accumulator:
         if self._on_host.add(array):
             return
         row = array.reshape(-1)
-        for start in range(0, len(row), CACHED_BLOCK):
-            self._on_host.add(row[start : start + CACHED_BLOCK].astype(np.float64))
+        for start in range(0, len(row), Tensors.cached_block):
+            self._on_host.add(row[start : start + Tensors.cached_block].astype(np.float64))
 
     def _add_block(self, block: Any) -> None:
         finite = do("isfinite", block)

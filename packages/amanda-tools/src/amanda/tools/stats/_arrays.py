@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit._tensors import CACHED_BLOCK
+from amanda.tools.kit import Tensors
+from amanda.tools.libraries import numpy as np
 from amanda.tools.stats._sketch import LOWEST, Bins
 from amanda.tools.stats._statistics import Statistics
 
@@ -42,9 +42,9 @@ class Moments:
         if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
             return False
         row = array.reshape(-1)
-        for start in range(0, len(row), CACHED_BLOCK):
+        for start in range(0, len(row), Tensors.cached_block):
             with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN, sums of large numbers
-                self._add(row[start : start + CACHED_BLOCK].astype(np.float64))
+                self._add(row[start : start + Tensors.cached_block].astype(np.float64))
         return True
 
     def _add(self, block: Array) -> None:

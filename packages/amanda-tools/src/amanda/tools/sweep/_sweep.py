@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import amanda
 from amanda.action import ActionType, Routine
 from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, checked
-from amanda.tools.kit import Progress, attempt, check_finite, check_number
+from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.search import SearchResult, Trial
 from amanda.tools.sweep._allocate import KEEP, Allocation
@@ -208,10 +208,10 @@ class Sweep(Generic[Level]):
                 for tool in tools:
                     if self._prepare is not None:
                         self._prepare(tool)
-                metric = check_number(self._evaluate(), self._evaluate, SweepError)
-                return check_finite(self._names[1], metric), self._measured_cost(*tools)
+                metric = check_number(self._evaluate(), self._evaluate, SweepError, self._names[1])
+                return metric, self._measured_cost(*tools)
 
-        found, error = attempt(measure, f"no {self._names[1]} of {told}")
+        found, error = Progress.attempt(measure, f"no {self._names[1]} of {told}")
         metric, cost = found or (None, None)
         return metric, error, perf_counter() - begun, cost
 
@@ -219,7 +219,7 @@ class Sweep(Generic[Level]):
         cost = self._prices.cost
         if not callable(cost):
             return None
-        return check_finite(self._prices.name, check_number(cost(*tools), cost, SweepError))
+        return check_number(cost(*tools), cost, SweepError, self._prices.name)
 
     def _tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
         """Make a tool that acts at some ops alone; None: at all, and tells where."""

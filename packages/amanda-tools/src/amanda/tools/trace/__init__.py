@@ -7,8 +7,9 @@ print(tracer.result)
 tracer.result.save("graph.json")
 """
 
-from amanda.tools.trace._graph import Graph, Op, Tensor
+from amanda.tools.trace._graph import Graph, Op, Position, Tensor
+from amanda.tools.trace._recorder import ProgramOp
 from amanda.tools.trace._result import TraceResult, load
 from amanda.tools.trace._tool import GraphSoFar, TraceTool
 
-__all__ = ["Graph", "GraphSoFar", "Op", "Tensor", "TraceResult", "TraceTool", "load"]
+__all__ = ["Graph", "GraphSoFar", "Op", "Position", "ProgramOp", "Tensor", "TraceResult", "TraceTool", "load"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import amanda
-from amanda.tools.kit import TensorMap, leaves
+from amanda.backend import TensorMap
+from amanda.tools.kit import leaves
 from amanda.tools.trace._values import Ask, Facts, Values
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.trace._graph import Position
 from amanda.tools.trace._recorder import UNKNOWN, ProgramOp, Recorder
 from amanda.tools.trace._values import Span, Values

@@ -9,7 +9,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import check
 from amanda.tools.trace._values import Ask, Facts, Span, Values
 
 _PASSES_KEPT = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._labels import Part
 from amanda.tools.prune.channels._tracing import Step, Tracing
 

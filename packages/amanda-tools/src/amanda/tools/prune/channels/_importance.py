@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError, lowest_units_dropped
 from amanda.tools.prune.channels._call import Work
 from amanda.tools.prune.channels._groups import ChannelGroup

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import TensorMap
+from amanda.backend import TensorMap
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._keras_removal import smaller_model
 from amanda.tools.prune.channels._keras_tracing import KerasTracing

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call, Work
 from amanda.tools.prune.channels._labels import Families, shaped
 from amanda.tools.prune.channels._layers import convolution, embedding, product, transposed_convolution

@@ -8,8 +8,8 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import TensorMap
+from amanda.backend import TensorMap
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
 from amanda.tools.prune.channels._keras_rules import Value, first_of, rule_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 Family = Any
 """An integer array of NumPy."""

@@ -13,8 +13,8 @@ import onnx
 from onnx import GraphProto, ModelProto, TensorProto, inliner, numpy_helper
 
 import amanda
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import read_onnx
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._onnx_removal import bodies_of, made_by, read_in, smaller_proto
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing

@@ -9,7 +9,7 @@ from typing import Any, cast
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._tracing import Step

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._difference import first_difference
 from amanda.tools.prune.channels._groups import ChannelGroup, groups_of, left_whole

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import TensorMap, leaves
+from amanda.backend import TensorMap
+from amanda.tools.kit import leaves
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, Family
 from amanda.tools.prune.channels._plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, shaped, varying
 from amanda.tools.prune.channels._layers import (

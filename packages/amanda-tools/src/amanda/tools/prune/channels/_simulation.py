@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 
 
 @amanda.differentiable

@@ -9,8 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.options import PositiveInt, Seed, Share, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Globs
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._importance import Budget, Importance, Of, Scope
@@ -18,7 +17,7 @@ from amanda.tools.prune.channels._plan import Choice, Plan, made_plan
 from amanda.tools.prune.channels._result import ChannelPruneResult
 from amanda.tools.prune.channels._simulation import masked
 from amanda.tools.prune.channels._subject import Masks, Subject
-from amanda.tools.select import listed
+from amanda.tools.select import Globs, listed
 
 
 class ChannelPruneTool(amanda.Tool):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune.channels._call import Call, Notes
 from amanda.tools.prune.channels._labels import Families, Family, Part

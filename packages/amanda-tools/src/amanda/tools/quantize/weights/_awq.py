@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Selected
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, tied
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
 from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
+from amanda.tools.weights import SelectionOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +48,7 @@ class AWQTool(IntegerTool, FoldingTool):
         symmetric: bool = True,
         steps: Steps = 20,
         clip: bool = False,
-        **selected: Unpack[Selected],
+        **selected: Unpack[SelectionOptions],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
         self._steps, self._clip = steps, clip

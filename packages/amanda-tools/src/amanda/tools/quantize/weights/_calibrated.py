@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
-from amanda.tools.kit import Present, Weight, WeightTool, origin, weight_input
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._products import product
+from amanda.tools.weights import ParameterSlice, Weight, WeightTool, weight_input
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
+    from amanda.tools.weights import SelectionOptions
 
 UNREAD = "no op that multiplies by it ran in the calibration"
 ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
@@ -92,7 +92,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     wants_gram: ClassVar[bool] = True
     """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
 
-    def __init__(self, **selected: Unpack[Selected]) -> None:
+    def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
         self.settled: set[CalibratedWeight] = set()
@@ -135,7 +135,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
         return True
 
-    def on_read(self, weight: CalibratedWeight, present: Present) -> None:
+    def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
         if self.is_calibrating and weight.is_ready and weight not in self.settled:
             weight.updated = -1
@@ -188,7 +188,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """
 
     def _add(self, x: Any, value: Any, find: Any, rows: Any, run: dict[str, Any]) -> None:
-        weight = find(value, origin(run)) if self.is_calibrating else None
+        weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
             return
         found = rows(x.detach())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amanda.files import naming, replacing, write_file
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
 from amanda.tools.quantize.weights._layers import linear_layers

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import leaves
+from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call, Work
 from amanda.tools.prune.channels._labels import Families, Family, shaped, varying
 from amanda.tools.prune.channels._layers import convolution, linear

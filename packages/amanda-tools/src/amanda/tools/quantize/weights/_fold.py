@@ -10,9 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Held, HeldError, parameters
-from amanda.tools.kit._holders import Undo, undone
+from amanda.tools.kit import ParameterError, ParameterStore, StoredParameter, parameter_store
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
     UNREAD,
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Unpack
 
-    from amanda.tools.kit._weight_selection import Selected
     from amanda.tools.quantize.weights._factors import FactorTracing
+    from amanda.tools.weights import SelectionOptions
 
 Axis = tuple[int, int]
 """The identity of a parameter, and an axis of it."""
@@ -101,7 +100,7 @@ class FoldingTool(CalibratedTool):
     multiply one input share them; `fold` after it writes them.
     """
 
-    def __init__(self, **selected: Unpack[Selected]) -> None:
+    def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
         self._folds: dict[int, Fold] | None = None
         self._unfolded: dict[int, str] = {}
@@ -176,11 +175,11 @@ class FoldingTool(CalibratedTool):
         """Write the factors that have a place in parameters of a model, see `fold`."""
         try:
             return self._folded(model, self._folds or {})
-        except HeldError as error:
+        except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
     def _folded(self, model: nn.Module, folds: Mapping[int, Fold]) -> FoldResult:
-        held = {one.identity: one for one in parameters(model)}
+        held = {one.identity: one for one in parameter_store("torch").parameters(model)}
         weights = {one.holder: one for one in self.weights if one.is_ready and one.part is None}
         if not held.keys() & weights.keys():
             raise QuantizeError(
@@ -206,7 +205,7 @@ class FoldingTool(CalibratedTool):
             factors = weights[fold.readers[0][0]]["smoothing"]
             for identity, axis, scale in fold.scales(factors):
                 scales[identity].append((axis, scale))
-        with amanda.disabled(), undone() as undo:
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             for identity, own in scales.items():
                 held[identity].change(partial(_scaled, scales=own), undo=undo)
             readers = {identity for fold in chosen for identity, _ in fold.readers}
@@ -257,7 +256,7 @@ class FoldingTool(CalibratedTool):
         return fold if fold is not None and own is not None and len(own) == len(fold.slots) else None
 
     def _misfit(
-        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], held: Mapping[int, Held]
+        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], held: Mapping[int, StoredParameter]
     ) -> str | None:
         """Return why the factors of a fold cannot be written."""
         parts = {one.holder for one in self.weights if one.part is not None}
@@ -342,8 +341,8 @@ def _tried(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
     """Return a context in which factors are in the parameters that round nothing: powers of two."""
     import torch
 
-    held = {one.identity: one for one in parameters(model)}
-    undo: Undo = []
+    held = {one.identity: one for one in parameter_store("torch").parameters(model)}
+    undo: list[Callable[[], Any]] = []
     try:
         for fold in folds:
             factors = torch.as_tensor(2.0 ** (fold.slots % 3 - 1))

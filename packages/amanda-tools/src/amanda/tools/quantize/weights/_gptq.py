@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools.kit import Progress, Selected
+from amanda.tools.kit import Progress
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._grouping import Codes, dequantized, nearest, qparams
 from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
+from amanda.tools.weights import SelectionOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +47,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         damping: Damping = 0.01,
         block: PositiveInt = 128,
         act_order: bool = False,
-        **selected: Unpack[Selected],
+        **selected: Unpack[SelectionOptions],
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
         self._damping, self._block, self._act_order = damping, block, act_order

@@ -7,24 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
 import amanda
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools._libraries import numpy as np
 from amanda.tools.kit import (
-    Held,
-    HeldError,
-    Selected,
-    Weight,
-    WeightResult,
-    WeightTool,
-    holders_of,
+    ParameterError,
+    StoredParameter,
+    StridedLayout,
     leaves,
-    parameters,
+    parameter_store,
+    tensors_of,
 )
-from amanda.tools.kit._origins import is_stored
-from amanda.tools.kit._parts import form_of, holder_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import Codes, dequantized
 from amanda.tools.results import Column
+from amanda.tools.weights import SelectionOptions, Weight, WeightResult, WeightTool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +80,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         bits: WeightBits = 4,
         group_size: PositiveInt | None = 128,
         symmetric: bool = True,
-        **selected: Unpack[Selected],
+        **selected: Unpack[SelectionOptions],
     ) -> None:
         super().__init__(**selected)
         self.grid = Grid.of(bits, symmetric)
@@ -122,21 +118,21 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if not context.namespace.matches("pytorch/*/eager"):
             holder = context.get_variable(position)
             if holder is not None:
-                held = holders_of(holder).held(holder, value)
+                held = parameter_store(holder).locate(holder, value)
                 if held is not None:
                     yield held
             return
         for tensor in leaves([value]):
-            if not is_stored(tensor):
+            if not tensors_of(tensor).is_strided(tensor):
                 continue
-            holder, storage = holder_of(tensor), tensor.untyped_storage()._cdata
+            holder, storage = parameter_store(tensor).owner(tensor), tensor.untyped_storage()._cdata
             if holder is not None:
-                held = holders_of(holder).held(holder, tensor)
+                held = parameter_store(holder).locate(holder, tensor)
                 assert held is not None  # the storage of a parameter that holds the tensor
                 self._storages[storage] = held[0]
                 yield held
             elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
-                yield self._storages[storage], form_of(tensor)
+                yield self._storages[storage], StridedLayout.of(tensor)
 
     def size(self, weight: Weight) -> int:
         """Return the number of weights that share a scale."""
@@ -175,13 +171,13 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         It is as it was when they were chosen, or what they stand for.  Packed tensors are not compared.
         """
         try:
-            held = {one.identity: one for one in parameters(model)}
+            held = {one.identity: one for one in parameter_store("torch").parameters(model)}
             for weight in self.weights:
                 self._check(weight, held.get(weight.holder))
-        except HeldError as error:
+        except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
-    def _check(self, weight: CalibratedWeight, held: Held | None) -> None:
+    def _check(self, weight: CalibratedWeight, held: StoredParameter | None) -> None:
         if not (weight.is_ready or weight.is_left):
             within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
             raise QuantizeError(
@@ -204,7 +200,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         try:
             with amanda.disabled():
                 self._write(model, ready)
-        except HeldError as error:
+        except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
     def finalize(self, model: Any) -> Any:

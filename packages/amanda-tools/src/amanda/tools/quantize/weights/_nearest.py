@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from amanda.tools.kit import Present
+from collections.abc import Callable
+from typing import Any
+
 from amanda.tools.quantize.weights._calibrated import ROWS, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import quantized
 from amanda.tools.quantize.weights._integers import IntegerTool
@@ -23,7 +25,7 @@ class NearestTool(IntegerTool):
 
     leaves_rows = ROWS
 
-    def on_read(self, weight: CalibratedWeight, present: Present) -> None:
+    def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Round a weight to the nearest when it is read first."""
         if not weight.is_ready:
             matrix = weight.matrix(present())

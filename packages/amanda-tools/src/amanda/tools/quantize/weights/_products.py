@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import amanda
-from amanda.tools.kit import WeightInput, Window, windows_of
+from amanda.tools.kit import Window, windows_of
+from amanda.tools.weights import WeightInput
 
 if TYPE_CHECKING:
     from torch import Tensor

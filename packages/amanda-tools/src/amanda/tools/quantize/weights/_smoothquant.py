@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.options import Share, checked
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit import Selected, origin
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, FoldResult, tied
+from amanda.tools.weights import ParameterSlice, SelectionOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +41,7 @@ class SmoothQuantTool(FoldingTool):
     def __init__(
         self,
         alpha: Share = 0.5,
-        **selected: Unpack[Selected],
+        **selected: Unpack[SelectionOptions],
     ) -> None:
         super().__init__(**selected)
         self._alpha = alpha
@@ -77,7 +77,7 @@ class SmoothQuantTool(FoldingTool):
 
     @amanda.differentiable
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
-        weight = find(value, origin(run))
+        weight = find(value, ParameterSlice.of_execution(run))
         if not isinstance(weight, CalibratedWeight):
             raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")
         if not weight.is_ready:

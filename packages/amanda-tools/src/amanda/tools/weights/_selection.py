@@ -6,10 +6,10 @@ from typing import TypedDict
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.options import Name
-from amanda.tools.kit._parts import is_adapter, makes_a_weight
 from amanda.tools.mapping import SEVERAL_WEIGHTS
-from amanda.tools.select import Paths, Patterns, listed, unmatched
+from amanda.tools.select import Globs, Paths, Patterns, listed, unmatched
+from amanda.tools.weights._shared_state import is_adapter
+from amanda.tools.weights._weight_input import WeightReads
 
 PRODUCTS = frozenset(
     {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -20,11 +20,8 @@ PRODUCTS = frozenset(
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """Ops that look rows of a weight up."""
 
-Globs = list[Name] | Name | None
-"""Names, in which `*` and `?` stand for letters, or a single one; None for all."""
 
-
-class Selected(TypedDict, total=False):
+class SelectionOptions(TypedDict, total=False):
     """Options of a tool by which weights are selected, as keywords that a subclass passes on.
 
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
@@ -51,7 +48,7 @@ class WeightSelection:
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the weight of an op is selected."""
-        if self._modules.patterns is None and (makes_a_weight(context) or is_adapter(context)):
+        if self._modules.patterns is None and (WeightReads.computes_weight(context) or is_adapter(context)):
             return False
         return self._fits(context)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import amanda
 from amanda.backend import TensorMap
-from amanda.tools.kit._parts import Form, form_of, holder_of
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit import StridedLayout, check, parameter_store, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +22,15 @@ COPIES = frozenset({"contiguous", "clone", "to"})
 SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
 """Ops that select elements by indices, which the data may choose."""
 
+READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of the weight"
+"""Keys of contexts and of executions."""
+
 _MOST = 64
 _numbers = count()
 
 
 @dataclass(frozen=True)
-class Origin:
+class ParameterSlice:
     """The parameter, and the part of it, that a tensor is.
 
     holder: the parameter.  of: gives the same elements of any tensor in the parameter's shape.
@@ -37,21 +39,37 @@ class Origin:
 
     holder: Tensor
     of: Callable[[Tensor], Tensor]
-    form: Form | None
+    form: StridedLayout | None
+
+    @classmethod
+    def of_input(cls, context: amanda.OpContext, index: int) -> ParameterSlice | None:
+        """Return the slice that an input of an op is, during analysis; None for a computed value.
+
+        The tool that calls this depends on `WeightReads`.
+        """
+        return cast("ParameterSlice | None", context[READS].source(context, index))
+
+    @classmethod
+    def of_execution(cls, run: Mapping[str, Any]) -> ParameterSlice | None:
+        """Return the slice that the weight was before any tool changed it; None for a computed weight.
+
+        run: the dict of the execution that a routine receives.
+        """
+        return run.get(SLICE)
 
 
 class _Made(NamedTuple):
     """A tensor that lives as long as its storage, and its origin, of which it does not keep the parameter."""
 
     storage: Any
-    layout: Form
+    layout: StridedLayout
     holder: Callable[[], Tensor | None]
     of: Callable[[Tensor], Tensor]
-    form: Form | None
+    form: StridedLayout | None
 
 
-class Origins:
-    """Origins of copies and selections of parameters' elements, as long as these live.
+class FollowedSlices:
+    """Copies and selections of parameters' elements, as long as these live.
 
     In eager mode routines follow each execution.  Of a graph's symbols no more is known than that they are
     selections, which ops are analysed in the order in which they compute.
@@ -63,17 +81,19 @@ class Origins:
         self._symbols: TensorMap[bool] = TensorMap()
         self._held = f"origins {next(_numbers)}"  # several tools may follow one op
 
-    def of(self, value: Tensor) -> Origin | None:
+    def of(self, value: Tensor) -> ParameterSlice | None:
         """Return the origin of a tensor that is no view of a parameter; None if it was computed."""
-        found = self._made.get(value.untyped_storage()._cdata) if is_stored(value) else None
+        found = (
+            self._made.get(value.untyped_storage()._cdata) if tensors_of(value).is_strided(value) else None
+        )
         holder = None if found is None or found.storage.expired() else found.holder()
         if found is None or holder is None:
             return None
-        form = form_of(value)
+        form = StridedLayout.of(value)
         if form == found.layout:
-            return Origin(holder, found.of, found.form)
+            return ParameterSlice(holder, found.of, found.form)
         own = None if found.form is None else _composed(found.form, found.layout, form)
-        return Origin(holder, partial(_viewed, found.of, found.layout, form), own)
+        return ParameterSlice(holder, partial(_viewed, found.of, found.layout, form), own)
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
@@ -104,7 +124,11 @@ class Origins:
     def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
         inputs = run.pop(self._held)
         source = self.source(inputs[0])
-        if source is None or holder_of(made) is not None or not is_stored(made):
+        if (
+            source is None
+            or parameter_store(made).owner(made) is not None
+            or not tensors_of(made).is_strided(made)
+        ):
             return
         from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -115,7 +139,9 @@ class Origins:
         if compute is not None:
             of, form = partial(_selected, compute, of, inputs[1:]), None
         lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._made[storage._cdata] = _Made(lives, form_of(made), weakref.ref(source.holder), of, form)
+        self._made[storage._cdata] = _Made(
+            lives, StridedLayout.of(made), weakref.ref(source.holder), of, form
+        )
 
     def sweep(self) -> None:
         """Forget what is freed, and with it the indices that selected it."""
@@ -124,15 +150,15 @@ class Origins:
                 self._made.pop(key, None)
         self._most = max(_MOST, 2 * len(self._made))
 
-    def source(self, value: Any) -> Origin | None:
+    def source(self, value: Any) -> ParameterSlice | None:
         """Return where an input comes from: a view of a parameter, or what was made of one."""
-        if not is_stored(value):
+        if not tensors_of(value).is_strided(value):
             return None
-        holder = holder_of(value)
+        holder = parameter_store(value).owner(value)
         if holder is None:
             return self.of(value)
-        form = form_of(value)
-        return Origin(holder, partial(_viewed, _itself, form_of(holder), form), form)
+        form = StridedLayout.of(value)
+        return ParameterSlice(holder, partial(_viewed, _itself, StridedLayout.of(holder), form), form)
 
 
 @amanda.differentiable
@@ -150,7 +176,9 @@ def _selected(
     return compute([of(whole), *others])
 
 
-def _viewed(of: Callable[[Tensor], Tensor], layout: Form, form: Form, whole: Tensor) -> Tensor:
+def _viewed(
+    of: Callable[[Tensor], Tensor], layout: StridedLayout, form: StridedLayout, whole: Tensor
+) -> Tensor:
     """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
     import torch
 
@@ -159,34 +187,22 @@ def _viewed(of: Callable[[Tensor], Tensor], layout: Form, form: Form, whole: Ten
     if laid.stride() != strides or not laid.is_contiguous():
         values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
         laid.copy_(values)
-    return laid.as_strided(form[0], form[1], form[2] - offset + laid.storage_offset())
+    return laid.as_strided(form.extents, form.strides, form.offset - offset + laid.storage_offset())
 
 
-def _composed(part: Form, layout: Form, form: Form) -> Form | None:
+def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
     """Return the part of a parameter that a view of a copy of a part is; None if no strides describe it."""
     import torch
 
-    extents, strides, offset = part
-    if not prod((*extents, *form[0])):
+    if not prod((*part.extents, *form.extents)):
         return None
-    last = sum((size - 1) * stride for size, stride in zip(extents, strides, strict=True))
-    places = torch.arange(offset, offset + last + 1).as_strided(extents, strides)
+    places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
     found = _viewed(_itself, layout, form, places)
     first = found[(0,) * found.dim()]
     steps = [int(found.select(axis, 1)[(0,) * (found.dim() - 1)] - first) if size > 1 else 1
              for axis, size in enumerate(found.shape)]  # fmt: skip
-    made = tuple(found.shape), tuple(steps), int(first)
-    reach = sum((size - 1) * step for size, step in zip(*made[:2], strict=True))
+    made = StridedLayout(tuple(found.shape), tuple(steps), int(first))
     if min(steps, default=0) < 0:
         return None
-    whole = torch.arange(made[2], made[2] + reach + 1).as_strided(*made[:2])
+    whole = torch.arange(made.offset, made.end).as_strided(made.extents, made.strides)
     return made if torch.equal(whole, found) else None
-
-
-def is_stored(value: Any) -> bool:
-    """Return True for a strided tensor of PyTorch's own classes."""
-    import torch
-
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return value.layout is torch.strided and not value.is_nested

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from amanda.tools._libraries import do, shape
+from amanda.tools.libraries import do, shape
 
 
 class Unfolding(NamedTuple):
@@ -19,6 +19,27 @@ class Unfolding(NamedTuple):
     canonical: tuple[int, ...]
     outputs: int
 
+    @classmethod
+    def of(cls, extents: Sequence[int], layout: str) -> Unfolding:
+        """Return the way from a weight of these extents to its canonical form.
+
+        layout: as in StandardMapping; further axes in front of it are those of a batch.
+        """
+        batch = len(extents) - len(layout)
+        window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
+        inputs = batch + layout.index("I")
+        if "M" not in layout:
+            order = (*range(batch), batch + layout.index("O"), inputs, *window)
+            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
+        groups = int(getattr(layout, "groups", extents[inputs]))
+        split = (*extents[:inputs], groups, extents[inputs] // groups, *extents[inputs + 1 :])
+        after = {axis: axis + (axis > inputs) for axis in range(len(extents))}
+        outputs = after[batch + layout.index("M")]
+        order = (*range(batch), inputs, outputs, inputs + 1, *(after[axis] for axis in window))
+        channels = (groups * split[outputs], split[inputs + 1])
+        canonical = (*extents[:batch], *channels, *(extents[axis] for axis in window))
+        return cls(split, order, canonical, batch + 1)
+
     @property
     def turned(self) -> tuple[int, ...]:
         """The shape after the transposition."""
@@ -28,27 +49,6 @@ class Unfolding(NamedTuple):
     def back(self) -> tuple[int, ...]:
         """The order of axes that undoes the transposition."""
         return tuple(self.order.index(axis) for axis in range(len(self.order)))
-
-
-def unfolding(extents: Sequence[int], layout: str) -> Unfolding:
-    """Return the way from a weight of these extents to its canonical form.
-
-    layout: as in StandardMapping; further axes in front of it are those of a batch.
-    """
-    batch = len(extents) - len(layout)
-    window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
-    inputs = batch + layout.index("I")
-    if "M" not in layout:
-        order = (*range(batch), batch + layout.index("O"), inputs, *window)
-        return Unfolding(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
-    groups = int(getattr(layout, "groups", extents[inputs]))
-    split = (*extents[:inputs], groups, extents[inputs] // groups, *extents[inputs + 1 :])
-    after = {axis: axis + (axis > inputs) for axis in range(len(extents))}
-    outputs = after[batch + layout.index("M")]
-    order = (*range(batch), inputs, outputs, inputs + 1, *(after[axis] for axis in window))
-    channels = (groups * split[outputs], split[inputs + 1])
-    canonical = (*extents[:batch], *channels, *(extents[axis] for axis in window))
-    return Unfolding(split, order, canonical, batch + 1)
 
 
 def canonical(weight: Any, layout: str | None) -> Any:
@@ -62,7 +62,7 @@ def canonical(weight: Any, layout: str | None) -> Any:
     """
     if layout is None:
         return weight
-    way = unfolding(shape(weight), layout)
+    way = Unfolding.of(shape(weight), layout)
     return _reshaped(_turned(_reshaped(weight, way.split), way.order), way.canonical)
 
 
@@ -73,7 +73,7 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
     """
     if layout is None:
         return array
-    way = unfolding(extents, layout)
+    way = Unfolding.of(extents, layout)
     if "M" not in layout:
         return _turned(array, way.back)
     return _reshaped(_turned(_reshaped(array, way.turned), way.back), tuple(extents))
@@ -81,7 +81,7 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
 
 def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, ...]:
     """Return the shape that `canonical` gives to a weight of these extents."""
-    return tuple(extents) if layout is None else unfolding(extents, layout).canonical
+    return tuple(extents) if layout is None else Unfolding.of(extents, layout).canonical
 
 
 def _reshaped(array: Any, extents: tuple[int, ...]) -> Any:

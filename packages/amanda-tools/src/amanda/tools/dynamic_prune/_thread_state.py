@@ -12,7 +12,7 @@ from amanda.errors import ToolError
 T = TypeVar("T")
 
 
-class PerCaller(Generic[T]):
+class PerThreadState(Generic[T]):
     """State of the ops of a tool that each thread which executes the program has for itself.
 
     Routines that a graph calls on threads of its framework have the state of the thread that runs the graph.

@@ -7,9 +7,14 @@ from typing import Any
 from weakref import ref
 
 import amanda
-from amanda.tools.mapping._tensorflow_names import PASSES, READS, SELECTS
+from amanda.tools.mapping import TENSORFLOW_PASSES, TENSORFLOW_READS
 
-_PASSES = PASSES | {"Squeeze", "ExpandDims"}
+_PASSES = TENSORFLOW_PASSES | {"Squeeze", "ExpandDims"}
+_SELECTS = frozenset({
+    "StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd", "Split",
+    "SplitV", "Unpack",
+})  # fmt: skip
+"""Types that give elements of an input that other inputs choose."""
 _VALUE_AT = {"Split": 1}
 _FIXED = frozenset({"Split", "SplitV", "Unpack"})  # the program says which of the parts it takes
 
@@ -26,13 +31,13 @@ class Slices:
     def follow(self, context: amanda.OpContext) -> None:
         """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
         name = context.get_op_type()
-        if name not in SELECTS | _PASSES or not context.namespace.matches("tensorflow/*/eager"):
+        if name not in _SELECTS | _PASSES or not context.namespace.matches("tensorflow/*/eager"):
             return
         inputs = context.get_inputs()
-        held = name in SELECTS and any(context.get_variable(i) is not None for i in range(len(inputs)))
+        held = name in _SELECTS and any(context.get_variable(i) is not None for i in range(len(inputs)))
         made = [known for one in inputs if (known := self._known(one)) is not None]
         if held or made:
-            chosen = name in SELECTS - _FIXED or any(chosen for _, chosen in made)
+            chosen = name in _SELECTS - _FIXED or any(chosen for _, chosen in made)
             context.insert_after_op(self._note, chosen=chosen)
 
     def reads(self, context: amanda.OpContext, index: int, chosen: bool) -> bool:
@@ -65,12 +70,12 @@ def _is_selected(symbol: Any, chosen: bool) -> bool:
             op = symbol.op
         except AttributeError:  # an eager tensor has none
             return False
-        if op.type in READS or (op.inputs and _is_handle(op.inputs[0])):
-            return selects or op.type in SELECTS
-        if op.type not in SELECTS | _PASSES or not op.inputs:
+        if op.type in TENSORFLOW_READS or (op.inputs and _is_handle(op.inputs[0])):
+            return selects or op.type in _SELECTS
+        if op.type not in _SELECTS | _PASSES or not op.inputs:
             return False
         at = _VALUE_AT.get(op.type, 0)
-        if op.type in SELECTS and not selects:
+        if op.type in _SELECTS and not selects:
             selects = not (chosen and _is_constant([one for i, one in enumerate(op.inputs) if i != at]))
         symbol = op.inputs[at]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda import interceptor
-from amanda.tools.kit._holders import Change, HeldError, Holders, Undo
+from amanda.tools.kit._parameters import Changed, ParameterError, ParameterStore, StoredParameter, Undo
 
 Array = NDArray[Any]
 Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
@@ -24,50 +24,96 @@ _FORMING = frozenset({"Reshape", "Transpose"})
 _PASSING = _FORMING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
 
 
-class Variables(Holders):
+class Variables(ParameterStore):
     """Variables, from their handles; in a session's graph the tensors that make them."""
 
-    def identity(self, holder: Any) -> Any:
+    def identity(self, parameter: Any) -> Any:
         """Return what tells the variable from others; in a session's graph its name."""
-        op = getattr(holder, "op", None)
-        return interceptor.ordinal(holder) if op is None else (interceptor.ordinal(op.graph), op.name)
+        op = getattr(parameter, "op", None)
+        return interceptor.ordinal(parameter) if op is None else (interceptor.ordinal(op.graph), op.name)
 
-    def name(self, holder: Any) -> str:
+    def name(self, parameter: Any) -> str:
         """Return the path of a variable of Keras, the name of others."""
-        op = getattr(holder, "op", None)
+        op = getattr(parameter, "op", None)
         if op is not None:
             return str(op.name)
-        found = _NAME.search(str(holder))
+        found = _NAME.search(str(parameter))
         return found[1] if found is not None else ""
 
-    def held(self, holder: Any, weight: Any) -> tuple[Any, Part] | None:
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Part] | None:
         """Return the variable that a weight was read of, and its form; None where the form is not found."""
         is_symbol = getattr(weight, "op", None) is not None
-        form = _form_in_graph(weight) if is_symbol else _form_of_value(holder, weight)
-        return None if form is NotImplemented else (self.identity(holder), form)
+        form = _form_in_graph(weight) if is_symbol else _form_of_value(parameter, weight)
+        return None if form is NotImplemented else (self.identity(parameter), form)
 
-    def value(self, holder: Any, part: Part) -> Any:
+    def read(self, parameter: Any, part: Part) -> Any:
         """Return the present value in a form, in eager mode."""
-        return _formed(_read(holder).numpy(), part)
+        return _formed(_read(parameter).numpy(), part)
 
-    def carried(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
+    def transfer(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
         """Return what a form of a variable has of values in another form of it."""
         values, form = pieces[-1]
         return _formed(_restored(np.asarray(values), form), part)
 
-    def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
-        """Yield the identity of each variable of a model or a list, and what changes its value."""
+    def parameters(self, model: Any) -> Iterator[Variable]:
+        """Yield each variable of a model, a layer or a list."""
         found = next(
             (getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model
         )
         try:
-            listed = [_variable(one) for one in found]
+            variables = [_variable(one) for one in found]
         except (TypeError, AttributeError) as error:
-            raise HeldError(
+            raise ParameterError(
                 f"{type(model).__name__} has no variables; give a model, a layer, or a list of variables"
             ) from error
-        for variable in listed:
-            yield self.identity(_handle(variable)), _changing(variable)
+        for variable in variables:
+            yield Variable(self.identity(_handle(variable)), variable)
+
+
+class Variable(StoredParameter):
+    """A variable of eager mode, or of the graph of a session."""
+
+    def read(self) -> Array:
+        """Return the value of the whole variable."""
+        if not self._is_in_graph():
+            return np.array(self._parameter.numpy())
+        value: Array = self._session().run(self._parameter)
+        return value
+
+    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part.
+
+        Raises ParameterError for a variable of a graph outside its session.
+        """
+        old = self.read()
+        new = _restored(np.asarray(changed(_formed(old.copy(), part))), part)
+        if not self._is_in_graph():
+            assign = self._parameter.assign
+        else:
+            session, initializer = self._session(), self._parameter.initializer
+
+            def assign(
+                value: Array,
+            ) -> None:  # as Variable.load does, which wants its graph to be the default
+                session.run(initializer, {initializer.inputs[1]: value})
+
+        if undo is not None:
+            undo.append(partial(assign, old))
+        assign(new)
+
+    def _is_in_graph(self) -> bool:
+        return getattr(_handle(self._parameter), "op", None) is not None
+
+    def _session(self) -> Any:
+        import tensorflow as tf
+
+        session = tf.compat.v1.get_default_session()
+        if session is None:
+            raise ParameterError(
+                f"{self._parameter.name} belongs to a session's graph; finalize within "
+                "`with session.as_default():`"
+            )
+        return session
 
 
 def _form_in_graph(weight: Any) -> Any:
@@ -138,30 +184,3 @@ def _variable(given: Any) -> Any:
     """Return TensorFlow's variable behind one of Keras."""
     value = getattr(given, "value", None)
     return given if value is None or callable(value) else value
-
-
-def _changing(variable: Any) -> Change:
-    def change(part: Part, changed: Callable[[Array], Array], undo: Undo) -> None:
-        import tensorflow as tf
-
-        def turned(value: Array) -> Array:
-            return _restored(np.asarray(changed(_formed(value, part))), part)
-
-        if getattr(_handle(variable), "op", None) is None:
-            old = np.array(variable.numpy())
-            new = turned(old)
-            undo.append(partial(variable.assign, old))
-            variable.assign(new)
-            return
-        session = tf.compat.v1.get_default_session()
-        if session is None:
-            raise HeldError(
-                f"{variable.name} belongs to a session's graph; finalize within `with session.as_default():`"
-            )
-        assign = variable.initializer  # as Variable.load does, which wants its graph to be the default
-        old = session.run(variable)
-        new = turned(old)
-        undo.append(partial(session.run, assign, {assign.inputs[1]: old}))
-        session.run(assign, {assign.inputs[1]: new})
-
-    return change

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import amanda
-from amanda.tools._libraries import tree_iter, tree_map
-from amanda.tools.kit._tensors import tensors_of
+from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import tree_iter, tree_map
 
 
-class FoundMemory(amanda.Tool):
+class MemorySnapshot(amanda.Tool):
     """Copies memory that ops of a program read or write and that no op of the program has made.
 
     `restore` makes every byte of it what it was when the program first met it.

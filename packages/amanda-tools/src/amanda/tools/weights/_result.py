@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.kit._weight import Weight
 from amanda.tools.results import Column, Result, not_met, shortened
 from amanda.tools.select import as_remarks
+from amanda.tools.weights._weight import Weight
 
 if TYPE_CHECKING:
-    from amanda.tools.kit._weight_tool import WeightTool
+    from amanda.tools.weights._tool import WeightTool
 
 
 class WeightResult(Result):

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit._forms import Find, OtherForm, SelectedRows, order_of_axes, row_layout
-from amanda.tools.kit._holders import Holders, holders_of
-from amanda.tools.kit._origins import Origin
-from amanda.tools.kit._parts import Parts, holder_of
-from amanda.tools.kit._tensors import tensors_of
-from amanda.tools.kit._weight import Form, Weight
-from amanda.tools.kit._weight_input import WeightInput, source
-from amanda.tools.kit._weight_selection import LOOKUPS, PRODUCTS
-from amanda.tools.mapping import SEVERAL_WEIGHTS, backend_of
+from amanda.tools.kit import ParameterStore, parameter_store, tensors_of
+from amanda.tools.mapping import SEVERAL_WEIGHTS
+from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._selection import LOOKUPS, PRODUCTS
+from amanda.tools.weights._shared_state import SharedState
+from amanda.tools.weights._views import AliasedWeightView, Find, IndexedRows, order_of_axes, row_layout
+from amanda.tools.weights._weight import Weight, WeightView
+from amanda.tools.weights._weight_input import WeightInput, WeightReads
 
 if TYPE_CHECKING:
-    from amanda.tools.kit._weight_tool import WeightTool
+    from amanda.tools.weights._tool import WeightTool
 
 W = TypeVar("W", bound=Weight)
 
@@ -31,13 +30,6 @@ EINSUM = "the operands of an einsum are one list, of which none is changed"
 """Why a tool leaves an einsum that reads a parameter."""
 ADAPTER = "it is an adapter's, which is changed if `module` selects it"
 SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
-ELSEWHERE = (
-    "the op once read something that is no part of a parameter, or a tool that was applied before has "
-    "changed it"
-)
-"""Why a tool leaves an op: the part that it reads of a parameter cannot be told."""
-SEVERAL = "it multiplies by several weights in one op"
-"""Why a tool leaves an op that has more than one weight, such as an LSTM."""
 INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
 
 
@@ -62,9 +54,9 @@ class Weights(Generic[W]):
         self._left: set[Hashable] = set()
         self._others: dict[Hashable, str] = {}
         self._passed, self._has_passed_by = 0, False
-        self._forms: dict[Hashable, OtherForm] = {}
+        self._forms: dict[Hashable, AliasedWeightView] = {}
         self._of: dict[Hashable, list[W]] = {}
-        self._parts = Parts()
+        self._shared = SharedState()
 
     def __iter__(self) -> Iterator[W]:
         return iter(self.found.values())
@@ -95,7 +87,7 @@ class Weights(Generic[W]):
         Returns the ids of ops that read a weight which has been taken back for that.
         """
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
-            self.leave(context, SEVERAL)
+            self.leave(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
             self.reasons[_named(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
@@ -107,12 +99,12 @@ class Weights(Generic[W]):
                 self.leave(context, EINSUM)
         again: set[int] = set()
         for one in holders:
-            identity = holders_of(one).identity(one)
+            identity = parameter_store(one).identity(one)
             self._others[identity] = reason
             again |= self._retract(context, self._of.pop(identity, []), reason)
         return again
 
-    def at(self, context: amanda.OpContext, read: WeightInput) -> tuple[Form | None, Find | None]:
+    def at(self, context: amanda.OpContext, read: WeightInput) -> tuple[WeightView | None, Find | None]:
         """Return what an op reads as its weight, None for what is left; and what finds it at each execution.
 
         The second is None for an op that always reads the same.
@@ -122,65 +114,67 @@ class Weights(Generic[W]):
             if self._tool.selection(context):
                 self.leave(context, SELECTED)
             return None, None
-        parts = () if read.holder is None else holders_of(read.holder).parts(read.holder)
+        parts = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
         if parts:
             forms = {one: self._form(context, value, one, read.layout) for one in parts}
             return None, partial(_current, forms, read.holder)
         if not read.is_followed:
             return self._form(context, value, read.holder, read.layout), None
         find = partial(self._find, context, read.layout)
-        return find(value, source(context, read.index)), find
+        return find(value, ParameterSlice.of_input(context, read.index)), find
 
     def _find(
-        self, context: amanda.OpContext, layout: str | None, value: Any, origin: Origin | None
-    ) -> Form | None:
+        self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
+    ) -> WeightView | None:
         if origin is None:
-            self.leave(context, ELSEWHERE)
+            self.leave(context, WeightReads.unknown_part)
             return None
         if origin.form is None:
             rows = self._rows(context, origin, value, layout)
-            return None if rows is None else SelectedRows(rows, origin)
+            return None if rows is None else IndexedRows(rows, origin)
         return self._form(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
 
-    def _form(self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None) -> Form | None:
+    def _form(
+        self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None
+    ) -> WeightView | None:
         """Return the weight, or another form of a parameter with weights; None for what is left."""
         unread = tensors_of(value).unread(value) if context.is_eager() else None
         if getattr(value, "is_meta", False) or unread is not None:  # it may have numbers later
             if unread is not None and self._tool.selection(context):
                 self.leave(context, unread)
             return None
-        holders = holders_of(value)
-        held = None if holder is None else holders.held(holder, value)
+        store = parameter_store(value)
+        held = None if holder is None else store.locate(holder, value)
         key: Hashable = self._tool.place(context) if held is None else held
         if held is not None and held[0] in self._others:
             if self._tool.selection(context):
                 self.leave(context, self._others[held[0]])
         elif key not in self.found and key not in self._forms and key not in self._left:
-            self._meet(context, holders, key, _Read(value, holder, held, layout))
+            self._meet(context, store, key, _Read(value, holder, held, layout))
         found = self.found.get(key) or self._forms.get(key)
         if isinstance(found, Weight):
             found.readers.add(context.get_op_id())
         return found
 
-    def _meet(self, context: amanda.OpContext, holders: Holders, key: Hashable, read: _Read) -> None:
-        whole = None if read.held is None else holders.whole(read.holder)
+    def _meet(self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _Read) -> None:
+        whole = None if read.held is None else store.whole(read.holder)
         others = [] if read.held is None else self._of.setdefault(read.held[0], [])
-        if read.held is not None and any(holders.overlaps(read.held[1], one.part, whole) for one in others):
-            self._forms[key] = OtherForm(holders, read.held[1], whole, others)
+        if read.held is not None and any(store.overlaps(read.held[1], one.part, whole) for one in others):
+            self._forms[key] = AliasedWeightView(store, read.held[1], whole, others)
         elif not self._tool.selection(context):
             self._left.add(key)
             self._passed += 1
-        elif not self._take(context, holders, key, read, whole):
+        elif not self._take(context, store, key, read, whole):
             self._left.add(key)
 
     def _rows(
-        self, context: amanda.OpContext, origin: Origin, value: Any, layout: str | None
-    ) -> OtherForm | None:
+        self, context: amanda.OpContext, origin: ParameterSlice, value: Any, layout: str | None
+    ) -> AliasedWeightView | None:
         """Return all rows of a parameter, of which an op reads some; None for rows that are left."""
-        holder, holders = origin.holder, holders_of(value)
+        holder, store = origin.holder, parameter_store(value)
         if not value.numel() or holder.is_meta:
             return None
-        identity = holders.identity(holder)
+        identity = store.identity(holder)
         key: Hashable = (identity, "rows")
         if identity in self._others:
             if self._tool.selection(context):
@@ -188,39 +182,45 @@ class Weights(Generic[W]):
         elif key not in self._forms and key not in self._left:
             self._left.add(key)
             if self._tool.selection(context):
-                self._meet_rows(context, holders, key, origin, value, layout)
+                self._meet_rows(context, store, key, origin, value, layout)
             else:
                 self._passed += 1
         return self._forms.get(key)
 
     def _meet_rows(
-        self, context: amanda.OpContext, holders: Holders, key: Any, origin: Origin, value: Any, layout: Any
+        self,
+        context: amanda.OpContext,
+        store: ParameterStore,
+        key: Any,
+        origin: ParameterSlice,
+        value: Any,
+        layout: Any,
     ) -> None:
         holder = origin.holder
         axes = order_of_axes(origin, value) if holder.dim() > 2 else None
         if axes is None or self._tool.leaves_rows:
             self.leave(context, INDEXED if axes is None else self._tool.leaves_rows)
             return
-        layout, whole = row_layout(layout, axes), holders.whole(holder)
+        layout, whole = row_layout(layout, axes), store.whole(holder)
         others = self._of.setdefault(key[0], [])
         for row in holder.detach().unbind():
-            read = _Read(row, holder, holders.held(holder, row), layout)
-            if any(holders.overlaps(read.held[1], one.part, whole) for one in others):
+            read = _Read(row, holder, store.locate(holder, row), layout)
+            if any(store.overlaps(read.held[1], one.part, whole) for one in others):
                 continue
-            if not self._take(context, holders, read.held, read, whole):
+            if not self._take(context, store, read.held, read, whole):
                 return
         for one in others:
             one.readers.add(context.get_op_id())
         self._left.discard(key)
-        self._forms[key] = OtherForm(holders, None, whole, others)
+        self._forms[key] = AliasedWeightView(store, None, whole, others)
 
     def _take(
-        self, context: amanda.OpContext, holders: Holders, key: Hashable, read: _Read, whole: Any
+        self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _Read, whole: Any
     ) -> bool:
         """Add a weight, with its state, unless the tool leaves it: then record why."""
         reason = _misfit(context, read.value)
         if reason is None:
-            weight = self._made(context, holders, read, whole)
+            weight = self._made(context, store, read, whole)
             reason = self._tool.on_weight(weight)
         if reason is not None:
             self.leave(context, reason)
@@ -231,13 +231,13 @@ class Weights(Generic[W]):
             self._of.setdefault(read.held[0], []).append(weight)
         return True
 
-    def _made(self, context: amanda.OpContext, holders: Holders, read: _Read, whole: Any) -> W:
+    def _made(self, context: amanda.OpContext, store: ParameterStore, read: _Read, whole: Any) -> W:
         path = None if read.held is None else context.get_variable_path(read.holder)
         variable = None if read.held is None else read.holder
         reader, suffix = context, ""
         if whole is not None and read.held is not None:
             identity, part = read.held
-            reader, suffix = self._parts.place(context, identity, part, whole, path is not None)
+            reader, suffix = self._shared.key_for(context, identity, part, whole, path is not None)
 
         copy = tensors_of(read.value).copy
 
@@ -245,8 +245,8 @@ class Weights(Generic[W]):
             return self._tool.keep(reader, name + suffix, make, copy, variable)
 
         return self._tool.weight_type(
-            context, read.value, read.layout, holders, read.held, whole, len(self.found), keep,
-            self._tool.error, path or ("" if variable is None else holders.name(variable)), _weakly(variable),
+            context, read.value, read.layout, store, read.held, whole, len(self.found), keep,
+            self._tool.error, path or ("" if variable is None else store.name(variable)), _weakly(variable),
         )  # fmt: skip
 
     def leave(self, context: amanda.OpContext, reason: str) -> None:
@@ -274,9 +274,11 @@ class Weights(Generic[W]):
         return found
 
 
-def _current(forms: Mapping[Any, Form | None], holder: Any, value: Any, origin: Origin | None) -> Form | None:
+def _current(
+    forms: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
+) -> WeightView | None:
     """Return what is kept for the slice of a stack that the op reads now."""
-    return forms.get(holders_of(holder).current(holder))
+    return forms.get(parameter_store(holder).current_slice(holder))
 
 
 class _Read:
@@ -322,20 +324,20 @@ def _elements(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
             continue
         value = inputs[position]
         if isinstance(value, (list, tuple)):
-            holders = [holder_of(one) for one in value if backend_of(one) == "torch"]
+            holders = [parameter_store(one).owner(one) for one in value]
         else:
             holders = [context.get_variable(position)]
         for holder in holders:
             size = None if holder is None else _size(context, holder, value)
             if size is not None:
-                yield holders_of(holder).identity(holder), size
+                yield parameter_store(holder).identity(holder), size
 
 
 def _operands(context: amanda.OpContext) -> list[Any]:
     """Return the parameters that an einsum of PyTorch reads, whole or in part."""
     lists = [one for one in context.get_inputs() if isinstance(one, (list, tuple))]
-    tensors = [one for group in lists for one in group if backend_of(one) == "torch"]
-    return [one for one in map(holder_of, tensors) if one is not None]
+    owners = [parameter_store(one).owner(one) for group in lists for one in group]
+    return [one for one in owners if one is not None]
 
 
 def _size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit._holders import holders_of
-from amanda.tools.kit._origins import Origin, Origins
-from amanda.tools.kit._parts import form_of, may_vary
-from amanda.tools.kit._slices import Slices
+from amanda.tools.kit import StridedLayout
 from amanda.tools.mapping import FACTORS, StandardMapping
-
-_READS, _ORIGIN = "amanda.tools.kit: weight reads", "amanda.tools.kit: origin of the weight"
+from amanda.tools.weights._parameter_slices import READS, SLICE, FollowedSlices, ParameterSlice
+from amanda.tools.weights._shared_state import may_vary
+from amanda.tools.weights._variable_slices import Slices
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,11 @@ class WeightInput:
     each weight where the op reads a batch of them.
     holder: the parameter, or the handle of the variable, that the value was read of; None for others.
     is_followed: True where each execution may read another part of a parameter, or a copy of one: in a
-    routine `origin(run)` tells.  is_lost: True for a copy or selection that nothing tells of at execution.
+    routine `ParameterSlice.of_execution(run)` tells.
+    is_lost: True for a copy or selection that nothing tells of at execution.
     varies: True where the data may select other elements of the parameter at each execution.
-    is_part: True for a part of a parameter that `source` tells; if `is_followed`, the first of those to come.
+    is_part: True for a part of a parameter that `ParameterSlice.of_input` tells; if `is_followed`, the first
+    of those to come.
     """
 
     index: int
@@ -44,32 +44,8 @@ def weight_input(context: amanda.OpContext) -> WeightInput | None:
 
     Call it in an analysis routine of a tool that depends on StandardMapping and `WeightReads`.
     """
-    reads: WeightReads = context[_READS]
+    reads: WeightReads = context[READS]
     return reads.input(context)
-
-
-def source(context: amanda.OpContext, index: int) -> Origin | None:
-    """Return what an input is of a parameter, during analysis; None for what was computed."""
-    reads: WeightReads = context[_READS]
-    return reads.source(context, index)
-
-
-def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return the positions of inputs that are parameters or views of one, or that were read of a variable."""
-    inputs = context.get_inputs()
-    holders = {
-        i: context.get_variable(i) for i, one in enumerate(inputs) if not isinstance(one, (list, tuple))
-    }
-    return tuple(i for i, one in holders.items() if one is not None and holders_of(one).is_parameter(one))
-
-
-def origin(run: Mapping[str, Any]) -> Origin | None:
-    """Return what the weight was of a parameter before any tool changed it; None for a computed weight.
-
-    run: the dict of the execution that a routine gets.
-    """
-    found: Origin | None = run.get(_ORIGIN)
-    return found
 
 
 class WeightReads(amanda.Tool):
@@ -79,12 +55,25 @@ class WeightReads(amanda.Tool):
     and its routines come before theirs: of a changed weight nothing tells which parameter it is.
     """
 
+    several_weights: ClassVar[str] = "it multiplies by several weights in one op"
+    """Why a tool leaves an op that has more than one weight, such as an LSTM."""
+    unknown_part: ClassVar[str] = (
+        "the op once read something that is no part of a parameter, or a tool that was applied before has "
+        "changed it"
+    )
+    """Why a tool leaves an op: the part that it reads of a parameter cannot be told."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.origins, self._slices = Origins(), Slices()
+        self.origins, self._slices = FollowedSlices(), Slices()
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._follow)
         self.add_inst_for_op(self.origins.follow_symbols, require_outputs=True)
+
+    @staticmethod
+    def computes_weight(context: amanda.OpContext) -> bool:
+        """Return True if an op belongs to a parametrization of PyTorch, which computes a weight."""
+        return ".parametrizations." in f".{context.get_scope()}."
 
     def stands_for(self) -> Hashable:
         """Return a key that all instances share, so that a scope has one of them."""
@@ -98,9 +87,9 @@ class WeightReads(amanda.Tool):
         return WeightReads, ()
 
     def _follow(self, context: amanda.OpContext) -> None:
-        if _READS in context:  # a scope around this one follows already
+        if READS in context:  # a scope around this one follows already
             return
-        context[_READS] = self
+        context[READS] = self
         if context["phase"] != "forward":
             return
         if context.namespace.matches("pytorch"):
@@ -113,7 +102,7 @@ class WeightReads(amanda.Tool):
 
     @amanda.differentiable  # to be given a view of a parameter as a view
     def _note_origin(self, value: Any, run: dict[str, Any]) -> None:
-        run[_ORIGIN] = self.origins.source(value)
+        run[SLICE] = self.origins.source(value)
 
     def input(self, context: amanda.OpContext) -> WeightInput | None:
         """Return the weight input of an op; None for an op without a weight."""
@@ -133,12 +122,12 @@ class WeightReads(amanda.Tool):
             is_part=not varies and (is_followed or _is_part_in_graph(context, index)),
         )  # fmt: skip
 
-    def source(self, context: amanda.OpContext, index: int) -> Origin | None:
+    def source(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
         """Return what an input is of a parameter; None for what was computed."""
         value = context.get_inputs()[index]
         if not _is_part_in_graph(context, index):
             return self.origins.source(value)
-        return Origin(context.get_variable(index), _unknown, form_of(value))
+        return ParameterSlice(context.get_variable(index), _unknown, StridedLayout.of(value))
 
     def _index(self, context: amanda.OpContext) -> int | None:
         """Return where the mapping says, or the one factor of a product that was copied or selected."""

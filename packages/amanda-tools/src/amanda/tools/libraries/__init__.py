@@ -1,7 +1,7 @@
 """Libraries that are imported at their first use, so that a run which needs none of them starts sooner.
 
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
 """
 
 from __future__ import annotations

@@ -6,37 +6,39 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from amanda.tools.kit._holders import Change, Changed, HeldError, Holders, undone
+from amanda.tools.kit._parameters import Changed, ParameterError, ParameterStore, StoredParameter
 
 
-class Slots(Holders):
+class Slots(ParameterStore):
     """Slots, by class of the model and path, as the driver tells them."""
 
-    def identity(self, holder: Any) -> Any:
+    def identity(self, parameter: Any) -> Any:
         """Return the slot, of which there is one object for each path."""
-        return holder
+        return parameter
 
-    def held(self, holder: Any, weight: Any) -> tuple[Any, None]:
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, None]:
         """Return the slot, of which a weight is all, if in another element type."""
-        return holder, None
+        return parameter, None
 
-    def parts(self, holder: Any) -> Sequence[Any]:
+    def slices(self, parameter: Any) -> Sequence[Any]:
         """Return the slots of the slices of a stack; none of another slot."""
-        return holder.parts() if hasattr(holder, "parts") else ()
+        return parameter.parts() if hasattr(parameter, "parts") else ()
 
-    def current(self, holder: Any) -> Any:
+    def current_slice(self, parameter: Any) -> Any:
         """Return the slot of the slice that is read in a round of a scan, or for a row that is mapped."""
-        return holder.current()
+        return parameter.current()
 
-    def value(self, holder: Any, part: Any) -> Any:
-        """Raise HeldError: an array is in a slot only while a function runs."""
-        raise HeldError(f"{holder!r} has a value only in a call; read it in the model, or in its parameters")
+    def read(self, parameter: Any, part: Any) -> Any:
+        """Raise ParameterError: an array is in a slot only while a function runs."""
+        raise ParameterError(
+            f"{parameter!r} has a value only in a call; read it in the model, or in its parameters"
+        )
 
-    def written(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
+    def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
         """Return a model with other weights, and how many there are.
 
         A module of Flax NNX or a model of Keras is written into; another pytree is returned anew.
-        Raises HeldError where two weights would go to one place.
+        Raises ParameterError where two weights would go to one place.
         """
         import jax
         import numpy as np
@@ -45,7 +47,7 @@ class Slots(Holders):
         setters = dict(_setters(model))
         if setters:
             found = _placed(list(setters), changes)
-            with undone() as undo:
+            with self.undone_on_error() as undo:
                 for path, changed in found.items():
                     value, put = setters[path]
                     new = jax.numpy.asarray(changed(np.array(value)), value.dtype)
@@ -59,9 +61,9 @@ class Slots(Holders):
                for path, (_, leaf) in zip(paths, leaves, strict=True)]  # fmt: skip
         return jax.tree_util.tree_unflatten(tree, new), len(found)
 
-    def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
-        """Raise HeldError: paths tell parameters, and `written` writes them."""
-        raise HeldError(f"the parameters of {type(model).__name__} are told by their paths")
+    def parameters(self, model: Any) -> Iterator[StoredParameter]:
+        """Raise ParameterError: paths tell parameters, and `write_all` writes them."""
+        raise ParameterError(f"the parameters of {type(model).__name__} are told by their paths")
 
 
 def _by_slot(changes: Sequence[tuple[Any, Any, Changed]]) -> list[tuple[Any, Any, Changed]]:
@@ -115,10 +117,12 @@ def _placed(paths: Sequence[str], changes: Sequence[tuple[Any, Any, Changed]]) -
             if f".{holder.path}".endswith(f".{path}") or path.endswith(f".{holder.path}")
         ]
         if len(own) > 1:
-            raise HeldError(f"{holder!r} may be {' or '.join(own)}; give the part of the model that it is of")
+            raise ParameterError(
+                f"{holder!r} may be {' or '.join(own)}; give the part of the model that it is of"
+            )
         for path in own:
             if path in found:
-                raise HeldError(
+                raise ParameterError(
                     f"both {owners[path]!r} and {holder!r} may be {path} of this model; let each model "
                     "have a tool of its own, or give a pytree in which their paths differ"
                 )

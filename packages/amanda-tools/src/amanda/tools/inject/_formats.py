@@ -6,9 +6,9 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from amanda.tools._libraries import ml_dtypes
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit._tensors import numpy_type, tensors_of
+from amanda.tools.kit import Tensors, tensors_of
+from amanda.tools.libraries import ml_dtypes
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,7 +52,7 @@ def _is_float(dtype: str) -> bool:
 def _sizes(dtype: str) -> tuple[int, int, int]:
     """Return how many bits mantissa, exponent and sign have."""
     if _is_float(dtype):
-        known = ml_dtypes.finfo(numpy_type(dtype))  # type: ignore[no-untyped-call]
+        known = ml_dtypes.finfo(Tensors.numpy_type(dtype))  # type: ignore[no-untyped-call]
         return known.nmant, known.nexp, known.bits - known.nmant - known.nexp
     if integer := _INTEGER.fullmatch(dtype):
         sign = 0 if integer[1] else 1
@@ -64,7 +64,7 @@ def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
     """Return the numbers that rows of bytes stand for, floats in float64."""
     if dtype == "complex32":
         return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
-    found: NDArray[Any] = rows.view(numpy_type(dtype))[:, 0]
+    found: NDArray[Any] = rows.view(Tensors.numpy_type(dtype))[:, 0]
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return found.astype(np.float64) if _is_float(dtype) else found
 

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools._libraries import do
-from amanda.tools._libraries import numpy as np
-from amanda.tools.kit._holders import Holders
-from amanda.tools.kit._layout import canonical, canonical_extents, restored
-from amanda.tools.kit._parts import in_memory_order
-from amanda.tools.kit._tensors import Array, tensors_of
+from amanda.tools.kit import ParameterStore, tensors_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.weights._layout import canonical, canonical_extents, restored
+from amanda.tools.weights._shared_state import in_memory_order
 
 if TYPE_CHECKING:
-    from amanda.tools.kit._weight_tool import WeightTool
+    from amanda.tools.weights._tool import WeightTool
 
+Array = Any
+"""An array of NumPy, or a tensor of PyTorch."""
 Present = Callable[[], Any]
 """Returns the present value of a weight."""
 
@@ -29,7 +30,7 @@ class WeightError(AmandaError, ValueError):
     """A weight, a model or an option that a tool which changes weights cannot serve."""
 
 
-class Form:
+class WeightView:
     """The weight that an op reads through a transform, or another form of a parameter that holds weights."""
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Form:
         return found
 
 
-class Weight(Form):
+class Weight(WeightView):
     """A weight that one or more ops read.
 
     path: of the parameter in the model, as the model is trained: "layer1.0.conv1.weight"; else the name that
@@ -102,7 +103,7 @@ class Weight(Form):
         context: amanda.OpContext,
         value: Any,
         layout: str | None,
-        holders: Holders,
+        store: ParameterStore,
         held: tuple[Any, Any] | None,
         whole: Any,
         number: int,
@@ -122,7 +123,7 @@ class Weight(Form):
         self.is_left = False
         self.changes = 0
         self.state: list[Array] = []
-        self._xp, self.holders, self._holder = tensors_of(value), holders, holder
+        self._xp, self.store, self._holder = tensors_of(value), store, holder
         self._order = None if self.part is None or whole is None else in_memory_order(self.part)
         self._keep, self._error, self._whole = keep, error, whole
         self._arrays: dict[str, Array] = {}
@@ -173,7 +174,7 @@ class Weight(Form):
         if holder is None:
             raise self._error(f"nothing that runs holds the weight of {self.name}")
         with amanda.disabled():
-            return self.holders.value(holder, self.part)
+            return self.store.read(holder, self.part)
 
     def keep(self, name: str, start: Any) -> Array:
         """Return state under a name, which `state_dict` has: as it was loaded, or a copy of `start`.

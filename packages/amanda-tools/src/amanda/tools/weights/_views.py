@@ -7,27 +7,26 @@ from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools.kit._holders import Holders
-from amanda.tools.kit._origins import Origin
-from amanda.tools.kit._tensors import Array
-from amanda.tools.kit._weight import Form, Present, Weight
+from amanda.tools.kit import ParameterStore
+from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._weight import Array, Present, Weight, WeightView
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from amanda.tools.kit._weight_tool import WeightTool
+    from amanda.tools.weights._tool import WeightTool
 
 
-class OtherForm(Form):
+class AliasedWeightView(WeightView):
     """A form of a parameter that overlaps those in which its weights were met.
 
     State of elements is that of the weights there; where no weight reaches, elements are left as they are.
     part: the form; weights: those of the parameter; whole: the form of all of it.
     """
 
-    def __init__(self, holders: Holders, part: Any, whole: Any, weights: Sequence[Weight]) -> None:
+    def __init__(self, store: ParameterStore, part: Any, whole: Any, weights: Sequence[Weight]) -> None:
         super().__init__()
-        self._holders, self._part, self._whole, self._weights = holders, part, whole, weights
+        self._store, self._part, self._whole, self._weights = store, part, whole, weights
         self._seen: list[int] = []
         self._covers: list[bool] = []
 
@@ -47,7 +46,7 @@ class OtherForm(Form):
     def _covered(self) -> Iterator[tuple[Weight, bool]]:
         """Yield each weight of the parameter, and True if the form has every element of it."""
         more = self._weights[len(self._covers) :]
-        self._covers += [self._holders.covers(self._part, one.part, self._whole) for one in more]
+        self._covers += [self._store.covers(self._part, one.part, self._whole) for one in more]
         return zip(self._weights, self._covers, strict=False)
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
@@ -58,13 +57,13 @@ class OtherForm(Form):
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield the weights, each with its part of the gradient."""
-        gradient = self._holders.summed(gradient, self._part)
+        gradient = self._store.sum_repeats(gradient, self._part)
         for one in self._weights:
             yield one, self.value_of(one, gradient)
 
     def value_of(self, weight: Weight, value: Any) -> Array:
         """Return what a weight has of the values of this form, 0 elsewhere."""
-        return self._carried([(weight.plain(value), self._part)], weight.part, 0)
+        return self._transfer([(weight.plain(value), self._part)], weight.part, 0)
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
         """Return state of elements by name, as far as any of the weights keeps it."""
@@ -73,7 +72,7 @@ class OtherForm(Form):
             kept = [(one, *one.arrays([name]).values()) for one in self._ready if name in one.fills]
             if kept:
                 pieces = [(array, one.part) for one, array in kept]
-                found[name] = self._carried(pieces, self._part, kept[0][0].fills[name])
+                found[name] = self._transfer(pieces, self._part, kept[0][0].fills[name])
         return found
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Any:
@@ -92,10 +91,10 @@ class OtherForm(Form):
         for one, covered in self._covered():
             if not one.is_ready:
                 continue
-            own = self._carried(pieces[:1], one.part, 0) if covered else one.read()
+            own = self._transfer(pieces[:1], one.part, 0) if covered else one.read()
             made = one.transformed(tool, own)
             pieces += [] if made is None else [(made, one.part)]
-        return self._carried(pieces, self._part, 0)
+        return self._transfer(pieces, self._part, 0)
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the parameter in this form; None for no change."""
@@ -104,21 +103,21 @@ class OtherForm(Form):
         pieces = [(gradient, self._part)]
         for one, covered in self._covered():
             if covered and one.is_ready:
-                made = one.transformed_gradient(tool, self._carried(pieces[:1], one.part, 0))
+                made = one.transformed_gradient(tool, self._transfer(pieces[:1], one.part, 0))
                 pieces += [] if made is None else [(made, one.part)]
-        return self._carried(pieces, self._part, 0)
+        return self._transfer(pieces, self._part, 0)
 
-    def _carried(self, pieces: Sequence[tuple[Array, Any]], part: Any, fill: Any) -> Array:
-        return self._holders.carried(pieces, part, self._whole, fill)
+    def _transfer(self, pieces: Sequence[tuple[Array, Any]], part: Any, fill: Any) -> Array:
+        return self._store.transfer(pieces, part, self._whole, fill)
 
 
-class SelectedRows(Form):
+class IndexedRows(WeightView):
     """The rows of a parameter that one execution of an op reads, each of which is a weight.
 
     rows: the parameter as a whole.  origin: of what is read.
     """
 
-    def __init__(self, rows: OtherForm, origin: Origin) -> None:
+    def __init__(self, rows: AliasedWeightView, origin: ParameterSlice) -> None:
         super().__init__()
         self._rows, self._holder, self._of = rows, origin.holder, origin.of
 
@@ -145,7 +144,7 @@ def _row(whole: Tensor, part: Any) -> Tensor:
     return whole if part is None else whole.as_strided(*part)
 
 
-def order_of_axes(origin: Origin, value: Tensor) -> Sequence[int] | None:
+def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None:
     """Return the order in which the last axes of a tensor are those of a parameter's rows; None for none.
 
     origin: of the tensor, which has elements.
@@ -175,5 +174,5 @@ def row_layout(layout: str | None, axes: Sequence[int]) -> str | None:
     return "".join(layout[axes.index(axis)] for axis in range(len(axes)))
 
 
-Find = Callable[[Any, Origin | None], Form | None]
+Find = Callable[[Any, ParameterSlice | None], WeightView | None]
 """Returns the weight, or the form, that is read, of a value and of its origin before any tool changed it."""

@@ -10,16 +10,17 @@ from typing import Any, ClassVar, Generic, cast
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.kit._forms import Find, SelectedRows
-from amanda.tools.kit._holders import HeldError
-from amanda.tools.kit._layout import canonical, restored
-from amanda.tools.kit._tensors import tensors_of
-from amanda.tools.kit._weight import Form, Present, Weight, WeightError
-from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, weight_input
-from amanda.tools.kit._weight_result import WeightResult
-from amanda.tools.kit._weight_selection import Globs, WeightSelection
-from amanda.tools.kit._weights import W, Weights
+from amanda.tools.kit import ParameterError, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
+from amanda.tools.select import Globs
+from amanda.tools.weights._layout import canonical, restored
+from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._result import WeightResult
+from amanda.tools.weights._selection import WeightSelection
+from amanda.tools.weights._views import Find, IndexedRows
+from amanda.tools.weights._weight import Present, Weight, WeightError, WeightView
+from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
+from amanda.tools.weights._weights import W, Weights
 
 _numbers = count()
 
@@ -190,7 +191,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         try:
             with amanda.disabled():
                 model, written = self._write(model, weights)
-        except HeldError as error:
+        except ParameterError as error:
             raise self.error(str(error)) from error
         if not written:
             passed = f"; {self.weights.passed}" if self.weights.passed and not weights else ""
@@ -216,9 +217,9 @@ class WeightTool(amanda.Tool, Generic[W]):
             written.append(weight)
             return self.finalized(weight, value)
 
-        for holders in {one.holders for one in weights}:
-            own = [(one.holder, one.part, partial(changed, one)) for one in weights if one.holders is holders]
-            model, _ = holders.written(model, own)
+        for store in {one.store for one in weights}:
+            own = [(one.holder, one.part, partial(changed, one)) for one in weights if one.store is store]
+            model, _ = store.write_all(model, own)
         return model, written
 
     def finalized(self, weight: W, value: Any) -> Any:
@@ -263,7 +264,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         if context.is_static():
             self._inline_in_file(context, read, form)
             return
-        context[self._key] = None if isinstance(form, SelectedRows) else form  # which hold tensors
+        context[self._key] = None if isinstance(form, IndexedRows) else form  # which hold tensors
         state = context[self._state_key] = self._final_state(context, read, form)
         within = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
         if state is not None:
@@ -276,7 +277,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             routine = self._read_within_autograd if within else self._read
             context.insert_before_op(routine, inputs=[read.index], form=form)
 
-    def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, form: Form | None) -> None:
+    def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> None:
         if isinstance(form, Weight):
             self.on_file(cast(W, form), partial(context.get_value, read.index))
         if form is None or not form.is_ready:
@@ -288,7 +289,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         apply = self._applied(self.transform, form)
         context.insert_before_op(_transformed_in_file, inputs=[read.index], apply=apply, **arrays)
 
-    def _final_state(self, context: amanda.OpContext, read: WeightInput, form: Form | None) -> Any:
+    def _final_state(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> Any:
         """Return the state as tensors, where a compiler inlines it: it will not change. None elsewhere."""
         is_form = self.elementwise or isinstance(form, Weight)
         if form is None or not is_form or not context.namespace.matches("pytorch/*/graph"):
@@ -304,7 +305,7 @@ class WeightTool(amanda.Tool, Generic[W]):
                 self.on_read(cast(W, weight), present)
         return form.tensors_like(value, self.state_names) if form.is_ready else None
 
-    def _applied(self, function: Callable[..., Any], form: Form | None) -> Callable[..., Any]:
+    def _applied(self, function: Callable[..., Any], form: WeightView | None) -> Callable[..., Any]:
         """Return `transform`, or `transform_gradient`, as a function of what an op reads."""
         if self.elementwise or not isinstance(form, Weight):
             return function
@@ -326,15 +327,15 @@ class WeightTool(amanda.Tool, Generic[W]):
                 transforms=self.transforms_gradients and not within,
             )  # fmt: skip
 
-    def _read(self, value: Any, form: Form) -> Any:
+    def _read(self, value: Any, form: WeightView) -> Any:
         return form.read_by(self, value)
 
     @amanda.differentiable
-    def _read_within_autograd(self, value: Any, form: Form) -> Any:
+    def _read_within_autograd(self, value: Any, form: WeightView) -> Any:
         return self._read(value, form)
 
     def _read_found(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
-        form = run[self._key] = find(value, origin(run))
+        form = run[self._key] = find(value, ParameterSlice.of_execution(run))
         return None if form is None else self._read(value, form)
 
     @amanda.differentiable
@@ -342,7 +343,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return self._read_found(value, find, run)
 
     def _read_gradient(
-        self, gradient: Any, form: Form | None, is_weights: Callable[[Any], bool], transforms: bool,
+        self, gradient: Any, form: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
         run: dict[str, Any],
     ) -> Any:  # fmt: skip
         form = run.get(self._key, form)
