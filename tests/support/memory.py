@@ -18,12 +18,12 @@ def counts() -> dict[str, int]:
     gc.collect()
     return {
         "objects": len(gc.get_objects()),
-        "layers": len(plan_lifetimes.layers),
+        "stacks": len(plan_lifetimes.stacks),
         "subjects": len(plan_lifetimes.ops),
         "ops": sum(map(len, plan_lifetimes.ops.values())),
         "marks": Mark.alive(),
         "ops of tools": sum(
-            len(tool._amanda.analysed_ops) for layer in plan_lifetimes.layers for tool in layer.applied
+            len(tool._amanda.analysed_ops) for stack in plan_lifetimes.stacks for tool in stack.applied
         ),
     }
 
