@@ -41,7 +41,7 @@ class TypedInsertion(Insertion):
 
     def check(self, action: Action, given: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError for a change of what holds no tensors, or is of a type that is not known."""
-        fixed = () if action.observer else [i for i in self.given if i not in self.gives]
+        fixed = () if action.observer else [i for i in self.input_positions if i not in self.output_positions]
         for position in fixed:
             if not _is_same(values[position], given[position]):
                 error = RoutineError(
@@ -53,8 +53,8 @@ class TypedInsertion(Insertion):
     def results(self, values: Sequence[Any]) -> list[Any]:
         """Return the values that are given back, each list of inputs as its elements; a sequence is one."""
         flat: list[Any] = []
-        sizes, dtypes = dict(zip(self.given, self.sizes, strict=True)), iter(self.dtypes)
-        for position in self.gives:
+        sizes, dtypes = dict(zip(self.input_positions, self.sizes, strict=True)), iter(self.dtypes)
+        for position in self.output_positions:
             size = sizes[position]
             kinds = [next(dtypes) for _ in range(1 if size is None else size)]
             value = values[position]

@@ -24,7 +24,7 @@ class Lent:
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The number."""
         number = next(_numbers)
-        execution.keep(_place(number), flat[0])
+        execution.store(_place(number), flat[0])
         return [tf.constant(number, tf.int64)]
 
 

@@ -187,7 +187,7 @@ class Rewriter(Routines):
             at_flow(self, op, plan, inputs, outputs, facts)
         else:
             replaced = super().act(op, plan, inputs, outputs, facts)
-        self.read_instead(outputs)
+        self.redirect_readers(outputs)
         if facts.backward_op is not None:
             return replaced
         name = self.body.node_name(op)

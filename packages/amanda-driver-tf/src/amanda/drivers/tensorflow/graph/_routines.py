@@ -56,7 +56,7 @@ class Routines(Rewriter[tf.Operation]):
         """Group of a routine: what is traced together becomes one function."""
         # Written into a file each tool's are a function of their own, so that it is told which fails.
         tool = id(action.tool) if self.rewriting.written else 0
-        restless = self.rewriting.restless(action) if action.traceable else ""
+        restless = self.rewriting.volatile_name(action) if action.traceable else ""
         return action.observer, self._takes_part(action), action.traceable, restless, tool
 
     def _takes_part(self, action: Action) -> bool:
@@ -79,7 +79,7 @@ class Routines(Rewriter[tf.Operation]):
         every = range(outputs.count)
         if facts.backward_op is not None:
             gives = outputs.where(every, is_plain)
-            return bool(every) and self.put([action], inputs, range(inputs.count), outputs, gives, facts)
+            return bool(every) and self.insert([action], inputs, range(inputs.count), outputs, gives, facts)
         op = at(inputs).op
         if action.reads and self.body.guessed:
             self.rewriting.report(
@@ -93,7 +93,7 @@ class Routines(Rewriter[tf.Operation]):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
         given = inputs.selected([action.select if action.reads else None])
-        if not self.put([action], inputs, given, outputs, every, facts, [one.value for one in reads]):
+        if not self.insert([action], inputs, given, outputs, every, facts, [one.value for one in reads]):
             return False
         self.removed[self.body.node_name(op)] = self.insertions.made[-1].name
         if reads and self.rewriting.differentiated:
@@ -111,7 +111,7 @@ class Routines(Rewriter[tf.Operation]):
         place.depth = self.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [one.dtype.base_dtype for one in wanted]
         if facts.backward_op is not None:
-            place.wanted = place.gives if place.replaces else ()
+            place.read_gradients = place.output_positions if place.replaces else ()
         elif not action.observer and self.rewriting.differentiated:
             self._keep_for_gradients(place, at(given_of), gives_to)
         return place
@@ -130,8 +130,10 @@ class Routines(Rewriter[tf.Operation]):
         place.readers.told = alone
         if takes_part:
             name = f"amanda/{len(self.rewriting.table)}"  # that of the node which is made next
-            given = [*side.flat(place.given), *[-1] * place.reads]
-            taped = Taped(where, place.keeps, (self.body.identity, name), given, gives_to.flat(place.gives))
+            given = [*side.flat(place.input_positions), *[-1] * place.reads]
+            taped = Taped(
+                where, place.keeps, (self.body.identity, name), given, gives_to.flat(place.output_positions)
+            )
             self.rewriting.taped.setdefault(facts.op_id, []).append(taped)
 
     def _lead_past(self, facts: OpFacts, reads: Sequence[ReadElsewhere]) -> None:
@@ -160,7 +162,7 @@ class Routines(Rewriter[tf.Operation]):
                 self._tell_called(action, "it takes `run`, which belongs to one execution")
         return "" if place.takes_run else None
 
-    def tell_called(self, place: Insertion, why: str) -> None:
+    def report_python_call(self, place: Insertion, why: str) -> None:
         """Report that traceable routines run as Python, but for those that are meant to be as they are."""
         assert isinstance(place, Node)
         for action in place.actions:

@@ -120,7 +120,7 @@ class Node(Insertion):
             values = list(flat), self._results(execution, flat, rounds), None
         if self.keeps is not None:
             count = self.readers.count if self.readers.told else 0
-            execution.keep((self.keeps, *rounds[: self.depth]), Kept(values, count))
+            execution.store((self.keeps, *rounds[: self.depth]), Kept(values, count))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
@@ -142,7 +142,7 @@ class Recalled:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the tensor."""
-        kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
+        kept: Kept = execution.stored_value((self.place, *rounds[: self.depth]), self)
         tensor: Any = kept.taken()[self.side][self.index]
         return [tensor]
 
@@ -161,7 +161,7 @@ class Pullback:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The vector-Jacobian products."""
-        kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
+        kept: Kept = execution.stored_value((self.place, *rounds[: self.depth]), self)
         return gradients(kept.taken(), self.outputs, self.inputs, flat)
 
 

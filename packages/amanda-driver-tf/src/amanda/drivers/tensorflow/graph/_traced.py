@@ -51,7 +51,7 @@ class Traced:
     @staticmethod
     def _outputs(place: Node, given: list[Any], rewriting: Rewriting) -> list[Any]:
         if place.replaces:
-            flat = place.replaced(place.actions[0], _TENSORS, given, {})
+            flat = place.run_replacement(place.actions[0], _TENSORS, given, {})
         else:
             flat = place.apply(place.actions, place.values(given), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(one, dtype)) for one, dtype in zip(flat, place.dtypes, strict=True)]

@@ -182,20 +182,20 @@ class CalledForGradients(Called):
 
     def __init__(self, action: Action, facts: OpFacts, values: Values, leaving: Sequence[bool]) -> None:
         super().__init__(action, facts, values, range(len(leaving)))
-        self.wanted = tuple(i for i, wanted in enumerate(leaving) if wanted)
+        self.read_gradients = tuple(i for i, wanted in enumerate(leaving) if wanted)
         self.actions = (action,)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The gradients that are wanted."""
         (action,) = self.actions
-        own, kernels = flat[: -len(self.wanted)], flat[-len(self.wanted) :]
+        own, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
         if not execution.runs_action(action):
             return list(kernels)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
         result = run_replacement(execution.ops, action, self.values(own), self.facts, run)
         if result is NotImplemented:
             return list(kernels)
-        return gradients_of(result, len(self.gives), self.wanted, action, self.facts)
+        return gradients_of(result, len(self.output_positions), self.read_gradients, action, self.facts)
 
 
 def gradients_of(result: Any, count: int, wanted: Sequence[int], action: Action, facts: OpFacts) -> list[Any]:

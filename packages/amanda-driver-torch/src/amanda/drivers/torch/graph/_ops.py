@@ -122,7 +122,7 @@ class GraphExecution(Execution):
 
     def token(self) -> torch.Tensor:
         """The tensor that stands for it."""
-        self._open()
+        self._call_openings()
         token = torch.full((), self.number, dtype=torch.int64)
         setattr(token, _TOKEN, self)
         return token

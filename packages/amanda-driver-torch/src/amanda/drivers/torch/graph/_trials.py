@@ -62,7 +62,7 @@ class Trials:
     def _try(self, action: Action, values: list[Any], facts: OpFacts, held: Held) -> list[Any]:
         if not self._routines.inlines(action):
             return values
-        restless = self._history.restless(action) if self._history is not None else ""
+        restless = self._history.volatile_name(action) if self._history is not None else ""
         if restless:
             self._call_as_python(action, facts, f"what it reads changes often: {restless}")
             return values
