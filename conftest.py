@@ -1,9 +1,10 @@
-"""For every test: random numbers that do not go by what ran before it, and what is slow of the suites."""
+"""For every test: equal random numbers whatever ran before, marks of slow suites, packages of models."""
 
 import gc
 import os
 import random
 import sys
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,26 @@ def seeded() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def operators_of_torchvision() -> None:
+    """Declare the two operators that torchvision wants and a CPU build of PyTorch lacks."""
+    import torch
+
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", signature)
+
+
+@pytest.fixture(scope="session")
+def torchvision(operators_of_torchvision: None) -> Any:
+    """The torchvision package."""
+    return pytest.importorskip("torchvision")
+
+
+@pytest.fixture(scope="session")
+def transformers(operators_of_torchvision: None) -> Any:
+    """The transformers package, which imports torchvision where that is installed."""
+    return pytest.importorskip("transformers")

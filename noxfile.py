@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, PYENV.glob("
 
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS = DISTRIBUTIONS = [
+CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS, COMPRESS, LABS = DISTRIBUTIONS = [
     ROOT / "packages" / f"amanda-{name}"
     for name in (
         "core",
@@ -42,8 +43,11 @@ CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS = DISTRIBUTIONS = [
         "driver-mindspore",
         "driver-jax",
         "tools",
+        "compress",
+        "labs",
     )
 ]
+ALL_TOOLS = (TOOLS, COMPRESS, LABS)
 MIXES = {"wheels": DISTRIBUTIONS, "editable": [], "core-editable": DISTRIBUTIONS[1:], "core-wheel": [CORE]}
 EXAMPLE = ROOT / "examples" / "low_rank"
 WHEELS = ROOT / "build" / "wheels"
@@ -55,6 +59,8 @@ WITH_SLOW = ("-m", f"not {ELSEWHERE}")
 PARALLEL = ("--numprocesses=2", "--durations=10")
 BY_MODULE = ("--numprocesses=auto", "--dist=loadscope")
 """In parallel, where tests of one module share what its fixtures set up."""
+NO_TESTS = 5
+"""Pytest's exit status where nothing was selected."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # The newest version of each is the shared environment's, which all tests run on.
 TORCH_VERSIONS = ("2.4.1", "2.9.1")
@@ -74,6 +80,20 @@ SUITES = [
     f"{CORE}/tests", f"{TF}/tests/eager/test_driver.py",
     *(f"{driver}/tests/test_driver.py" for driver in (TORCH, ONNXRUNTIME)),
 ]  # fmt: skip
+
+PARTS = {
+    "core": f"{CORE}/tests",
+    "torch": f"{TORCH}/tests",
+    "tf": f"{TF}/tests",
+    "onnxruntime": f"{ONNXRUNTIME}/tests",
+    "tools": f"{TOOLS}/tests",
+    "compress": f"{COMPRESS}/tests",
+    "labs": f"{LABS}/tests",
+    "together": f"{ROOT}/tests",
+}
+"""Folders of tests, which stand on those before them, but for drivers; those of several parts come last."""
+SETTINGS = ("conftest.py", "constraints.txt", "noxfile.py", "pyproject.toml")
+"""Files that every part depends on."""
 
 
 def group(*names: str) -> list[str]:
@@ -159,22 +179,64 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
-    """Run every test but the slow ones; arguments after -- go to pytest."""
-    python(session, "-m", "pytest", *(session.posargs or BY_MODULE), OMP_NUM_THREADS="1")
+    """Run every test but the slow ones, part by part.
+
+    After --: names of parts (core, torch, tf, onnxruntime, tools, compress, labs, together); `changed`, for
+    the parts above what differs from main; what else there is goes to pytest.
+    """
+    by_part(session)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def tests_slow(session: nox.Session) -> None:
-    """Run the slow tests: programs, suites within tests, whole models; arguments after -- go to pytest."""
-    chosen = session.posargs or BY_MODULE
-    python(session, "-m", "pytest", "-m", f"slow and not {ELSEWHERE}", *chosen, OMP_NUM_THREADS="1")
+    """Run the slow tests: programs, suites within tests, whole models; arguments as those of `tests`."""
+    by_part(session, "-m", f"slow and not {ELSEWHERE}")
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def tests_long(session: nox.Session) -> None:
-    """Run the tests that take longest; arguments after -- go to pytest."""
-    chosen = session.posargs or BY_MODULE
-    python(session, "-m", "pytest", "-m", "long", *chosen, OMP_NUM_THREADS="1")
+    """Run the tests that take longest; arguments as those of `tests`."""
+    by_part(session, "-m", "long")
+
+
+def by_part(session: nox.Session, *marks: str) -> None:
+    """Run the tests of each part in a pytest of its own, whose workers load no framework that it lacks."""
+    parts = [argument for argument in session.posargs if argument in PARTS]
+    others = [argument for argument in session.posargs if argument not in {*PARTS, "changed"}]
+    if "changed" in session.posargs:
+        parts = changed(session)
+    elif others and not parts:  # which may be paths
+        python(session, "-m", "pytest", *marks, *others, OMP_NUM_THREADS="1")
+        return
+    failed = []
+    for part in parts or PARTS:
+        command = [str(DEV), "-m", "pytest", *marks, *(others or BY_MODULE), str(PARTS[part])]
+        env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            session.run(*command, external=True, env=env, success_codes=[0, NO_TESTS])
+        except nox.command.CommandFailed:
+            failed.append(part)
+    if failed:
+        session.error(f"tests failed in {', '.join(failed)}")
+
+
+def changed(session: nox.Session) -> list[str]:
+    """Return the parts of which something differs from main, and those that stand on them."""
+    files = []
+    for command in (("diff", "--name-only", "main"), ("ls-files", "--others", "--exclude-standard")):
+        files += str(session.run("git", *command, external=True, silent=True, log=False)).split()
+    core, *drivers = list(PARTS)[:4]
+    tools = list(PARTS)[4:7]
+    touched = {"together"} if files else set()
+    for file in files:
+        part = re.sub("^amanda-(driver-)?", "", file.split("/")[1]) if file.startswith("packages/") else ""
+        if part in tools:
+            touched |= {*tools[tools.index(part) :]}
+        elif part in drivers:
+            touched |= {part, *tools}
+        elif part == core or file in SETTINGS:
+            touched |= {*PARTS}
+    return [part for part in PARTS if part in touched]
 
 
 @nox.session(venv_backend="none", requires=["dev"])
@@ -238,7 +300,7 @@ def reliability(session: nox.Session) -> None:
 
     JAX and MindSpore are attacked where their sessions have made their environments.
     """
-    paths = ("tests/support", f"{TOOLS}/tests/support", "website")
+    paths = ("tests/support", "website")
     env = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",
@@ -301,7 +363,7 @@ def install_mindspore(session: nox.Session) -> None:
     install(session, *group("torch"), but=BOUND_BY_MINDSPORE)
     needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *group("drivers"))
     install(session, *needed, but=BOUND_BY_MINDSPORE)
-    install(session, "--no-deps", *editable(CORE, TORCH, MINDSPORE, TOOLS))
+    install(session, "--no-deps", *editable(CORE, TORCH, MINDSPORE, *ALL_TOOLS))
 
 
 @nox.session
@@ -350,7 +412,7 @@ def _install_jax(session: nox.Session) -> None:
     needed = (f"jax=={JAX_VERSION}", "flax", "optax", "equinox", "keras", *group("drivers"))
     libraries = ("diffrax", "numpyro", "blackjax")
     install(session, *needed, *libraries, but=BOUND_BY_MINDSPORE)
-    install(session, "--no-deps", *editable(CORE, TORCH, JAX, TOOLS))
+    install(session, "--no-deps", *editable(CORE, TORCH, JAX, *ALL_TOOLS))
 
 
 @nox.session(python=PYTHONS)
@@ -493,7 +555,7 @@ def recipes(session: nox.Session) -> None:
     share(session)
     install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    files = "tests/tools/test_quantize_converted.py", "packages/amanda-tools/tests/test_quantize_qdq.py"
+    files = "tests/tools/test_quantize_converted.py", f"{COMPRESS}/tests/test_quantize_qdq.py"
     chosen = (*WITH_SLOW, "tests/docs", *files, "-k", "recipes or checkpoint or openvino", *session.posargs)
     session.run("python", "-m", "pytest", *chosen, env=env)
 

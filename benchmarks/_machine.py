@@ -11,8 +11,8 @@ import torch
 import amanda
 
 DISTRIBUTIONS = (
-    "torch torchvision transformers amanda-core amanda-driver-torch amanda-tools tensorflow-cpu keras "
-    "tf_keras amanda-driver-tf onnxruntime amanda-driver-onnxruntime"
+    "torch torchvision transformers amanda-core amanda-driver-torch amanda-tools amanda-compress amanda-labs "
+    "tensorflow-cpu keras tf_keras amanda-driver-tf onnxruntime amanda-driver-onnxruntime"
 ).split()
 
 

@@ -13,7 +13,8 @@ from models import bert
 from torch import Tensor, nn
 
 import amanda
-from amanda.tools.flops import EffectiveResult, FlopsTool, effective
+from amanda.tools.effective_flops import EffectiveResult, effective
+from amanda.tools.flops import FlopsTool
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.stats import StatsTool

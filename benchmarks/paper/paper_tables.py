@@ -23,8 +23,7 @@ from _tables import table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/paper-tables.md"
-OF_TOOLS = "packages/amanda-tools/tests/"
-TOOLS = ROOT / "packages/amanda-tools/src/amanda/tools"
+OF_TOOLS = "packages/*/tests/"
 BY_HAND = "examples/baselines/"
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -73,7 +72,8 @@ def tests() -> list[str]:
     found = []
     for test, number in numbered().items():
         file, _, name = test.partition("::")
-        found.append(f"{number}. [{file}](../{checked(OF_TOOLS + file, name)}): `{name}`")
+        (path,) = ROOT.glob(OF_TOOLS + file)
+        found.append(f"{number}. [{file}](../{checked(path.relative_to(ROOT).as_posix(), name)}): `{name}`")
     return found
 
 
@@ -116,9 +116,15 @@ def lines_of(node: Any) -> range:
     return range(node.lineno, node.end_lineno + 1)
 
 
+def package_of(tool: str) -> Path:
+    """Return the folder of a tool's package, in whichever distribution."""
+    (folder,) = ROOT.glob(f"packages/*/src/amanda/tools/{tool}")
+    return folder
+
+
 def package_lines(package: str) -> int:
     """Return the lines of a tool, with everything that it can do, on every framework."""
-    return sum(map(code_lines, sorted((TOOLS / package).glob("*.py"))))
+    return sum(map(code_lines, sorted(package_of(package).glob("*.py"))))
 
 
 def projects() -> list[str]:
@@ -132,7 +138,7 @@ def projects() -> list[str]:
         file, test = ROOT / BY_HAND / one["by_hand"], one["equal"].partition("::")
         checked(test[0], test[2])
         family = code_lines(file, one["family"]) if one["family"] else 0
-        own = sum(code_lines(TOOLS / one["package"] / part, names) for part, names in one["tool"].items())
+        own = sum(code_lines(package_of(one["package"]) / part, names) for part, names in one["tool"].items())
         rows.append([
             one["project"], *one["paper"], one["interface"], one["families"],
             f"[{code_lines(file)}](../{BY_HAND}{one['by_hand']})", family, own, one["works_on"],

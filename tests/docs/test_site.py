@@ -31,8 +31,7 @@ IN_WHOLE = [
     "amanda.options",
 ]
 TOOLS = sorted(
-    f"amanda.tools.{path.parent.name}"
-    for path in ROOT.glob("packages/amanda-tools/src/amanda/tools/[!_]*/__init__.py")
+    f"amanda.tools.{path.parent.name}" for path in ROOT.glob("packages/*/src/amanda/tools/[!_]*/__init__.py")
 )
 
 

@@ -1,16 +1,23 @@
-"""Arrows point one way: tools -> core <- drivers."""
+"""Arrows point one way: labs -> compress -> tools -> core <- drivers."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import amanda.backend
+from amanda.plugins.offered import OFFERS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 FRAMEWORKS = {
@@ -31,6 +38,10 @@ OWN = {
     "amanda-driver-mindspore": {"mindspore"},
     "amanda-driver-jax": {"jax", "flax"},
 }
+
+
+TOOLS = ("amanda-tools", "amanda-compress", "amanda-labs")
+"""From the bottom up: each imports those before it."""
 
 
 def modules(distribution: str) -> list[Path]:
@@ -87,8 +98,9 @@ def test_a_driver_imports_the_core_and_its_own_framework(distribution: str) -> N
     assert offences(distribution, {*FRAMEWORKS - OWN[distribution], *others, "amanda.tools"}) == []
 
 
-def test_rooms_of_the_core_are_its_own_for_tools() -> None:
-    assert [one for one in from_the_core("amanda-tools") if not is_offered(one)] == []
+@pytest.mark.parametrize("distribution", TOOLS)
+def test_rooms_of_the_core_are_its_own_for_tools(distribution: str) -> None:
+    assert [name for name in from_the_core(distribution) if not is_offered(name)] == []
 
 
 @pytest.mark.parametrize("distribution", sorted(OWN))
@@ -196,6 +208,29 @@ def from_the_core(distribution: str, within: str = "") -> set[str]:
     }
 
 
-def test_tools_import_frameworks_inside_functions_only() -> None:
-    assert offences("amanda-tools", FRAMEWORKS, in_functions=False) == []
-    assert offences("amanda-tools", {"amanda.drivers"}) == []
+@pytest.mark.parametrize("distribution", TOOLS)
+def test_tools_import_frameworks_inside_functions_only(distribution: str) -> None:
+    assert offences(distribution, FRAMEWORKS, in_functions=False) == []
+    assert offences(distribution, {"amanda.drivers"}) == []
+
+
+@pytest.mark.parametrize("place", range(len(TOOLS)))
+def test_a_distribution_of_tools_imports_those_below_it(place: int) -> None:
+    above = {f"amanda.tools.{tool}" for other in TOOLS[place + 1 :] for tool in tools_of(other)}
+    assert offences(TOOLS[place], above) == []
+
+
+def tools_of(distribution: str) -> list[str]:
+    """Return the packages of a distribution below amanda.tools."""
+    return [path.name for path in (PACKAGES / distribution).glob("src/amanda/tools/*") if path.is_dir()]
+
+
+def test_the_core_names_the_distribution_of_each_tool_and_command() -> None:
+    for distribution in TOOLS:
+        offer = OFFERS[distribution.removeprefix("amanda-")]
+        settings = tomllib.loads((PACKAGES / distribution / "pyproject.toml").read_text())
+        points = settings["project"]["entry-points"]
+        assert sorted(offer.tools) == sorted(points["amanda.tools"])
+        assert sorted(offer.commands) == sorted(points.get("amanda.commands", ()))
+        packages = {name for name in tools_of(distribution) if not name.startswith("_")}
+        assert packages <= {*offer.tools, *offer.commands, *offer.packages, "command", "pytest"}

@@ -18,9 +18,9 @@ for _ in range(3):
     model(torch.rand(8, 4)).sum().backward()
 """
 IMPORT_TOOLS = """
-import importlib, pkgutil, amanda.tools
-names = [module.name for module in pkgutil.iter_modules(amanda.tools.__path__)]
-assert len(names) > 15, names
+import importlib, pkgutil, sys, amanda.tools
+names = [module.name for module in pkgutil.iter_modules(amanda.tools.__path__) if module.name[0] != "_"]
+assert len(names) >= int(sys.argv[1]), names
 for name in names:
     importlib.import_module(f"amanda.tools.{name}")
 """
@@ -56,13 +56,37 @@ def test_pytorch_and_the_tools_come_with_two_extras_and_count_a_program(empty: E
     assert done.returncode == 0, done.stdout
 
 
-def test_every_tool_is_imported_where_there_is_no_framework(empty: Empty) -> None:
-    empty.install("amanda-core[tools]")
-    assert {"amanda-core", "amanda-tools"} == {
-        name for name in empty.installed() if name.startswith("amanda")
-    }
-    done = empty.run("python", "-c", IMPORT_TOOLS)
+@pytest.mark.parametrize(
+    ("extras", "names", "packages"),
+    [
+        ("tools", {"amanda-tools"}, 18),
+        ("compress", {"amanda-tools", "amanda-compress"}, 23),
+        ("labs", {"amanda-tools", "amanda-compress", "amanda-labs"}, 28),
+    ],
+)
+def test_every_tool_is_imported_where_there_is_no_framework(
+    empty: Empty, extras: str, names: set[str], packages: int
+) -> None:
+    empty.install(f"amanda-core[{extras}]")
+    installed = {name for name in empty.installed() if name.startswith("amanda")}
+    assert installed == {"amanda-core", *names}
+    done = empty.run("python", "-c", IMPORT_TOOLS, str(packages))
     assert done.returncode == 0, done.stdout
+
+
+def test_distributions_of_tools_install_in_any_order_and_each_goes_alone(empty: Empty) -> None:
+    for name in ("amanda-labs", "amanda-compress", "amanda-tools"):
+        empty.install(name)
+        done = empty.run("python", "-m", "pip", "--isolated", "check")
+        assert done.returncode == 0, done.stdout
+    for name in ("amanda-labs", "amanda-compress"):
+        empty.run("python", "-m", "pip", "--isolated", "uninstall", "--yes", "--quiet", name)
+    done = empty.run("amanda", "tools")
+    assert done.returncode == 0, done.stdout
+    assert 'prune, quantize  pip install "amanda-core[compress]"' in done.stdout
+    done = empty.run("python", "-c", "import amanda; amanda.load_tool('search')")
+    assert done.returncode == 1
+    assert 'pip install "amanda-core[labs]"' in done.stdout
 
 
 def test_pytest_takes_the_plugin_without_a_warning(empty: Empty, tmp_path: Path) -> None:

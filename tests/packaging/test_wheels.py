@@ -113,6 +113,8 @@ def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
         ("mindspore", "amanda-driver-mindspore"),
         ("jax", "amanda-driver-jax"),
         ("tools", "amanda-tools"),
+        ("compress", "amanda-compress"),
+        ("labs", "amanda-labs"),
     ):
         (line,) = (line for line in requires if line.endswith(f"extra == '{extra}'"))
         assert line.startswith(distribution)
@@ -126,6 +128,8 @@ NEEDS = {
     "amanda-driver-onnxruntime": {"amanda-core", "numpy", "onnx", "onnxruntime"},
     "amanda-driver-mindspore": {"amanda-core"},
     "amanda-driver-jax": {"amanda-core"},
+    "amanda-compress": {"amanda-core", "amanda-tools", "click", "ml-dtypes", "numpy", "safetensors"},
+    "amanda-labs": {"amanda-compress", "amanda-core", "amanda-tools", "networkx", "numpy"},
 }
 
 

@@ -10,7 +10,7 @@ import children
 import pytest
 
 HERE = Path(__file__).parent
-PATHS = [HERE.parent / "support", HERE.parents[1] / "packages" / "amanda-tools" / "tests" / "support"]
+SUPPORT = HERE.parent / "support"
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ PATHS = [HERE.parent / "support", HERE.parents[1] / "packages" / "amanda-tools" 
 def test_frameworks_hold_under_attack(framework: str) -> None:
     attacks = ("threads", "exceptions", "signals")
     command = [sys.executable, str(HERE / "run.py"), *attacks, "--framework", framework, "--seconds", "1"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    env = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     done = children.run(command, env=env, check=True)
     assert [line.split(" | ")[:2] for line in done.stdout.splitlines()] == [
         [attack, framework] for attack in attacks
@@ -36,7 +36,7 @@ def test_an_attack_that_ends_its_process_has_a_row_and_others_go_on(tmp_path: Pa
         "sys.exit(run.main())\n"
     )
     command = [sys.executable, str(program), "soak", "exceptions", "--framework", "ONNX Runtime"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, *PATHS]))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, SUPPORT]))}
     done = children.run([*command, "--seconds", "0.5"], env=env)
     first, second = done.stdout.splitlines()
     assert first.startswith("soak | ONNX Runtime | 0 attempts | 1 wrong")

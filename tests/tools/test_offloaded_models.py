@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import amanda
-from amanda.tools.kit import parameter_store
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
+from amanda.tools.weights import parameter_store
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from onnx import helper, numpy_helper
 
 import amanda
 from amanda.drivers.onnxruntime import session_options
+from amanda.tools.kit import canonical, canonical_extents, restored
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool, convert
-from amanda.tools.weights import canonical, canonical_extents, restored
 
 Array = NDArray[Any]
 SIZES = np.float32([1, 10, 100, 1000, 0.1, 0.01])

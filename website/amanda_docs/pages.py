@@ -86,12 +86,12 @@ def write_api() -> None:
 
 def _api_of(page: Path) -> str:
     """What is put at the end of the page of a tool: the reference of its package, first the tool."""
-    package = ROOT / "packages/amanda-tools/src/amanda/tools" / page.stem / "__init__.py"
-    if page.parent != DOCS / "tools" or not package.exists():
+    packages = list(ROOT.glob(f"packages/*/src/amanda/tools/{page.stem}/__init__.py"))
+    if page.parent != DOCS / "tools" or not packages:
         return ""
     (names,) = (
         ast.literal_eval(node.value)
-        for node in ast.parse(package.read_text()).body
+        for node in ast.parse(packages[0].read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     ranks = {"Tool": -2, "Result": -1, "Error": 1}

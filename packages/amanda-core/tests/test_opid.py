@@ -218,7 +218,7 @@ class Unreferable:
     __slots__ = ("size",)
 
 
-@pytest.mark.parametrize("make", [Unreferable, lambda: [1], lambda: int("9" * 30), lambda: {}])
+@pytest.mark.parametrize("make", [Unreferable, lambda: [1], lambda: int("9" * 30), dict])
 def test_two_objects_without_weak_references_have_two_ordinals(make: Callable[[], Any]) -> None:
     one, two = make(), make()
     numbers = interceptor.ordinal(one), interceptor.ordinal(two)

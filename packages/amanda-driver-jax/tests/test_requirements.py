@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 
 import pytest
 from jax._src import pjit
@@ -11,12 +12,14 @@ from jax._src.export import _export
 import amanda
 from amanda.drivers.jax import JaxDriver
 from amanda.testing import attached
-from amanda.tools.kit._requirements import REQUIRED, check
+from amanda.tools.kit import RequiredNames
 
 
-@pytest.mark.parametrize("who", [one for one in REQUIRED if one[1] == "jax"], ids=" ".join)
-def test_jax_has_what_tools_lean_on(who: tuple[str, str]) -> None:
-    check(*who)
+@pytest.mark.parametrize("module", ["amanda.tools.kit._tensors_jax", "amanda.tools.search._libraries"])
+def test_jax_has_what_tools_lean_on(module: str) -> None:
+    required = [one for one in vars(import_module(module)).values() if isinstance(one, RequiredNames)]
+    (jax,) = [one for one in required if one.framework == "jax"]
+    jax.check()
 
 
 def test_a_name_without_which_nothing_is_instrumented_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import amanda
-from amanda.drivers.mindspore._writes import declared
+from amanda.drivers.mindspore._writes import declaration_of
 from amanda.tools.nan import NanTool
 
 
@@ -110,10 +110,10 @@ def test_batch_norm_gives_tools_no_unwritten_memory() -> None:
 
 
 def test_primitives_declare_what_they_write() -> None:
-    assert declared(ops.Adam).written == (0, 1, 2)
-    assert declared(ops.Adam).names[-1] == "gradient"
-    assert declared(ops.ApplyMomentum).written == (0, 1)
-    assert declared(ops.ReLU).written == ()
+    assert declaration_of(ops.Adam).written == (0, 1, 2)
+    assert declaration_of(ops.Adam).names[-1] == "gradient"
+    assert declaration_of(ops.ApplyMomentum).written == (0, 1)
+    assert declaration_of(ops.ReLU).written == ()
 
 
 def row() -> list[Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from onnx_models import node
 
-from amanda.drivers.onnxruntime._places import Call, Compute, Item
-from amanda.drivers.onnxruntime._schedule import Step, schedule
+from amanda.drivers.onnxruntime._items import ComputedNode, GraphItem, RoutineCall
+from amanda.drivers.onnxruntime._schedule import ScheduledStep, schedule
 
 
-def told(steps: list[Step]) -> list[tuple[list[int], list[str], list[str], list[str]]]:
+def told(steps: list[ScheduledStep]) -> list[tuple[list[int], list[str], list[str], list[str]]]:
     """Slots, nodes, inputs and outputs of each step."""
     return [
         ([call.slot for call in step.calls], [one.name for one in step.nodes], step.inputs, step.outputs)
@@ -16,14 +16,14 @@ def told(steps: list[Step]) -> list[tuple[list[int], list[str], list[str], list[
     ]
 
 
-def compute(name: str, inputs: str, output: str) -> Compute:
-    return Compute(node("Sum", inputs, output, name))
+def compute(name: str, inputs: str, output: str) -> ComputedNode:
+    return ComputedNode(node("Sum", inputs, output, name))
 
 
 def test_a_routine_that_gives_a_value_cuts_where_it_is_read() -> None:
-    items: list[Item] = [
-        compute("a", "x w", "a"), Call(0, ["a"], ["b"], []), compute("c", "b w", "c"), compute("d", "x", "d"),
-        compute("e", "c d", "e"),
+    items: list[GraphItem] = [
+        compute("a", "x w", "a"), RoutineCall(0, ["a"], ["b"], []), compute("c", "b w", "c"), compute("d",
+        "x", "d"), compute("e", "c d", "e"),
     ]  # fmt: skip
     assert told(schedule(items, {"w"}, {"e"})) == [
         ([], ["a", "d"], ["x"], ["a", "d"]),
@@ -32,9 +32,9 @@ def test_a_routine_that_gives_a_value_cuts_where_it_is_read() -> None:
 
 
 def test_branches_share_a_cut() -> None:
-    items: list[Item] = [
-        compute("a", "x", "a"), Call(0, ["a"], ["b"], []), compute("c", "b", "c"),
-        compute("d", "x", "d"), Call(1, ["d"], ["e"], []), compute("f", "e c", "f"),
+    items: list[GraphItem] = [
+        compute("a", "x", "a"), RoutineCall(0, ["a"], ["b"], []), compute("c", "b", "c"),
+        compute("d", "x", "d"), RoutineCall(1, ["d"], ["e"], []), compute("f", "e c", "f"),
     ]  # fmt: skip
     steps = schedule(items, (), {"f"})
     assert [[one.name for one in step.nodes] for step in steps] == [["a", "d"], ["c", "f"]]
@@ -42,14 +42,14 @@ def test_branches_share_a_cut() -> None:
 
 
 def test_routines_on_weights_and_inputs_run_before_the_first_session() -> None:
-    items: list[Item] = [Call(0, ["w"], ["v"], []), compute("a", "x v", "a")]
+    items: list[GraphItem] = [RoutineCall(0, ["w"], ["v"], []), compute("a", "x v", "a")]
     assert told(schedule(items, {"w"}, {"a"})) == [([0], ["a"], ["x", "v"], ["a"])]
 
 
 def test_an_observer_needs_no_cut_and_one_without_values_waits_for_its_op() -> None:
-    items: list[Item] = [
-        compute("a", "x", "a"), Call(0, ["a"], [], []), Call(1, [], [], ["a"]), compute("b", "a", "b"),
-        Call(2, ["b"], [], []),
+    items: list[GraphItem] = [
+        compute("a", "x", "a"), RoutineCall(0, ["a"], [], []), RoutineCall(1, [], [], ["a"]), compute("b",
+        "a", "b"), RoutineCall(2, ["b"], [], []),
     ]  # fmt: skip
     assert told(schedule(items, (), {"b"})) == [
         ([], ["a", "b"], ["x"], ["a", "b"]),
@@ -58,18 +58,18 @@ def test_an_observer_needs_no_cut_and_one_without_values_waits_for_its_op() -> N
 
 
 def test_what_observers_see_is_kept_within_a_budget() -> None:
-    items: list[Item] = []
+    items: list[GraphItem] = []
     for i in range(6):
-        items += [compute(str(i), f"v{i}", f"v{i + 1}"), Call(i, [f"v{i + 1}"], [], [])]
+        items += [compute(str(i), f"v{i}", f"v{i + 1}"), RoutineCall(i, [f"v{i + 1}"], [], [])]
     steps = schedule(items, (), {"v6"}, lambda name: 10, budget=25)
     assert [len(step.nodes) for step in steps] == [3, 3, 0]
     assert steps[1].done == ["v1", "v2", "v3"]
 
 
 def test_values_are_let_go_of_after_the_step_that_reads_them_last() -> None:
-    items: list[Item] = [
-        compute("a", "x", "a"), Call(0, ["a"], ["b"], []), compute("c", "b", "c"), Call(1, ["c"], ["d"], []),
-        compute("e", "d a", "e"),
+    items: list[GraphItem] = [
+        compute("a", "x", "a"), RoutineCall(0, ["a"], ["b"], []), compute("c", "b", "c"), RoutineCall(1,
+        ["c"], ["d"], []), compute("e", "d a", "e"),
     ]  # fmt: skip
     steps = schedule(items, (), {"e"})
     assert [step.done for step in steps] == [["x"], ["b"], ["a", "c", "d"]]

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from suite_device import DEVICE
 
 import amanda
@@ -155,13 +154,3 @@ def harmless(request: pytest.FixtureRequest) -> amanda.Tool:
     """Tools that change nothing: an empty one, one that looks, one with routines at every point."""
     tool: amanda.Tool = request.param()
     return tool
-
-
-@pytest.fixture(scope="session")
-def transformers() -> Any:
-    """The transformers package, which imports torchvision, which needs two ops that a CPU build lacks."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", signature)
-    return pytest.importorskip("transformers")

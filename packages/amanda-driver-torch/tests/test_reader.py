@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amanda
 from amanda import interceptor
 from amanda.drivers.torch import _layout, _reader
-from amanda.drivers.torch._layout import Functions, layout
-from amanda.drivers.torch._reader import reader
+from amanda.drivers.torch._layout import Libraries, find_layout
+from amanda.drivers.torch._reader import make_reader
 from amanda.errors import MutationError, RoutineError
 
 natively = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: only native code reads tensors by itself", run=False
 )
 
-READER = reader(torch.add)[0] if interceptor.NATIVE else None
+READER = make_reader(torch.add)[0] if interceptor.NATIVE else None
 
 
 def key(*args: Any, **kwargs: Any) -> int:
@@ -47,7 +47,7 @@ def test_a_torch_that_lacks_a_function_is_read_by_python_and_a_warning_says_so(
 ) -> None:
     monkeypatch.setattr(_reader, "_FUNCTION_MODE", "no_such_function")
     with caplog.at_level("WARNING", "amanda"):
-        assert reader(torch.add) == (None, "it lacks no_such_function")
+        assert make_reader(torch.add) == (None, "it lacks no_such_function")
     assert "a multiple of the time: it lacks no_such_function" in caplog.text
 
 
@@ -55,9 +55,9 @@ def test_a_torch_that_lacks_a_function_is_read_by_python_and_a_warning_says_so(
 def test_a_torch_that_lacks_an_offset_is_read_by_functions_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_layout, "_SWITCHES", "no_such_function")
+    monkeypatch.setattr(_layout, "_GET_SWITCHES", "no_such_function")
     with caplog.at_level("WARNING", "amanda"):
-        found, lacking = reader(torch.add)
+        found, lacking = make_reader(torch.add)
     assert found is not None
     assert lacking == "no_such_function"
     assert "by function calls, so that routines take longer" in caplog.text
@@ -202,17 +202,17 @@ def test_under_a_transform_or_a_trace_nothing_has_a_key(x: torch.Tensor) -> None
 
 @natively
 def test_the_layout_of_this_build_is_known() -> None:
-    assert layout(Functions()) is not None
+    assert find_layout(Libraries()) is not None
 
 
 @natively
-@pytest.mark.parametrize("missing", ["_SWITCHES", "_END"])
+@pytest.mark.parametrize("missing", ["_GET_SWITCHES", "_END"])
 def test_a_torch_of_another_layout_is_read_by_its_functions(
     monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, missing: str
 ) -> None:
-    monkeypatch.setattr(_layout, missing, {"_SWITCHES": "no_such_function", "_END": 0}[missing])
-    assert layout(Functions())[0] is None
-    found, _ = reader(torch.add)
+    monkeypatch.setattr(_layout, missing, {"_GET_SWITCHES": "no_such_function", "_END": 0}[missing])
+    assert find_layout(Libraries())[0] is None
+    found, _ = make_reader(torch.add)
     assert found is not None
     x.zero_()
     assert found.version(x) == x._version

@@ -56,7 +56,7 @@ def private_names(folder: Path = SOURCE) -> Iterator[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 root, _, name = ast.unparse(node).partition(".")
-                if root == "_native" and path.name != "_schema.py":
+                if root == "_native":
                     root, name = "torch", f"_C.{name}"
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 root, _, name = f"{node.module}.{node.names[0].name}".partition(".")
@@ -94,15 +94,15 @@ LACKING = {
 def test_the_torch_that_runs_lacks_only_what_is_known() -> None:
     minor = ".".join(torch.__version__.split(".")[:2])
     assert missing_parts() == []
-    assert [path for path in _requirements.ESSENTIAL if not _requirements.found(path)] == []
-    absent = {path for path in _requirements.OPTIONAL if not _requirements.found(path)}
+    assert [path for path in _requirements.ESSENTIAL if not _requirements.torch_attribute(path)] == []
+    absent = {path for path in _requirements.OPTIONAL if not _requirements.torch_attribute(path)}
     assert absent == LACKING.get(minor, set())
 
 
 @pytest.mark.parametrize("path", [path for path in _requirements.OPTIONAL if path.count(".") > 0])
 def test_each_optional_name_may_be_absent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, _, name = path.rpartition(".")
-    monkeypatch.delattr(_requirements.found(owner), name, raising=False)
+    monkeypatch.delattr(_requirements.torch_attribute(owner), name, raising=False)
     names: list[str] = []
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))

@@ -12,7 +12,7 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.errors import DependencyCycleError, ToolError
-from amanda.options import Name, checked
+from amanda.options import Name, checked, deprecated, warn_deprecated
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, parameter_slots
@@ -44,6 +44,8 @@ class Tool:
     """True if its routines run only at points where a tool that depends on it has one."""
     intercepts = True
     """False for a tool that opens scopes of its own: for such tools alone no driver is attached."""
+    calibrates_when_prepared = False
+    """True if `prepare`, and `amanda.instrument` at first, run or read a model within `calibrating`."""
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 
@@ -178,8 +180,8 @@ class Tool:
 
         The predicates given to `restrict` are asked, if they have a method of this name.
         """
-        asked = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
-        return [text for ask in asked if ask is not None for text in ask()]
+        restrictions = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
+        return [text for ask in restrictions if ask is not None for text in ask()]
 
     def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
         """Analyse the ops with these ids, or all, anew at their next execution.
@@ -236,8 +238,8 @@ class Tool:
         owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
         as accelerate does, has the number of the one that was there before.
         """
-        known = None if owner is None else parameter_slots.ordinal(owner, variable)
-        return interceptor.ordinal(variable) if known is None else known
+        slot_ordinal = None if owner is None else parameter_slots.ordinal(owner, variable)
+        return interceptor.ordinal(variable) if slot_ordinal is None else slot_ordinal
 
     @staticmethod
     def caller() -> Hashable | None:
@@ -263,7 +265,7 @@ class Tool:
         key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
         variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
         it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
-        Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
+        Parts of a variable that ops read as views have state of their op_key: "in_proj_weight/mask@64".
         renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
         what was loaded: writes it there and returns the parameter, or returns another value to be kept.
         Call it in an analysis routine.
@@ -272,16 +274,16 @@ class Tool:
         path = None if variable is None else context.get_variable_path(variable)
         if variable is not None and "@" not in name:
             name += context._facts.part_read(variable)
-        own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
-        key = own if path is None else f"{self._path(path, variable)}/{name}"
+        op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
+        key = op_key if path is None else f"{self._path(path, variable)}/{name}"
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
-            found = next((one for one in (key, own) if one in loaded), None)
-            if found is None:
+            loaded_key = next((candidate for candidate in (key, op_key) if candidate in loaded), None)
+            if loaded_key is None:
                 self._check_nothing_was_loaded(key)
                 values[key] = make()
             else:
-                value = loaded.pop(found)
+                value = loaded.pop(loaded_key)
                 value = value if load is None else load(value)
                 former = self._amanda.former.pop(key, None)
                 values[key] = value if former is None or renew is None else renew(former, value)
@@ -300,8 +302,8 @@ class Tool:
 
     def _path(self, path: str, variable: Any) -> str:
         """Return a variable's path, with ".1", ".2" for those of further models."""
-        known = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
-        number = known.setdefault(interceptor.ordinal(variable), len(known))
+        numbers = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
+        number = numbers.setdefault(interceptor.ordinal(variable), len(numbers))
         return path if number == 0 else f"{path}.{number}"
 
     def place(self, context: OpContext) -> str:
@@ -339,10 +341,10 @@ class Tool:
 
         strict: whether `keep` raises ToolError for what the state, if it has anything at all, lacks.
         """
-        registry = self._amanda
-        registry.names_loaded = sorted(state) if strict else []
-        registry.former.update(_trained(registry.state.get("values", {})))
-        registry.state, registry.loaded = {}, dict(state)
+        tool_state = self._amanda
+        tool_state.names_loaded = sorted(state) if strict else []
+        tool_state.former.update(_trained(tool_state.state.get("values", {})))
+        tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)
 
     def parameters(self) -> Iterator[Any]:
@@ -351,12 +353,34 @@ class Tool:
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Run `model` once on an example, so that this tool's state is made; return the model's result."""
-        with self.preparing(), apply(self):
+        with preparation(self) or nullcontext(), apply(self):
             return model(*example, **kwargs)
 
-    def preparing(self) -> AbstractContextManager[Any]:
-        """Return a context for the run of `prepare`, for a tool that treats this run differently."""
+    def calibrating(self) -> AbstractContextManager[Any]:
+        """Return a context of executions by which the tool computes its state before it is used.
+
+        Has no effect unless a tool overrides it.
+        """
         return nullcontext()
+
+    def clear(self) -> None:
+        """Forget state and results; ops are analysed anew."""
+        self.load_state_dict({})
+
+    @deprecated(use="calibrating", since="amanda-core 0.2", gone="0.4")
+    def preparing(self) -> AbstractContextManager[Any]:
+        """Return `calibrating()` of a tool that needs it for `prepare`.  Deprecated: use `calibrating`."""
+        return self.calibrating() if self.calibrates_when_prepared else nullcontext()
+
+
+def preparation(tool: Tool) -> AbstractContextManager[Any] | None:
+    """Return the context in which a tool is prepared; None if it is prepared in its scope alone."""
+    if type(tool).preparing is not Tool.preparing:  # an override from before `calibrating` was the name
+        name = type(tool).__name__
+        warn_deprecated(f"{name}.preparing", f"calibrating, and calibrates_when_prepared = True, in {name}",
+                        "amanda-core 0.2", "0.4")  # fmt: skip
+        return tool.preparing()
+    return tool.calibrating() if tool.calibrates_when_prepared else None
 
 
 def _renew(tool: Tool) -> None:

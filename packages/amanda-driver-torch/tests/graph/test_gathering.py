@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import amanda
-from amanda.drivers.torch.graph._gathering import AT_ONCE
+from amanda.drivers.torch.graph._observers import MAX_WAITING
 from amanda.drivers.torch.graph._ops import GraphExecution
 
 Seen = list[tuple[str, list[torch.Tensor]]]
@@ -107,7 +107,7 @@ def test_observers_see_the_values_of_eager_mode_in_few_calls(
 
 def test_no_more_tensors_wait_than_are_allowed(calls: list[int]) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_WAITING):
             x = x + 1
         return x
 

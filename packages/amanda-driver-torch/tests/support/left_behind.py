@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch._autograd import _Backward
+from amanda.drivers.torch._autograd import _BackwardPass
 from amanda.scope.attachment import attachment
 
 
@@ -124,7 +124,7 @@ class Bench:
             **surroundings,
             "scopes": list(attachment._scopes),
             "drivers": list(attachment._attached),
-            "backward passes": list(_Backward.under_way),
+            "backward passes": list(_BackwardPass.under_way),
             "failure": interceptor.failure(),
             "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
             "hooks of modules": [

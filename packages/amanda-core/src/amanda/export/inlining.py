@@ -22,7 +22,7 @@ from amanda.plan.plan import Actions, Plan
 from amanda.plan.tool_stack import stack_of
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
-from amanda.tool import Tool
+from amanda.tool import Tool, preparation
 
 if TYPE_CHECKING:
     from amanda.graph.rewriting import Rewriting
@@ -228,9 +228,7 @@ def instrument(
         return _write_in_parts(cutting[0], kind, source, target, force, metadata)
     with disabled():
         artefact = kind(source)
-        prepared = [tool for tool in ordered if _wants_preparing(tool)]
-        if prepared:
-            _prepare_tools(artefact, prepared)
+        _prepare_tools(artefact, ordered)
         inlining = _new_inlining(ordered)
         artefact.instrument(inlining)
         _report_backward(inlining, ordered)
@@ -276,16 +274,14 @@ def _new_inlining(tools: Sequence[Tool]) -> Inlining:
     return Inlining(State(stack_of(tools, None), cache=False))
 
 
-def _wants_preparing(tool: Tool) -> bool:
-    return type(tool).preparing is not Tool.preparing
-
-
 def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
-    """Let tools analyse every op once in advance, such as a tool with one budget for all weights."""
-    with ExitStack() as preparing:
-        for tool in tools:
-            preparing.enter_context(tool.preparing())
-        artefact.instrument(_new_inlining(in_dependency_order(tools)))
+    """Let tools that ask for it analyse every op in advance, such as a tool with one budget in all."""
+    prepared = [(tool, context) for tool in tools if (context := preparation(tool)) is not None]
+    if prepared:
+        with ExitStack() as stack:
+            for _, context in prepared:
+                stack.enter_context(context)
+            artefact.instrument(_new_inlining(in_dependency_order([tool for tool, _ in prepared])))
 
 
 def _report_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:

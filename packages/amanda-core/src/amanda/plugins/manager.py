@@ -22,6 +22,7 @@ from amanda.plugins.drivers import (
     loaded_drivers,
 )
 from amanda.plugins.entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
+from amanda.plugins.offered import installation
 from amanda.scope.attachment import attachment
 from amanda.tool import Tool
 
@@ -46,7 +47,7 @@ def list_tools(load: bool = False) -> list[Plugin]:
     load: import the tools to find out; otherwise nothing is imported.
     """
     tools = _tools()
-    return [_judged(entry, same, load) for same in tools.values() for entry in same]
+    return [_plugin_state(entry, same, load) for same in tools.values() for entry in same]
 
 
 def tool_class(name: str) -> type[Tool]:
@@ -55,8 +56,8 @@ def tool_class(name: str) -> type[Tool]:
     A tool that is installed while the process runs is found if no other has the name.
     Raises UnknownToolError, and PluginError where the tool cannot be used.
     """
-    known = _tools(fresh=False)
-    kind: type[Tool] = _tool(name, known if name in known else _tools()).load()
+    tools = _tools(fresh=False)
+    kind: type[Tool] = _tool(name, tools if name in tools else _tools()).load()
     return kind
 
 
@@ -102,14 +103,19 @@ def _tools(fresh: bool = True) -> dict[str, list[Entry]]:
 
 def _tool(name: str, tools: Mapping[str, list[Entry]]) -> Entry:
     if name not in tools:
-        hint = did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
+        if command := installation(name, "tools"):
+            hint = f"it is not installed: {command}"
+        else:
+            hint = (
+                did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
+            )
         raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
     if len(tools[name]) > 1:
         raise PluginError(rivalry(tools[name]))
     return tools[name][0]
 
 
-def _judged(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
+def _plugin_state(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
     if len(same_name) > 1:
         return entry.plugin("duplicate", rivalry(same_name))
     if not load and not entry.was_loaded:

@@ -11,20 +11,20 @@ from amanda.plan.tool_stack import ToolStack
 from amanda.scope.state import State
 
 
-def let_go(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
+def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
     """Take closed scopes, and former routines of tools, out of activations, wherever these are in force."""
-    left = [one for reference in references if (one := reference()) is not None]
+    activations = [referent for reference in references if (referent := reference()) is not None]
     try:
-        for activation in left:
+        for activation in activations:
             state = activation.state.remaining()
-            activation.become(state.activation() if state.scopes else _nothing())
+            activation.become(state.activation() if state.scopes else _inactive())
     except BaseException:  # a RecursionError, say
-        for activation in left:
+        for activation in activations:
             activation.active = False
         raise
 
 
 @cache
-def _nothing() -> interceptor.Activation:
+def _inactive() -> interceptor.Activation:
     """An activation that intercepts nothing; its stack is for ops that are under way on other threads."""
     return interceptor.Activation(None, State(ToolStack((), None)), False)

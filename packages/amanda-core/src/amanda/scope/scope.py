@@ -21,11 +21,11 @@ from amanda.plan.tool_stack import stack_of
 from amanda.plan.tools import AnyTool, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
-from amanda.scope.leaving import let_go
+from amanda.scope.leaving import deactivate
 from amanda.scope.options import changed_options
 from amanda.scope.report import Report
 from amanda.scope.slow_calls import slow_calls
-from amanda.scope.state import State, activated, restore, tell_switched
+from amanda.scope.state import State, activated, notify_switched, restore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Scope(interceptor.Extent):
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
-                self._entered(tool)
+                self._notify_entered(tool)
             hooks.call("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
@@ -83,7 +83,7 @@ class Scope(interceptor.Extent):
             raise
         return self
 
-    def _entered(self, tool: AnyTool) -> None:
+    def _notify_entered(self, tool: AnyTool) -> None:
         """Tell a tool that the scope has opened; report options that have changed since ops were analysed."""
         tool._amanda.was_used = True
         for text in changed_options(tool):
@@ -102,9 +102,9 @@ class Scope(interceptor.Extent):
         for (
             scope
         ) in state.scopes:  # before `set`, which may put it in force and then lack memory for the token
-            scope.hold(activation)
+            scope.add_activation(activation)
         self._token = interceptor.ACTIVATION.set(activation)
-        tell_switched()
+        notify_switched()
         interceptor.reset_root()
 
     def _end(self) -> None:
@@ -122,23 +122,23 @@ class Scope(interceptor.Extent):
         finally:
             with ExitStack() as stack:  # each tool is told, also after an exception of another
                 for tool in reversed(self._joined):
-                    stack.callback(self._left, tool)
+                    stack.callback(self._notify_left, tool)
         self._unsettled = False
         slow = slow_calls(self._calls, interceptor.statistics())
         if slow and not self._opened_later():
             self.report.add("calls of ops", slow)
         hooks.call("amanda_scope_left", scope=self)
 
-    def _left(self, tool: AnyTool) -> None:
+    def _notify_left(self, tool: AnyTool) -> None:
         """Tell a tool that the scope has closed; report what the tool selected in vain."""
-        self._joined = tuple(one for one in self._joined if one is not tool)
+        self._joined = tuple(joined for joined in self._joined if joined is not tool)
         logged = tool._amanda.logged
         for text in tool.unmatched():
             selection = text.partition(";")[0]  # the names after it differ from scope to scope
-            what = f"what was selected for {type(tool).__name__}"
+            subject = f"what was selected for {type(tool).__name__}"
             reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
-            if (what, selection) not in reported:
-                self.report.add(what, text, is_logged=selection not in logged)
+            if (subject, selection) not in reported:
+                self.report.add(subject, text, is_logged=selection not in logged)
             logged.add(selection)
         tool.scope_left()
 
@@ -155,8 +155,8 @@ class Scope(interceptor.Extent):
             self._token = None
         finally:
             try:
-                let_go(list(self._activations))
-                tell_switched()
+                deactivate(list(self._activations))
+                notify_switched()
             finally:
                 attachment.close(self)
 
@@ -167,16 +167,16 @@ class Scope(interceptor.Extent):
         later = scopes[scopes.index(self) + 1 :] if self in scopes else ()
         return [scope for scope in later if not scope.closed]
 
-    def hold(self, activation: interceptor.Activation) -> None:
+    def add_activation(self, activation: interceptor.Activation) -> None:
         """Count in an activation that this scope is a part of, while a context has it."""
         reference = ReferenceType(activation, self._activations.discard)
         self._activations.add(reference)
         if self.closed:  # meanwhile, on another thread
-            let_go([reference])
+            deactivate([reference])
 
     def takes_part(self, tool: AnyTool) -> bool:
         """Return True while the scope is open with a tool."""
-        return self._open and any(one is tool for one in self._joined)
+        return self._open and any(joined is tool for joined in self._joined)
 
     def renew(self) -> None:
         """Put the present routines and dependencies of the tools in force from the next op on.
@@ -187,14 +187,14 @@ class Scope(interceptor.Extent):
         tools = [
             tool
             for tool in in_dependency_order(self._tools)
-            if not any(interchangeable(tool, one) for one in before)
+            if not any(interchangeable(tool, joined) for joined in before)
         ]
         joining = [tool for tool in tools if not scopes_with(tool)]
         self._joined = (*joining, *before)
-        uninterrupted(lambda: let_go(list(self._activations)))
-        tell_switched()
+        uninterrupted(lambda: deactivate(list(self._activations)))
+        notify_switched()
         for tool in joining:
-            self._entered(tool)
+            self._notify_entered(tool)
 
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
@@ -209,24 +209,24 @@ class Scope(interceptor.Extent):
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with self._again():
+            async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+                with self._fresh_scope():
                     return await function(*args, **kwargs)
 
-            return awaited  # type: ignore[return-value]
+            return run_coroutine  # type: ignore[return-value]
         if inspect.isgeneratorfunction(function):
-            return stepping(self._again, function)
+            return stepping(self._fresh_scope, function)
         if inspect.isasyncgenfunction(function):
-            return stepping_async(self._again, function)
+            return stepping_async(self._fresh_scope, function)
 
         @functools.wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self._again():
+        def run_function(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._fresh_scope():
                 return function(*args, **kwargs)
 
-        return called
+        return run_function
 
-    def _again(self) -> Scope:
+    def _fresh_scope(self) -> Scope:
         scope = Scope(*self._tools, compiled=self.compiled)
         scope.report = self.report
         return scope
@@ -251,13 +251,13 @@ class Scope(interceptor.Extent):
         return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
 
 
-def _hint(given: object) -> str:
+def _hint(value: object) -> str:
     """Return what to write for something that is no tool."""
-    if isinstance(given, type):
-        return f"; give an instance: {given.__name__}()"
-    if isinstance(given, (list, tuple, set)):
+    if isinstance(value, type):
+        return f"; give an instance: {value.__name__}()"
+    if isinstance(value, (list, tuple, set)):
         return "; give them one by one: apply(*tools)"
-    if callable(given):
+    if callable(value):
         return "; register a function in a tool: tool = amanda.Tool(); tool.add_inst_for_op(function)"
     return "; give instances of amanda.Tool, such as amanda.load_tool('flops')"
 
@@ -282,15 +282,15 @@ def scopes_with(tool: AnyTool) -> list[Scope]:
     return [scope for scope in attachment.scopes if scope.takes_part(tool)]
 
 
-def _forked() -> None:
+def _close_in_child() -> None:
     interceptor.forked()
     scopes = attachment.abandon()
     for scope in scopes:
         scope._open = scope._unsettled = False
         scope._forked = True
     for scope in scopes:
-        let_go(list(scope._activations))
+        deactivate(list(scope._activations))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -44,8 +44,8 @@ class State:
         """Return the state of this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
-        gone = state.stack is not None and not state.scopes
-        return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
+        is_stale = state.stack is not None and not state.scopes
+        return _OUTSIDE if is_stale or any(scope.closed for scope in state.scopes) else state
 
     @property
     def intercepts(self) -> bool:
@@ -69,10 +69,10 @@ class State:
         """Return True if a scope with that tool is open, or with one that stands for the tool."""
         return self.stack is not None and self.stack.has_tool(tool)
 
-    def report(self, what: str, reason: str, where: str = "") -> None:
+    def report(self, subject: str, reason: str, where: str = "") -> None:
         """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""
         for scope in self.scopes:
-            scope.report.add(what, reason, where)
+            scope.report.add(subject, reason, where)
 
     def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
         """Add the entries of one source, such as a graph, to the open scopes' reports, if it is new to them.
@@ -105,7 +105,7 @@ when_switched: list[Callable[[], None]] = []
 """Called when another state has been put in force on the calling thread."""
 
 
-def tell_switched() -> None:
+def notify_switched() -> None:
     """Call what drivers have registered in `when_switched`, after the state of this thread has changed."""
     for follow in when_switched:
         follow()
@@ -128,11 +128,11 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
     """Put an activation in force, also on a thread that the framework started."""
     token = interceptor.ACTIVATION.set(activation)
     try:
-        tell_switched()
+        notify_switched()
         yield
     finally:
         restore(interceptor.ACTIVATION, token)
-        tell_switched()
+        notify_switched()
 
 
 def replayed(function: Callable[P, T]) -> Callable[P, T]:
@@ -147,13 +147,13 @@ def replayed(function: Callable[P, T]) -> Callable[P, T]:
         return function
     snapshot, scopes = interceptor.snapshot(), activation.state.scopes
 
-    def again(*args: P.args, **kwargs: P.kwargs) -> T:
+    def replay(*args: P.args, **kwargs: P.kwargs) -> T:
         here = interceptor.active() if any(scope.closed for scope in scopes) else None
         with in_force(here or activation):
             result: T = snapshot.replay(function, *args, **kwargs)
             return result
 
-    return again
+    return replay
 
 
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
@@ -175,7 +175,7 @@ def activated(state: State) -> AbstractContextManager[None]:
         state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:
-        scope.hold(activation)
+        scope.add_activation(activation)
     return in_force(activation)
 
 

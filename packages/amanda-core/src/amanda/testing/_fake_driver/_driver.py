@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from amanda.backend import Call, EagerDriver, Trace, recomputed
 from amanda.interceptor import Detour, Site
@@ -59,6 +60,21 @@ class FakeDriver(FakeTensors, EagerDriver):
             if module is inner
         )
         return ".".join(path for path in paths if path)
+
+    def variable_of(self, value: Any) -> fake.Parameter | None:
+        """Return the parameter that an input is; None for another value."""
+        return value if isinstance(value, fake.Parameter) else None
+
+    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+        """Return a function from a parameter to its path in the outermost module; None where it is not in."""
+        modules = subjects[0].named_modules() if subjects else ()
+        paths = {
+            value: f"{path}.{name}".lstrip(".")
+            for path, module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, fake.Parameter)
+        }
+        return WeakKeyDictionary(paths).get
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """An operator's result as a list, and how to put it back into its form."""

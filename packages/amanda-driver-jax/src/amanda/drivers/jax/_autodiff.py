@@ -14,56 +14,59 @@ from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.util import weakref_cache_key_types
 
-from ._contexts import BACKWARD, Programs, key_of, under
+from ._contexts import BACKWARD, LayerPrograms, cache_key_of, with_cache_key
 from ._primitives import tap
 from ._traces import is_staged, is_tensor, primal
 from ._twins import Twins
 
 
-class _Thread(threading.local):
-    """made: the executions under way.  attached: the one whose trace was attached last.
+class _BackwardState(threading.local):
+    """State of a thread.
 
-    state: in which the backward pass under way began.  handed: symbols, from one tap of an op to the next.
-    steps: ops whose backward ops have begun, with what they were given.
+    executions: the executions under way, innermost last.  attached: the execution whose trace was attached
+    last.  state: in which the backward pass under way began.  handed: symbols, from one tap of an op to the
+    next.  steps: executions whose backward ops have begun, with their traces.
     """
 
     def __init__(self) -> None:
-        self.made: list[Made] = []
-        self.attached: Made | None = None
+        self.executions: list[TappedExecution] = []
+        self.attached: TappedExecution | None = None
         self.state: State | None = None
-        self.handed: dict[Made, list[Any]] = {}
-        self.steps: dict[Made, tuple[BackwardStep, Trace, Callable[[list[Any]], Any]]] = {}
+        self.handed: dict[TappedExecution, list[Any]] = {}
+        self.steps: dict[TappedExecution, tuple[BackwardStep, Trace, Callable[[list[Any]], Any]]] = {}
 
 
-_thread = _Thread()
+_thread = _BackwardState()
 
 
-class Made:
-    """One execution of an op whose backward op is wanted: a mark of the taps around it."""
+class TappedExecution:
+    """One execution of an op that tools instrument in the backward pass, with taps on inputs and outputs."""
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
         self._run = Twins.watching()
         self._counts = {"outputs": 0, "inputs": 0}
+        # Until routines leave symbols in `run`, there is nothing to put back.
         self._with_symbols: Callable[[list[Any]], Any] = lambda symbols: {}
         self._trace: Callable[[], Trace | None] = lambda: None
 
     def attach(self, trace: Trace) -> None:
-        """Take the record of the execution."""
-        self._trace = Programs.of(trace.stack).keep(self, trace)
+        """Attach the trace of the execution."""
+        # JAX's caches hold this object in the taps; the trace, which holds the tools, is the layer's to hold.
+        self._trace = LayerPrograms.of(trace.stack).keep(self, trace)
         _thread.attached = self
 
-    def __enter__(self) -> "Made":
-        _thread.made.append(self)
+    def __enter__(self) -> "TappedExecution":
+        _thread.executions.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _thread.made.pop()
+        _thread.executions.pop()
 
     @staticmethod
-    def current() -> "Made | None":
-        """Return the execution that is under way on this thread, if its backward op is wanted."""
-        return _thread.made[-1] if _thread.made else None
+    def current() -> "TappedExecution | None":
+        """Return the innermost tapped execution that is under way on this thread; None if there is none."""
+        return _thread.executions[-1] if _thread.executions else None
 
     def tap_inputs(self, inputs: list[Any]) -> None:
         """Put tapped values in the place of an op's inputs."""
@@ -78,47 +81,50 @@ class Made:
         """Return an op's outputs, tapped."""
         flat, rebuild = self._driver.flatten(outputs)
         self._counts["outputs"] = len(flat)
+        # References and tokens among the outputs have no cotangents that a tap could carry.
         return rebuild(tap(flat, self, "outputs")) if all(map(is_tensor, flat)) else outputs
 
-    def carrying(self, outputs: Any) -> Any:
-        """Return an op's outputs, through which the symbols in `run` come to a backward pass."""
+    def carry_symbols(self, outputs: Any) -> Any:
+        """Return an op's outputs with a tap that carries the symbols in `run` to a backward pass."""
         trace = self._trace()
         assert trace is not None
-        symbols, self._with_symbols = _apart(trace.run)
+        symbols, self._with_symbols = _split_symbols(trace.run)
         if not symbols:
             return outputs
         trace.run = _without_symbols(
             trace.run
         )  # the record stays when the program that they are of has ended
         flat, rebuild = self._driver.flatten(outputs)
-        return rebuild(tap(flat, self, "run", [primal(one) for one in symbols]))
+        return rebuild(tap(flat, self, "run", [primal(symbol) for symbol in symbols]))
 
     @property
     def handed(self) -> list[Any]:
-        """Symbols for the next tap that the backward pass comes to."""
+        """Return the symbols for the next tap that the backward pass comes to."""
         return _thread.handed.get(self, [])
 
     @handed.setter
     def handed(self, symbols: list[Any]) -> None:
         _thread.handed[self] = symbols
 
-    def transposed(
+    def observe_cotangents(
         self, side: str, positions: Sequence[int], cotangents: list[Any], handed: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return the cotangents that go on, after the routines of the open scopes' tools, and symbols.
+        """Run the routines at a tap; return the cotangents after them, and symbols for the next tap.
 
-        side: "outputs" where they enter the backward op, "inputs" where they leave it.  handed: symbols of
-        the program around it, from the tap before; those that are returned are for the next one.
+        side: "outputs" where cotangents enter the backward op, "inputs" where they leave it.
+        handed: symbols of the program around the tap, from the tap before.
         """
         state, trace = _thread.state, self._trace()
         if state is None or trace is None:
             return cotangents, []
+        # A tap has only the values that have tangents: the others of the op get no gradient.
         grads = [None] * self._counts[side]
         for position, cotangent in zip(positions, cotangents, strict=True):
             grads[position] = cotangent
-        left: list[Any] = []
+        symbols: list[Any] = []
         if side == "outputs":
             if is_staged():
+                # The pass itself is traced: its `run` holds symbols that end with that program.
                 trace = copy(trace)
                 trace.run = self._with_symbols(handed) if handed else _without_symbols(trace.run)
             assert trace.facts is not None
@@ -127,55 +133,59 @@ class Made:
             if not step.wanted:
                 return cotangents, []
             grads = self._run(step.before, grads)
-            left, with_symbols = _apart((grads, trace.run))
+            symbols, with_symbols = _split_symbols((grads, trace.run))
+            # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
             _thread.steps[self] = step, trace, with_symbols
         elif self in _thread.steps:
             step, trace, with_symbols = _thread.steps.pop(self)
-            entered, trace.run = with_symbols(handed)
-            grads = self._run(step.after, grads, entered)
+            entering, trace.run = with_symbols(handed)
+            grads = self._run(step.after, grads, entering)
             if not trace.pending:
                 self._driver.finish(trace)
-        return [_like(grads[i], one) for i, one in zip(positions, cotangents, strict=True)], left
+        cast = [_in_dtype_of(grads[i], before) for i, before in zip(positions, cotangents, strict=True)]
+        return cast, symbols
 
 
-def _apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the symbols in a value, and a function that gives it with others in their place."""
-    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda one: one is None)
+def _split_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the symbols in a value, and a function that returns the value with other symbols in place."""
+    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda leaf: leaf is None)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
     if not places:
         return [], lambda symbols: value
-    kept = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+    constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]
 
     def with_symbols(symbols: list[Any]) -> Any:
-        known = dict(zip(places, symbols, strict=True))
-        return jax.tree_util.tree_unflatten(tree, [known.get(i, leaf) for i, leaf in enumerate(kept)])
+        symbols_by_place = dict(zip(places, symbols, strict=True))
+        return jax.tree_util.tree_unflatten(
+            tree, [symbols_by_place.get(i, leaf) for i, leaf in enumerate(constants)]
+        )
 
     return [leaves[i] for i in places], with_symbols
 
 
 def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in run.items() if not isinstance(one, core.Tracer)}
+    return {name: value for name, value in run.items() if not isinstance(value, core.Tracer)}
 
 
-weakref_cache_key_types.add(Made)  # a tap in a cache of JAX keeps no execution
+weakref_cache_key_types.add(TappedExecution)  # so a tap in a cache of JAX keeps no execution alive
 
 
-def carried(run: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run an op; return its outputs, which carry to the backward pass what routines left in `run`."""
+def run_carrying(run: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Run an op; return its outputs, which carry the symbols in `run` to the backward pass."""
     before, _thread.attached = _thread.attached, None
     try:
         outputs = run(*args, **params)
-        return outputs if _thread.attached is None else _thread.attached.carrying(outputs)
+        return outputs if _thread.attached is None else _thread.attached.carry_symbols(outputs)
     finally:
         _thread.attached = before
 
 
-def _like(value: Any, cotangent: Any) -> Any:
+def _in_dtype_of(value: Any, cotangent: Any) -> Any:
     return value if value is cotangent else jax.numpy.asarray(value, cotangent.dtype)
 
 
-def followed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs backward passes, without its own ops among the user's."""
+def _instrument_backward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap JAX's backward pass, whose own ops are not the user's: only taps in it run routines."""
 
     @wraps(original)
     def backward_pass3(*args: Any) -> Any:
@@ -183,13 +193,13 @@ def followed(original: Callable[..., Any]) -> Callable[..., Any]:
         if activation is None:
             return original(*args)
         before, _thread.state = _thread.state, activation.state
-        key = key_of(activation.state, BACKWARD)
+        key = cache_key_of(activation.state, BACKWARD)
         try:
-            with interceptor.Suspension(), under(key):
+            with interceptor.Suspension(), with_cache_key(key):
                 return original(*args)
         finally:
             _thread.state = before
-            if before is None:
+            if before is None:  # the outermost pass: an exception may have left steps behind
                 _thread.steps.clear()
                 _thread.handed.clear()
             interceptor.reset_root()
@@ -197,6 +207,6 @@ def followed(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward_pass3
 
 
-def follow_backward(attributes: Any) -> None:
-    """Make every backward pass bring cotangents to the taps that it comes through."""
-    attributes.set(ad, "backward_pass3", followed(ad.backward_pass3))
+def instrument_backward(attributes: Any) -> None:
+    """Make every backward pass run routines at the taps that it comes through."""
+    attributes.set(ad, "backward_pass3", _instrument_backward_pass(ad.backward_pass3))

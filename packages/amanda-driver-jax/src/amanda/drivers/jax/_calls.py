@@ -11,8 +11,8 @@ from amanda.backend import Call, Operation
 from amanda.interceptor import Site
 from jax._src import core
 
-from ._autodiff import Made
-from ._traces import INSERTION, note
+from ._autodiff import TappedExecution
+from ._traces import INSERTION, add_note
 
 LISTS = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
@@ -38,7 +38,7 @@ Bind = Callable[..., Any]
 class PrimitiveCall(Call):
     """One bind of a primitive."""
 
-    __slots__ = ("_params", "_primitive", "_ran", "_site")
+    __slots__ = ("_has_run", "_params", "_primitive", "_site")
 
     op: Operation
 
@@ -46,7 +46,7 @@ class PrimitiveCall(Call):
         self, site: Site, primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any]
     ) -> None:
         self._site, self._primitive, self._params = site, primitive, params
-        self._ran = False
+        self._has_run = False
         self.op = site.op
         self.inputs = [list(args)] if primitive.name in LISTS else list(args)
         named = NAMES.get(primitive.name, ("x",) if len(self.inputs) == 1 else ())
@@ -57,12 +57,12 @@ class PrimitiveCall(Call):
         return tuple(inputs[0]) if self._primitive.name in LISTS else tuple(inputs)
 
     def invoke(self, inputs: list[Any]) -> Any:
-        """Bind the primitive; its outputs show their cotangents where a tool wants them."""
+        """Bind the primitive; return its outputs, tapped if tools instrument its backward op."""
         return self._tapped(self.compute(inputs))
 
     def compute(self, inputs: Sequence[Any]) -> Any:
         """Bind the primitive for a replacement."""
-        self._ran = True
+        self._has_run = True
         return self._site.invoke(self._arguments(inputs), self._params)
 
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
@@ -75,29 +75,29 @@ class PrimitiveCall(Call):
 
     def formed(self, result: Any) -> Any:
         """Return a replacement's result in the op's form, with taps on it."""
-        note(INSERTION)
-        if self._primitive.name in CUSTOM and not self._ran:
+        add_note(INSERTION)
+        if self._primitive.name in CUSTOM and not self._has_run:
             self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
         return self._tapped(result)
 
     def _tapped(self, result: Any) -> Any:
-        made = Made.current()
-        return result if made is None else made.tap_outputs(result)
+        execution = TappedExecution.current()
+        return result if execution is None else execution.tap_outputs(result)
 
     def may_write(self) -> bool:
         """Return False: arrays are not written."""
         return False
 
     def attributes(self) -> dict[str, Any]:
-        """Parameters of the primitive; of a function with rules, its name."""
+        """Return the parameters of the primitive; for a function with rules, its name."""
         if self._primitive.name in CUSTOM:
             return {"name": custom_name(self._params)}
         return dict(self._params)
 
     def op_type(self) -> str:
-        """Name of the primitive, or of the function of JAX's that has rules."""
+        """Return the name of the primitive, or of a function of JAX's with rules."""
         return self.op.__name__
 
 
@@ -108,19 +108,20 @@ def custom_name(params: dict[str, Any]) -> str:
 
 def rule_of(primitive: str, params: dict[str, Any]) -> str:
     """Return the name of an op that has rules: a function of JAX's own, as `jax.nn.relu`, is one op."""
+    # Functions of users with rules keep the primitive's name: their own names say nothing to tools.
     info = params["subfuns"][0].debug_info
     _, _, place = str(info.func_src_info).rpartition(" at ")
     return str(info.func_name) if place.startswith(_JAX) else primitive
 
 
-class _Thread(threading.local):
-    """rules: functions whose rules for derivatives run, and the values that these are computed at."""
+class _RuleState(threading.local):
+    """State of a thread; rules: functions whose rules for derivatives run, with their arguments."""
 
     def __init__(self) -> None:
         self.rules: list[tuple[str, Sequence[Any]]] = []
 
 
-_thread = _Thread()
+_thread = _RuleState()
 
 
 def with_rule(primitive: str, params: dict[str, Any], run: Callable[..., Any]) -> dict[str, Any]:
@@ -128,13 +129,18 @@ def with_rule(primitive: str, params: dict[str, Any], run: Callable[..., Any]) -
 
     JAX calls the rule when it takes the derivative: of a function in a program, after the program was traced.
     """
-    function, rule, *others = params["subfuns"]
-    rule = rule.wrap(_ruled, (_source(primitive, params), primitive == "custom_vjp_call", run), None)
-    return dict(params, subfuns=(function, rule, *others))
+    function, rule, *more = params["subfuns"]
+    rule = rule.wrap(
+        _run_rule, (_function_source(primitive, params), primitive == "custom_vjp_call", run), None
+    )
+    return dict(params, subfuns=(function, rule, *more))
 
 
-def _ruled(rule: Callable[..., Any], source: str, paired: bool, run: Callable[..., Any], *args: Any) -> Any:
+def _run_rule(
+    rule: Callable[..., Any], source: str, paired: bool, run: Callable[..., Any], *args: Any
+) -> Any:
     """Call a rule.  paired: whether each value comes with a flag; otherwise tangents follow the values."""
+    # A rule may call its own function at the same values: `is_by_rule` recognises that by identity.
     _thread.rules.append((source, args[::2] if paired else args[: len(args) // 2]))
     try:
         return run(rule, args)
@@ -143,15 +149,15 @@ def _ruled(rule: Callable[..., Any], source: str, paired: bool, run: Callable[..
 
 
 def is_by_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Return True for a function that its own rule calls: the op is under way."""
+    """Return True for a function that its own rule calls, so that the op is under way already."""
     if primitive not in CUSTOM or not _thread.rules:
         return False
     source, values = _thread.rules[-1]
     same = len(args) == len(values) and all(map(operator.is_, args, values))
-    return same and source == _source(primitive, params)
+    return same and source == _function_source(primitive, params)
 
 
-def _source(primitive: str, params: dict[str, Any]) -> str:
+def _function_source(primitive: str, params: dict[str, Any]) -> str:
     return f"{primitive} {params['subfuns'][0].debug_info.func_src_info}"
 
 

@@ -1,4 +1,4 @@
-"""Cache keys: code that is traced under tools is traced for them, and what was compiled before stays."""
+"""Keys of JAX's caches: code is traced anew for tools, and programs that were compiled without them stay."""
 
 import gc
 import weakref
@@ -12,101 +12,110 @@ from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
 
-from ._variants import Function
+from ._variants import TracedFunction
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.
 
-Its value is where functions that are made in a scope keep their executables, so these go with the tools. A
-setting of our own would change the keys of what is compiled already."""
+Its value is a cache for the executables of functions made in a scope, so these executables end with the
+tools. A new setting would change the keys of programs that are compiled already."""
 _UNSET: Any = config.config_ext.unset
 _CAPACITY = 8192
 BACKWARD = "backward"
 """Purpose of the key under which backward passes are traced, whose ops are not analysed."""
 
 
-class Programs:
-    """The programs that were traced for a stack of tools, and what belongs to them; the stack alone holds it.
+class LayerPrograms:
+    """The programs that were traced for a layer of tools; the layer alone holds this object.
 
-    JAX's caches hold programs for as long as the functions under other names live, so a program holds
-    nothing of the tools: of routines and executions it has tokens.
+    JAX's caches hold a program as long as its function lives, so a program holds nothing of the tools but
+    tokens of routines and executions.
 
-    found: what tracing has found of each program.  keys: of JAX's caches, by what is traced otherwise.
+    findings: what tracing has noted of each program.  keys: of JAX's caches, by autodiff and purpose.
     """
 
     def __init__(self) -> None:
-        self.found: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.findings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.keys: dict[Hashable, Any] = defaultdict(partial(pjit.make_jit_cpp_cache, _CAPACITY))
-        self._functions: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+        self._functions: weakref.WeakKeyDictionary[Any, TracedFunction] = weakref.WeakKeyDictionary()
+        # A set of its own for the finalizer, which must not refer to this object.
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: tuple[weakref.ref[Any], ...] = ()
-        weakref.finalize(self, _forget, self._users).atexit = False
+        weakref.finalize(self, _clear_executables, self._users).atexit = False
 
     @staticmethod
-    def of(stack: Any) -> "Programs":
-        """Return those of a stack."""
-        programs: Programs | None = stack.rewrites.get(Programs)
-        return programs or stack.rewrites.setdefault(Programs, Programs())
+    def of(layer: Any) -> "LayerPrograms":
+        """Return the programs of a layer."""
+        programs: LayerPrograms | None = layer.rewrites.get(LayerPrograms)
+        return programs or layer.rewrites.setdefault(LayerPrograms, LayerPrograms())
 
-    def entered(self, scope: Any) -> None:
-        """Note a scope of these tools, which may be another one than that in which a program was traced."""
-        if not any(one() is scope for one in self._scopes):
-            still = (one for one in self._scopes if (known := one()) is not None and not known.closed)
+    def add_scope(self, scope: Any) -> None:
+        """Note a scope of these tools; programs of an earlier scope run in it too."""
+        if not any(reference() is scope for reference in self._scopes):
+            still = (
+                reference
+                for reference in self._scopes
+                if (open_scope := reference()) is not None and not open_scope.closed
+            )
             self._scopes = (*still, weakref.ref(scope))
 
     @property
     def is_open(self) -> bool:
-        """True while a scope of these tools is open: programs call their routines."""
-        return any(scope is not None and not scope.closed for scope in (one() for one in self._scopes))
+        """Return True while a scope of these tools is open, so that programs call their routines."""
+        return any(
+            scope is not None and not scope.closed for scope in (reference() for reference in self._scopes)
+        )
 
-    def function(self, function: Callable[..., Any]) -> Function:
+    def function(self, function: Callable[..., Any]) -> TracedFunction:
         """Return the function by which JAX knows a user's function for these tools."""
         if function not in self._functions:
-            self._functions[function] = Function(function)
+            self._functions[function] = TracedFunction(function)
             self._users.add(function)
         return self._functions[function]
 
     def keep(self, token: Any, value: Any) -> Any:
         """Keep a value while there is its token; return a weak reference to the value."""
-        self._kept[token] = value
+        self._values[token] = value
         return weakref.ref(value)
 
 
-def _forget(functions: weakref.WeakSet[Any]) -> None:
+def _clear_executables(functions: weakref.WeakSet[Any]) -> None:
     """Drop the executables that JAX's native code keeps by the user's functions.
 
-    Those of the user among them are found again in JAX's other caches, at the next call.
+    Executables without tools are among them; JAX finds these again in its other caches at the next call.
     """
-    for one in gc.get_referrers(*functions) if functions else ():
-        if type(one).__name__ == "PjitFunction":
-            one._clear_cache()
+    # JAX has no list of the native functions made by `jit`, but each refers to the user's function.
+    for referrer in gc.get_referrers(*functions) if functions else ():
+        if type(referrer).__name__ == "PjitFunction":
+            referrer._clear_cache()
 
 
-def key_of(state: State, purpose: Hashable = 0) -> Any:
+def cache_key_of(state: State, purpose: Hashable = 0) -> Any:
     """Return the key for a state: the same for the same tools, another each time without the cache.
 
     purpose: number of the variant, or BACKWARD.
     """
     if state.scopes:
-        Programs.of(state.stack).entered(state.scopes[-1])
-    if not state.cache:
+        LayerPrograms.of(state.stack).add_scope(state.scopes[-1])
+    if not state.cache:  # a key that no cache has, so that everything is traced again
         return pjit.make_jit_cpp_cache(_CAPACITY)
-    return Programs.of(state.stack).keys[state.autodiff, purpose]
+    return LayerPrograms.of(state.stack).keys[state.autodiff, purpose]
 
 
-def follow() -> None:
+def set_cache_key() -> None:
     """Trace on this thread for the tools that are in force on it."""
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.active:
-        _CONFIG.set_local(key_of(activation.state))
+        _CONFIG.set_local(cache_key_of(activation.state))
     else:
-        leave()
+        unset_cache_key()
 
 
 @contextmanager
-def under(key: Any = None) -> Iterator[None]:
-    """Context in which what is traced is traced under a key; under None with nothing of the tools in it."""
+def with_cache_key(key: Any = None) -> Iterator[None]:
+    """Trace under a cache key within the context; under None without anything of the tools."""
+    # Native calls, and so cheap enough for each op.
     before = _CONFIG.swap_local(key)
     try:
         yield
@@ -115,12 +124,12 @@ def under(key: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Context in which tools see no ops, and nothing is traced for them."""
-    with interceptor.Suspension(), under():
+def without_tools() -> Iterator[None]:
+    """Enter a context in which tools see no ops, and nothing is traced for them."""
+    with interceptor.Suspension(), with_cache_key():
         yield
 
 
-def leave() -> None:
+def unset_cache_key() -> None:
     """Trace on this thread as without Amanda."""
     _CONFIG.set_local(_UNSET)

@@ -1,4 +1,4 @@
-"""The driver itself: which primitives it intercepts and how each bind reaches the core."""
+"""The driver of JAX: which primitives it intercepts, and how each bind reaches the core."""
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -17,21 +17,36 @@ from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
-from ._autodiff import Made, carried, follow_backward
+from ._autodiff import TappedExecution, instrument_backward, run_carrying
 from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
-from ._contexts import follow, key_of, leave, under, unseen
-from ._evaluation import APART, caller_of_bind, evaluated, holds_routines, traced_anew, was_traced_apart
-from ._host import raise_failures, run_later
-from ._jit import IN_ONE, follow_jit
+from ._contexts import cache_key_of, set_cache_key, unset_cache_key, with_cache_key, without_tools
+from ._evaluation import (
+    TRACED_APART,
+    caller_of_bind,
+    evaluated_program,
+    holds_routines,
+    retraced,
+    was_traced_apart,
+)
+from ._host import insert_callback, raise_failures_of_programs
+from ._jit import VALUES_AND_TANGENTS, instrument_jit
 from ._loops import calls_in_condition, run_loop, run_mapped
-from ._modules import CONVERSIONS, Places, enclose_modules, follow_conversion, path, places_among, variable_of
+from ._modules import (
+    CONVERSIONS,
+    ModulePlaces,
+    enclose_modules,
+    follow_conversion,
+    module_path,
+    places_among,
+    variable_of,
+)
 from ._primitives import ORIGINALS
-from ._requirements import check
-from ._stacks import follow_scans
+from ._requirements import check_requirements
+from ._stacks import record_scans
 from ._tensors import Arrays
-from ._traces import INSERTION, TAP, is_staged, is_tangent, is_within_jit, note
+from ._traces import INSERTION, TAP, add_note, is_staged, is_tangent, is_within_jit
 from ._twins import run_twice, wants_backward
-from ._variants import followed, guard, reads_of, report
+from ._variants import guard_reads, reads_of, report_in_program, variant_for
 
 PROGRAMS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "core_closed_call", "scan", "while", "cond",
@@ -41,9 +56,11 @@ PROGRAMS = frozenset(
      "amanda_join", "name", "optimization_barrier"}
 )  # fmt: skip
 """Primitives whose ops have been traced before they are bound, or that compute nothing: no ops themselves."""
-_RUNS = ("api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
-         "pjit.py", "profiler.py", "traceback_util.py", "util.py")  # fmt: skip
-"""Code of JAX that traces functions, or runs them: in either way an op has the same place in the program."""
+_TRACING_CODE = (
+    "api.py", "api_util.py", "core.py", "custom_derivatives.py", "interpreters/", "linear_util.py",
+    "pjit.py", "profiler.py", "traceback_util.py", "util.py",
+)  # fmt: skip
+"""Code of JAX that traces or runs functions; left out of places, so that an op has one place either way."""
 
 
 class JaxDriver(Arrays, EagerDriver):
@@ -58,54 +75,60 @@ class JaxDriver(Arrays, EagerDriver):
     def __init__(self) -> None:
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
-        self._places = Places()
+        self._places = ModulePlaces()
+        # A site for rules alone: what a rule binds are ops at the place of the rule's call.
         self._rules = self.site(_call_rule, Operation("custom_vjp_call"), "forward rules", TRANSPARENT)
 
     def introduce(self) -> None:
-        """Mark the code of JAX, and leave out of places what calls functions for it."""
+        """Mark the code of JAX, and leave code that calls functions out of the places of ops."""
         super().introduce()
-        self.skip(*(f"{Path(core.__file__).parent}/{one}" for one in _RUNS))
+        self.skip(*(f"{Path(core.__file__).parent}/{path}" for path in _TRACING_CODE))
 
     def attach(self) -> None:
-        """Bring every bind to the tools, trace functions anew for them, and follow backward passes."""
-        check()
-        self.attributes.set(core.Primitive, "bind", self._bind(core.Primitive.bind))
-        follow_jit(self.attributes)
-        follow_backward(self.attributes)
-        raise_failures(self.attributes)
+        """Intercept every bind, trace functions anew for tools, and run routines in backward passes."""
+        check_requirements()
+        # Every op of JAX, eager or traced, comes through `bind`.
+        self.attributes.set(core.Primitive, "bind", self._intercept_binds(core.Primitive.bind))
+        instrument_jit(self.attributes)
+        instrument_backward(self.attributes)
+        raise_failures_of_programs(self.attributes)
         enclose_modules(self.attributes, self._places)
-        follow_scans(self.attributes)
-        self.attributes.on_restore(leave)
+        record_scans(self.attributes)
+        self.attributes.on_restore(unset_cache_key)
         self.attributes.on_restore(ORIGINALS.clear)
-        follow()
+        set_cache_key()
 
     def switched(self) -> None:
         """Trace on this thread for the tools that are in force now."""
-        follow()
+        set_cache_key()
 
-    def _bind(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _intercept_binds(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Primitive.bind`: ops go to the tools; parts of ops, programs and tangents go to JAX."""
+
         def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
             activation = interceptor.active()
             if activation is None:
                 return original(primitive, *args, **params)
+            # JAX evaluates a program op by op in a frame of its own; the tools saw its ops as it was traced.
             caller = caller_of_bind(sys._getframe(1))
-            program = evaluated(caller)
-            if program is not None and holds_routines(program):  # its ops were the tools' as it was traced
-                note(INSERTION)
-                note(TAP)
-                with unseen():
+            program = evaluated_program(caller)
+            if program is not None and holds_routines(program):
+                add_note(INSERTION)
+                add_note(TAP)
+                with without_tools():
                     return original(primitive, *args, **params)
             if primitive.name in PROGRAMS and not is_tangent(args) and was_traced_apart(caller, params):
-                run_anew = traced_anew(primitive.name, params)
+                run_anew = retraced(primitive.name, params)
                 if run_anew is not None:
                     return run_anew(*args)
-                activation.state.report(f"inside of {primitive.name}", APART)
+                activation.state.report(f"inside of {primitive.name}", TRACED_APART)
             if primitive.name == "shard_map" and not is_tangent(args):
                 if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
                 return run_mapped(partial(original, primitive), args, params)
+            # Their ops were seen as they were traced; writes to references and tangents are no ops of tools.
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
-                with unseen():
+                with without_tools():
                     if calls_in_condition(primitive.name, params):
                         return run_loop(*args, **params)
                     return original(primitive, *args, **params)
@@ -115,19 +138,21 @@ class JaxDriver(Arrays, EagerDriver):
             detour = self._detours.get((primitive, name))
             if detour is None:
                 detour = self._detours[primitive, name] = self._detour(original, primitive, name)
-            run = partial(_carried, detour, params)
+            run = partial(_run_carrying, detour, params)
+            # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
             if is_within_jit() or primitive.name in CUSTOM or not wants_backward():
-                made = run(args)
+                outputs = run(args)
             else:
-                made = _run_twice(original, primitive, args, params, run)
+                outputs = _run_op_twice(original, primitive, args, params, run)
             if name in CONVERSIONS:
-                follow_conversion(args[0], made, places_among(interceptor.subjects()))
-            return made
+                follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
+            return outputs
 
         return bind
 
     def _detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
-        target: Any = partial(_call, original, primitive)
+        """Return the detour of a primitive: its binds become calls of a site named `name`."""
+        target: Any = partial(_bind_suspended, original, primitive)
         flags = IMPLEMENTATION
         if name in CUSTOM:  # it runs functions of the user, which are traced for the tools
             target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
@@ -138,27 +163,28 @@ class JaxDriver(Arrays, EagerDriver):
     def _call_custom(
         self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
     ) -> Any:
+        """Bind a function with rules for its derivatives, whose rule runs for the tools."""
         if primitive.name == "custom_vjp_call":
             run = self._call_forward_rule
-            note(TAP)
+            add_note(TAP)
         else:
             ops = f"ops of the rule of {custom_name(params)}"
             run = partial(_call_tangent_rule, ops)
-            note(ops)
-        with under(key_of(State.current())):
+            add_note(ops)
+        with with_cache_key(cache_key_of(State.current())):
             return original(primitive, *args, **with_rule(primitive.name, params, run))
 
     def _call_forward_rule(self, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Call a rule for the tools, in which its ops are the user's, also where JAX's own are suspended."""
-        with under(key_of(State.current())):
+        """Call a rule of the user's for the tools, also while ops of JAX are suspended."""
+        with with_cache_key(cache_key_of(State.current())):
             return self._rules.invoke((rule, args))
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call of a primitive."""
+        """Return the call of a primitive."""
         return PrimitiveCall(site, self._primitives[site], args, kwargs)
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Outputs as a list; those of a primitive with several results are one."""
+        """Return outputs as a list, and a function that puts a list back into their form."""
         if isinstance(outputs, (list, tuple)):
             return list(outputs), list
         return [outputs], lambda values: values[0]
@@ -167,63 +193,67 @@ class JaxDriver(Arrays, EagerDriver):
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
-        """Put a routine in Python into the program that is traced; None where it is called now."""
+        """Insert a routine into the traced program; return None if the routine is to be called now."""
         staged = is_staged()
         if action.differentiable or autodiff:
-            note(INSERTION)
+            add_note(INSERTION)
             if staged:
-                guard(action, facts)
+                guard_reads(action, facts)
             return None
-        if not staged:
+        if not staged:  # the values are there
             return None
-        note(INSERTION)
+        add_note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
             pure = not reads.guards and not reads.written
             if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
                 return None
-            variant = followed(action)
+            variant = variant_for(action)
             if variant is None and pure:
                 return None
             if variant is not None:
+                # A routine that needs values, as `if x > 0` does, cannot be traced: it runs as Python below.
                 with suppress(jax.errors.ConcretizationTypeError), variant.tracing(action) as lifted:
                     return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
-        return run_later(action, values, facts, run, shapes)
+        return insert_callback(action, values, facts, run, shapes)
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:
         """Trace the program anew when what a replacement in it reads changes."""
-        note(INSERTION)
-        guard(action, facts)
+        add_note(INSERTION)
+        guard_reads(action, facts)
 
     def shown(self, values: list[Any]) -> list[Any]:
-        """Values without what derivatives are computed by: arrays, or the program's own symbols."""
-        own = ORIGINALS.of
-        return [list(map(own, one)) if isinstance(one, list) else own(one) for one in values]
+        """Return the values without the tracers of derivatives: arrays, or symbols of the program."""
+        original_of = ORIGINALS.of
+        return [
+            list(map(original_of, value)) if isinstance(value, list) else original_of(value)
+            for value in values
+        ]
 
-    def tracing(self) -> Made:
-        """Context whose op is tapped."""
-        return Made(self)
+    def tracing(self) -> TappedExecution:
+        """Return a context in which the op is tapped."""
+        return TappedExecution(self)
 
-    def begin(self, made: Made, inputs: Sequence[Any]) -> None:
+    def begin(self, execution: TappedExecution, inputs: Sequence[Any]) -> None:
         """Tap the op's inputs."""
         assert isinstance(inputs, list)
-        made.tap_inputs(inputs)
+        execution.tap_inputs(inputs)
 
-    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
-        """Leave the trace with the taps."""
-        made.attach(trace)
+    def attach_trace(self, trace: Trace, execution: TappedExecution, values: list[Any]) -> None:
+        """Attach the trace to the tapped execution."""
+        execution.attach(trace)
 
     def variable_of(self, value: Any) -> Any:
-        """The array that a model holds, or the argument of the function that is traced."""
+        """Return the slot of a weight: an array of a model, or an argument of the traced function."""
         return variable_of(value, places_among(interceptor.subjects()))
 
     def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
-        """Paths of weights in the outermost module, or in the arguments of a function."""
+        """Return a function that returns the path of a weight, in the outermost module or in arguments."""
         return attrgetter("path")
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Path of the calling module."""
-        return path(places_among(subjects))
+        """Return the path of the calling module."""
+        return module_path(places_among(subjects))
 
 
 def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -232,16 +262,16 @@ def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 def _call_tangent_rule(ops: str, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
     if interceptor.active() is None:  # the function was traced before its derivative is taken
-        report(ops, IN_ONE)
+        report_in_program(ops, VALUES_AND_TANGENTS)
     return rule(*args)
 
 
-def _carried(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
-    with under():
-        return carried(detour, args, params)
+def _run_carrying(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
+    with with_cache_key():
+        return run_carrying(detour, args, params)
 
 
-def _run_twice(
+def _run_op_twice(
     original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any],
     run: Callable[[Sequence[Any]], Any],
 ) -> Any:  # fmt: skip
@@ -249,7 +279,7 @@ def _run_twice(
     several = primitive.multiple_results
 
     def bare() -> list[Any]:
-        with unseen():
+        with without_tools():
             results = original(primitive, *args, **params)
         return list(results) if several else [results]
 
@@ -257,6 +287,8 @@ def _run_twice(
     return results if several else results[0]
 
 
-def _call(original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+def _bind_suspended(
+    original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
+) -> Any:
     with interceptor.Suspension():
         return original(primitive, *args, **params)

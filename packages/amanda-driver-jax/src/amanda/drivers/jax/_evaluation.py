@@ -1,7 +1,7 @@
-"""Evaluation of programs that were traced apart, as by `jax.make_jaxpr` and loops of Equinox.
+"""Evaluation of programs that were traced without the tools, as by `jax.make_jaxpr` and loops of Equinox.
 
-JAX binds their ops one by one.  Loops and functions within them come as programs: those that were traced
-without the tools are traced anew.
+JAX binds the ops of such a program one by one.  Loops and functions within it are programs themselves, and
+are traced anew for the tools.
 """
 
 import weakref
@@ -13,29 +13,30 @@ from typing import Any
 import jax
 from jax._src import ad_checkpoint, core, pjit
 
-_EVALUATES = core.eval_jaxpr.__code__
-_PASSES_ON = ad_checkpoint.remat_p.bind.__code__
+_EVALUATION_CODE = core.eval_jaxpr.__code__
+_REMAT_CODE = ad_checkpoint.remat_p.bind.__code__
 _PREFIX = "amanda_"
 _JAX = str(Path(jax.__file__).parent)
 _ROUTINES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
-Program = Callable[..., Sequence[Any]]
+ProgramFunction = Callable[..., Sequence[Any]]
 
-APART = "it was traced apart, and its form is not known: call the function itself"
+TRACED_APART = "it was traced apart, and its form is not known: call the function itself"
 
 
 def caller_of_bind(frame: FrameType) -> FrameType:
     """Return the frame that binds a primitive, which a function of JAX may pass on."""
-    return frame.f_back if frame.f_code is _PASSES_ON and frame.f_back is not None else frame
+    return frame.f_back if frame.f_code is _REMAT_CODE and frame.f_back is not None else frame
 
 
-def evaluated(frame: FrameType) -> Any:
+def evaluated_program(frame: FrameType) -> Any:
     """Return the program that a frame evaluates op by op; None for another frame."""
-    return frame.f_locals["jaxpr"] if frame.f_code is _EVALUATES else None
+    return frame.f_locals["jaxpr"] if frame.f_code is _EVALUATION_CODE else None
 
 
 def holds_routines(program: Any) -> bool:
     """Return True for a program that was traced for tools, so that routines are in it."""
+    # Cached by the program, since the look goes through all equations, and programs within them.
     if program not in _ROUTINES:
         _ROUTINES[program] = any(
             equation.primitive.name.startswith(_PREFIX) for equation in program.eqns
@@ -44,38 +45,42 @@ def holds_routines(program: Any) -> bool:
 
 
 def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
-    """Return True if the programs in parameters of a primitive come of another program, without the tools.
+    """Return True if the programs in a primitive's parameters were traced without the tools.
 
-    frame: of the caller of `bind`: an evaluation by JAX, or an interpreter of programs that is none of JAX's.
+    frame: of the caller of `bind`: an evaluation by JAX, or an interpreter that is not JAX's.
     """
     programs = list(core.jaxprs_in_params(params))
     if not programs or any(map(holds_routines, programs)):
         return False
-    return evaluated(frame) is not None or not frame.f_code.co_filename.startswith(_JAX)
+    return evaluated_program(frame) is not None or not frame.f_code.co_filename.startswith(_JAX)
 
 
-def traced_anew(name: str, params: dict[str, Any]) -> Program | None:
-    """Return a function that runs a loop, branches or a function as JAX's own do; None for others."""
-    return _FORMS[name](**params) if name in _FORMS else None
+def retraced(name: str, params: dict[str, Any]) -> ProgramFunction | None:
+    """Return a function that runs a loop, branches or a function by JAX's public API; None for others."""
+    return _RETRACED[name](**params) if name in _RETRACED else None
 
 
-def _as_it_is(function: Program) -> Program:
+def _unchanged(function: ProgramFunction) -> ProgramFunction:
     return function
 
 
-def _checkpointed(function: Program, prevent_cse: bool, policy: Any) -> Program:
-    checkpointed: Program = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
+def _checkpointed(function: ProgramFunction, prevent_cse: bool, policy: Any) -> ProgramFunction:
+    checkpointed: ProgramFunction = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
     return checkpointed
 
 
-def _jitted(function: Program, name: str) -> Program:
+def _jitted(function: ProgramFunction, name: str) -> ProgramFunction:
     function.__name__ = name
-    jitted: Program = jax.jit(function)
+    jitted: ProgramFunction = jax.jit(function)
     return jitted
 
 
-def _function(program: Any, form: Callable[..., Any] = _as_it_is, *options: Any) -> Callable[..., Any]:
-    """Return a program as a function, in a form: one as long as the program lives, for JAX's caches."""
+def _as_function(program: Any, form: Callable[..., Any] = _unchanged, *options: Any) -> Callable[..., Any]:
+    """Return a program as a function, after `form` has wrapped it.
+
+    There is one function as long as the program lives, so that JAX's caches find it.
+    """
+    # Weakly by the program, and from the function to the program too: neither keeps the other alive.
     functions = _FUNCTIONS.setdefault(program, {})
     if (form, options) not in functions:
         reference = weakref.ref(program)
@@ -90,10 +95,10 @@ def _function(program: Any, form: Callable[..., Any] = _as_it_is, *options: Any)
     return functions[form, options]
 
 
-def _scan(
+def _retraced_scan(
     *, jaxpr: Any, num_consts: int, num_carry: int, length: int, reverse: bool, unroll: int, **_: Any
-) -> Program:
-    body = _function(jaxpr)
+) -> ProgramFunction:
+    body = _as_function(jaxpr)
 
     def run(*args: Any) -> Sequence[Any]:
         consts, carry, xs = (
@@ -110,8 +115,10 @@ def _scan(
     return run
 
 
-def _while(*, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int) -> Program:
-    condition, body = _function(cond_jaxpr), _function(body_jaxpr)
+def _retraced_while(
+    *, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int
+) -> ProgramFunction:
+    condition, body = _as_function(cond_jaxpr), _as_function(body_jaxpr)
 
     def run(*args: Any) -> Sequence[Any]:
         count = cond_nconsts + body_nconsts
@@ -126,24 +133,32 @@ def _while(*, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts:
     return run
 
 
-def _cond(*, branches: Sequence[Any], **_: Any) -> Program:
-    return lambda index, *operands: jax.lax.switch(index, list(map(_function, branches)), *operands)
+def _retraced_cond(*, branches: Sequence[Any], **_: Any) -> ProgramFunction:
+    return lambda index, *operands: jax.lax.switch(index, list(map(_as_function, branches)), *operands)
 
 
-def _checkpoint(*, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: Any) -> Program | None:
-    if differentiated or not isinstance(prevent_cse, bool):
+def _retraced_checkpoint(
+    *, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: Any
+) -> ProgramFunction | None:
+    if differentiated or not isinstance(prevent_cse, bool):  # forms that `jax.checkpoint` cannot express
         return None
-    return _function(jaxpr, _checkpointed, prevent_cse, policy)
+    return _as_function(jaxpr, _checkpointed, prevent_cse, policy)
 
 
-def _jit(*, jaxpr: Any, **params: Any) -> Program | None:
+def _retraced_jit(*, jaxpr: Any, **params: Any) -> ProgramFunction | None:
     shardings = (*params["in_shardings"], *params["out_shardings"])
+    # `jax.jit` of the program would lose placements and donations: the program runs as it is, reported.
     if any(sharding is not pjit.UNSPECIFIED for sharding in shardings) or any(params["donated_invars"]):
         return None
-    return _function(jaxpr, _jitted, params["name"])
+    return _as_function(jaxpr, _jitted, params["name"])
 
 
-_FORMS: dict[str, Callable[..., Program | None]] = {
-    "scan": _scan, "while": _while, "cond": _cond, "checkpoint": _checkpoint, "remat2": _checkpoint,
-    "jit": _jit, "pjit": _jit,
-}  # fmt: skip
+_RETRACED: dict[str, Callable[..., ProgramFunction | None]] = {
+    "scan": _retraced_scan,
+    "while": _retraced_while,
+    "cond": _retraced_cond,
+    "checkpoint": _retraced_checkpoint,
+    "remat2": _retraced_checkpoint,
+    "jit": _retraced_jit,
+    "pjit": _retraced_jit,
+}

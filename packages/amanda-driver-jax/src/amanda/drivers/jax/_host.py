@@ -20,114 +20,122 @@ from jax._src import core, dispatch, dtypes
 from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
-from ._contexts import Programs
-from ._modules import Stack, places_among, stacks_of
-from ._primitives import CALLBACKS, FAILURES, call, raise_failure, straight
-from ._signals import collecting, interrupting
-from ._stacks import reading
-from ._tensors import Arrays, fitting, without_derivative
-from ._traces import base, is_numeric, is_tensor
+from ._contexts import LayerPrograms
+from ._modules import WeightStack, places_among, stacks_of
+from ._primitives import CALLBACKS, FAILURES, call_python, raise_failure, straight_through
+from ._signals import collecting_exceptions, running_routine
+from ._stacks import reading_slices
+from ._tensors import Arrays, cast_to_fit, without_derivative
+from ._traces import base_trace, is_numeric, is_tensor
 
-_RUNS = 1 << 12
+_MAX_RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
 _NUMBER = jax.ShapeDtypeStruct((), np.uint32)
 
 
 class HostArrays(Arrays):
-    """Arrays of NumPy, which routines in Python are given at ops of programs."""
+    """Arrays of NumPy: the values of routines that programs call back."""
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` in the type of `original`."""
-        return fitting(original, np.asarray(value))
+        """Return `value` in the type of `original`."""
+        return cast_to_fit(original, np.asarray(value))
 
 
-_HOST = HostArrays()
-_LAST = count(1)
-_ALL: dict[int, dict[str, Any]] = {}
-"""The dict `run` of each execution, by number."""
+_HOST_ARRAYS = HostArrays()
+_EXECUTION_NUMBERS = count(1)
+_RUN_DICTS: dict[int, dict[str, Any]] = {}
+"""The dict `run` of each execution, by its number."""
 _LOCK = threading.Lock()
 
 
-def begin(*_: Any) -> tuple[Any]:
+def begin_execution(*_: Any) -> tuple[Any]:
     """Return the number of a new execution."""
     with _LOCK:
-        number = next(_LAST) % (1 << 32)
-        _ALL[number] = {}
-        if len(_ALL) > _RUNS:
-            del _ALL[next(iter(_ALL))]
+        number = next(_EXECUTION_NUMBERS) % (1 << 32)  # programs carry it as uint32
+        _RUN_DICTS[number] = {}
+        # Nothing says when an execution ends, so the oldest are dropped.
+        if len(_RUN_DICTS) > _MAX_RUNS:
+            del _RUN_DICTS[next(iter(_RUN_DICTS))]
     return (np.uint32(number),)
 
 
-class Token:
-    """Stands in a program for a routine, which is the tools' to keep: no program holds a tool.
+class RoutineToken:
+    """Callback of a program that stands for a routine: the layer of tools keeps the routine, not the program.
 
-    numbers: 1 if the routine is given the number of an execution, else 0.  observes: it changes nothing.
-    slices: how many arrays at the end are numbers of slices of stacks.
+    numbers: 1 if the routine takes the number of an execution, else 0.  observes: the routine changes no
+    value.  slices: how many arrays at the end are numbers of slices of stacks.
     """
 
-    def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "Job") -> None:
+    def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "RoutineJob") -> None:
         self._numbers, self._slices, self._observes = numbers, slices, observes
-        programs = Programs.of(state.stack)
+        programs = LayerPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the routine; return what takes the place of what it was given, or nothing for an observer."""
+        """Run the routine; return the arrays that replace its values, none for an observer."""
         job, programs = self._job(), self._programs()
         number, end = arrays[: self._numbers], len(arrays) - self._slices
-        given, slices = arrays[self._numbers : end], arrays[end:]
+        values, slices = arrays[self._numbers : end], arrays[end:]
+        # The program may outlive the tools, and runs in scopes without them; after a failure it runs to its
+        # end without routines, since XLA cannot be stopped.
         if job is not None and programs is not None and programs.is_open and not FAILURES:
-            given = job(*number, given=given, slices=slices)
-        return number if self._observes else (*number, *given)
+            values = job(*number, arrays=values, slices=slices)
+        return number if self._observes else (*number, *values)
 
 
-weakref_cache_key_types.add(Token)  # JAX's caches keep no routine
+weakref_cache_key_types.add(RoutineToken)  # JAX's caches keep no routine
 
 
-class Job:
+class RoutineJob:
     """One routine of one op, called at each execution with arrays of NumPy.
 
-    leaves, tree: what the routine is given, in which each tensor is to be an array.
-    stacks: what the op reads slices of, and along how many axes.
+    leaves, tree: the routine's values, whose tensors become arrays.
+    stacks: the stacks of which the op reads slices, with the number of axes of each.
     """
 
     def __init__(
         self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable,
-        stacks: Mapping[Stack, int],
+        stacks: Mapping[WeightStack, int],
     ) -> None:  # fmt: skip
+        # Copies without selection and values: the callback gets the selected values, of its own execution.
         self._action, self._facts = copy(action), copy(facts)
         self._action.select = None
         self._facts.drop_values()
-        self._static = list(map(_static, leaves))
+        self._static = list(map(_static_value, leaves))
         self._places = [i for i, leaf in enumerate(leaves) if is_numeric(leaf)]
         self._tree, self._shapes, self._stacks = tree, shapes, stacks
 
     def __call__(
-        self, number: Any = None, *, given: tuple[Any, ...], slices: Sequence[Any] = ()
+        self, number: Any = None, *, arrays: tuple[Any, ...], slices: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        """Run the routine; return the arrays that take the place of those that it was given."""
+        """Run the routine; return the arrays that replace its values."""
         leaves: list[Any] = list(self._static)
-        for place, array in zip(self._places, given, strict=False):  # or one that an op depends on is given
+        # Not strict: a routine without numeric values gets empty slices of what its op depends on.
+        for place, array in zip(self._places, arrays, strict=False):
             leaves[place] = array.view()
-            leaves[place].flags.writeable = False
+            leaves[place].flags.writeable = False  # XLA's memory: an error instead of a silent write
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
-        run = {} if number is None else _ALL.setdefault(int(number), {})
+        run = {} if number is None else _RUN_DICTS.setdefault(int(number), {})
         try:
             numbers = iter(map(int, slices))
-            read = {one: tuple(next(numbers) for _ in range(count)) for one, count in self._stacks.items()}
-            slices_read = reading(read) if read else nullcontext()
-            with interrupting, interceptor.Suspension(), slices_read:
+            read = {
+                stack: tuple(next(numbers) for _ in range(count)) for stack, count in self._stacks.items()
+            }
+            slices_read = reading_slices(read) if read else nullcontext()
+            with running_routine, interceptor.Suspension(), slices_read:
                 results = run_routine(
-                    _HOST, self._action, values, self._facts, run, False, shapes=self._shapes
+                    _HOST_ARRAYS, self._action, values, self._facts, run, False, shapes=self._shapes
                 )
-            changed = jax.tree_util.tree_leaves(results, is_leaf=lambda one: one is None)
+            changed = jax.tree_util.tree_leaves(results, is_leaf=lambda leaf: leaf is None)
             self._check_static(changed)
-        except BaseException as error:
+        except BaseException as error:  # XLA would wrap it; `execute` raises it as itself
             FAILURES.append(error)
-            return given
+            return arrays
         return tuple(np.asarray(changed[place]) for place in self._places)
 
     def _check_static(self, changed: Sequence[Any]) -> None:
+        """Raise RoutineError if the routine changed a value that the callback could not get."""
         for before, after in zip(self._static, changed, strict=True):
             if isinstance(before, jax.ShapeDtypeStruct) and after is not before:
                 raise RoutineError(
@@ -136,8 +144,8 @@ class Job:
                 )
 
 
-def _static(leaf: Any) -> Any:
-    """Return what stands for a value that no callback can be given; None for an array of numbers."""
+def _static_value(leaf: Any) -> Any:
+    """Return a stand-in for a value that a callback cannot get; None for an array of numbers."""
     if is_numeric(leaf):
         return None
     if is_tensor(leaf) or isinstance(leaf, core.Tracer):
@@ -145,71 +153,82 @@ def _static(leaf: Any) -> Any:
     return leaf
 
 
-def run_later(
+def insert_callback(
     action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], shapes: Hashable
 ) -> list[Any]:
-    """Put a routine into the program that is traced; return the values with what the routine will give."""
+    """Insert a call of a routine into the program that is traced; return the values after the routine."""
     positions = range(len(values)) if action.select is None else action.select
     picked = [values[i] for i in positions]
-    leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda one: one is None)
+    leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda leaf: leaf is None)
     arrays = [without_derivative(leaf) for leaf in leaves if is_numeric(leaf)]
-    number = [_number(run, values)] if action.takes_run else []
+    execution = [_execution_number(run, values)] if action.takes_run else []
     observes = action.observer or not arrays
     stacks = stacks_of(values, places_among(interceptor.subjects()))
-    slices = [one for numbers in stacks.values() for one in numbers]
-    counts = {one: len(numbers) for one, numbers in stacks.items()}
-    job = Job(action, facts, leaves, tree, shapes, counts)
-    token = Token(len(number), len(slices), observes, State.current(), job)
-    gives = number if observes else [*number, *arrays]
-    with core.set_current_trace(base()):
-        results = call(token, gives, *number, *(arrays or _dependence(values)), *slices)
-    if number:
+    slices = [number for numbers in stacks.values() for number in numbers]
+    counts = {stack: len(numbers) for stack, numbers in stacks.items()}
+    job = RoutineJob(action, facts, leaves, tree, shapes, counts)
+    token = RoutineToken(len(execution), len(slices), observes, State.current(), job)
+    result_like = execution if observes else [*execution, *arrays]
+    with core.set_current_trace(base_trace()):
+        inputs = arrays or _empty_dependences(values)
+        results = call_python(token, result_like, *execution, *inputs, *slices)
+    if execution:
         run[_EXECUTION], *results = results
     if observes:
         return values
-    given = iter(results)
-    changed = [straight(leaf, next(given)) if is_numeric(leaf) else leaf for leaf in leaves]
+    replaced = iter(results)
+    changed = [straight_through(leaf, next(replaced)) if is_numeric(leaf) else leaf for leaf in leaves]
     result = list(values)
     for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
         result[position] = value
     return result
 
 
-def _dependence(values: list[Any]) -> list[Any]:
-    """Return arrays without elements of all that an op is given: rows of any of it call back each."""
-    given = {id(one): one for one in spread(values) if is_tensor(one) and one.dtype != dtypes.float0}
-    return [_emptied(one) for one in given.values()]
+def _empty_dependences(values: list[Any]) -> list[Any]:
+    """Return empty slices of all tensors of an op.
+
+    A callback depends on them, so that under vmap it is called for each row of any of the tensors.
+    """
+    tensors = {
+        id(value): value for value in spread(values) if is_tensor(value) and value.dtype != dtypes.float0
+    }
+    return [_empty_slice(value) for value in tensors.values()]
 
 
-def _emptied(value: Any) -> Any:
+def _empty_slice(value: Any) -> Any:
     if dtypes.issubdtype(value.dtype, dtypes.prng_key):
         value = jax.random.key_data(value)
     return jax.lax.slice(jax.numpy.reshape(without_derivative(value), -1), (0,), (0,))
 
 
-def _number(run: dict[str, Any], values: list[Any]) -> Any:
-    """Return the symbol of the number of an execution, which goes from one of its routines to the next."""
+def _execution_number(run: dict[str, Any], values: list[Any]) -> Any:
+    """Return the symbol of an execution's number, which each routine passes to the next to order them."""
     if _EXECUTION not in run:
-        with core.set_current_trace(base()):
-            (run[_EXECUTION],) = call(begin, [_NUMBER], *_dependence(values))
+        with core.set_current_trace(base_trace()):
+            (run[_EXECUTION],) = call_python(begin_execution, [_NUMBER], *_empty_dependences(values))
     return run[_EXECUTION]
 
 
-def raise_failures(attributes: Attributes) -> None:
-    """Make programs raise what routines in them have raised."""
-    attributes.set(pxla.ExecuteReplicated, "__call__", _raising(pxla.ExecuteReplicated.__call__))
-    attributes.on_restore(_ALL.clear)
+def raise_failures_of_programs(attributes: Attributes) -> None:
+    """Make programs raise the exceptions of routines in them."""
+    attributes.set(
+        pxla.ExecuteReplicated, "__call__", _raise_after_execution(pxla.ExecuteReplicated.__call__)
+    )
+    attributes.on_restore(_RUN_DICTS.clear)
 
 
-def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
+def _raise_after_execution(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the execution of a program: wait for its callbacks, then raise the first exception of theirs."""
+
     @wraps(original)
     def execute(self: Any, *args: Any) -> Any:
         if CALLBACKS not in self.ordered_effects:
             return original(self, *args)
-        with collecting(FAILURES):
+        with collecting_exceptions(FAILURES):
             results = original(self, *args)
-            for one in results:
-                one.block_until_ready()
+            # Execution is asynchronous: callbacks may run until results and tokens are ready.
+            for result in results:
+                result.block_until_ready()
             dispatch.runtime_tokens.block_until_ready()
         raise_failure()
         return results

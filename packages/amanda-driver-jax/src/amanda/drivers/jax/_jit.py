@@ -1,4 +1,4 @@
-"""Functions under jit: traced anew for the tools, and the user's own where nothing was put into them."""
+"""Functions under jit: traced anew for the tools; if tools insert nothing, the user's program runs."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,98 +13,120 @@ from amanda.backend import Attributes
 from jax._src import core, pjit
 from jax._src.tree_util import FlatTree
 
-from ._contexts import Programs, follow, key_of, under, unseen
+from ._contexts import LayerPrograms, cache_key_of, set_cache_key, with_cache_key, without_tools
 from ._primitives import ORIGINALS
-from ._requirements import FUNCTIONS_OF_OPS, wrap
-from ._traces import INSERTION, TAP, is_differentiated, is_tangent, is_within_jit, made, noting, part
-from ._twins import is_linear, run_twice, wants_backward
-from ._variants import Program, with_inputs
+from ._requirements import FUNCTIONS_OF_OPS, wrap_optional
+from ._traces import (
+    INSERTION,
+    TAP,
+    as_part,
+    collecting_notes,
+    is_differentiated,
+    is_tangent,
+    is_within_jit,
+    take_part_originals,
+)
+from ._twins import is_differentiable, run_twice, wants_backward
+from ._variants import ProgramWithInputs, with_read_inputs
 
-AHEAD = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
+AHEAD_OF_TIME = "it was compiled ahead of time, so its ops are in an executable; call the function itself"
 PARTITIONED = "JAX keeps it with its partitioning, as a part of one primitive; call the function itself"
-IN_ONE = "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
+VALUES_AND_TANGENTS = (
+    "its derivative is taken after it was traced: JAX computes values and tangents in one program there"
+)
 _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 
 
-class _Part(NamedTuple):
-    """Stands for the program of a function of JAX's own that runs op by op.
+class _OpByOpFunction(NamedTuple):
+    """Stand-in for the program of a function of JAX's, which runs op by op instead.
 
-    infer: returns its program.  inputs: its arguments, in the form that JAX passes to the function.
+    infer: returns the program.  inputs: its arguments, in the form that JAX passes to the function.
     """
 
     infer: Callable[[], Any]
     inputs: Any
 
 
-class _Guarded(NamedTuple):
-    """A program that Python has to look at before each call.  params: JAX's."""
+class _GuardedProgram(NamedTuple):
+    """A program whose guards Python checks before each call.  params: JAX's parameters of the program."""
 
     params: Any
 
 
-class _Found(NamedTuple):
-    """The findings of tracing a program: what is in it, and what is read for it at each call."""
+class _Findings(NamedTuple):
+    """Findings of the trace of a program: notes on its contents, and the values to be read at each call."""
 
     notes: Mapping[str, None]
-    program: Program | None = None
+    program: ProgramWithInputs | None = None
     guards: bool = False
     reports: Sequence[tuple[str, str]] = ()
 
 
-def follow_jit(attributes: Attributes) -> None:
-    """Trace functions with tools in force, and report executables that were made ahead of time."""
-    attributes.set(pjit, "_infer_params", _tracing(pjit._infer_params))
-    attributes.set(pjit, "_run_python_pjit", _running(pjit._run_python_pjit))
-    wrap(attributes, "stages:Compiled.__call__", partial(_reported, AHEAD))
-    wrap(attributes, "export._export:Exported.call", partial(_reported, AHEAD))
-    wrap(attributes, "custom_partitioning:custom_partitioning.__call__", partial(_reported, PARTITIONED))
+def instrument_jit(attributes: Attributes) -> None:
+    """Patch JAX to trace functions for the tools, and to report executables compiled ahead of time."""
+    attributes.set(pjit, "_infer_params", _trace_for_tools(pjit._infer_params))
+    attributes.set(pjit, "_run_python_pjit", _run_for_tools(pjit._run_python_pjit))
+    wrap_optional(attributes, "stages:Compiled.__call__", partial(_report_and_run, AHEAD_OF_TIME))
+    wrap_optional(attributes, "export._export:Exported.call", partial(_report_and_run, AHEAD_OF_TIME))
+    wrap_optional(
+        attributes, "custom_partitioning:custom_partitioning.__call__", partial(_report_and_run, PARTITIONED)
+    )
     for function in FUNCTIONS_OF_OPS:
-        wrap(attributes, function, unseen())
+        wrap_optional(attributes, function, without_tools())
 
 
-def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand-in for `pjit._infer_params`, which traces the program of a call or finds it: for the tools."""
+
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(fun, info, args, kwargs)
-        asked = sys._getframe(1).f_code.co_name == "jit_trace"
-        if asked or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
-            with unseen():
+        # `jit(f).trace` asks for the user's program, and ops on tangents are not the user's.
+        is_trace_request = sys._getframe(1).f_code.co_name == "jit_trace"
+        if is_trace_request or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
+            with without_tools():
                 return original(fun, info, args, kwargs)
         if is_within_jit():
-            with noting() as notes:
-                program, flat = original(part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
-            found = _Found(notes)
+            with collecting_notes() as notes:
+                program, flat = original(as_part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
+            findings = _Findings(notes)
         elif _is_of_jax(fun, info):
+            # Functions of `jax.numpy` are jitted one by one: op by op they have ids at the user's line.
             inputs = FlatTree.flatten_static_argnums_argnames(
                 args, kwargs, info.static_argnums, info.static_argnames
             )
-            return _Part(partial(original, fun, info, args, kwargs), inputs), []
+            return _OpByOpFunction(partial(original, fun, info, args, kwargs), inputs), []
         else:
+            # A program counts its repeats of places from its beginning, so that each trace has the same ids.
             interceptor.reset_root()
             state = activation.state
-            programs = Programs.of(state.stack)
+            programs = LayerPrograms.of(state.stack)
             function = programs.function(fun)
             with function.variant() as variant:
-                key = under(key_of(state, variant.number)) if variant.number else nullcontext()
-                with noting() as notes, key:
+                key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
+                with collecting_notes() as notes, key:
                     program, flat = original(function.call, info, args, kwargs)
                 closed = program.params["jaxpr"]
-                if closed not in programs.found:
-                    own, reports = with_inputs(program, variant.inputs), variant.reports()
+                if closed not in programs.findings:
+                    with_inputs_read, reports = with_read_inputs(program, variant.inputs), variant.reports()
                     guards = variant.reads.guards or bool(reports)
-                    programs.found[closed] = _Found(notes, own, guards, reports)
-            found = programs.found[closed]
-            state.report_all(variant, found.reports)
+                    programs.findings[closed] = _Findings(notes, with_inputs_read, guards, reports)
+            findings = programs.findings[closed]
+            state.report_all(variant, findings.reports)
             if any(map(is_differentiated, flat)):
-                for ops in (one for one in found.notes if one not in (INSERTION, TAP)):
-                    state.report(ops, IN_ONE)
-        if found.program is not None:
-            return _Guarded(found.program.params), [*found.program.inputs(), *flat[len(program.consts) :]]
-        if INSERTION in found.notes or (TAP in found.notes and not core.trace_state_clean()):
-            return _Guarded(program) if found.guards else program, flat
-        with unseen():  # nothing is in it: the program is the user's own
+                for ops in (noted for noted in findings.notes if noted not in (INSERTION, TAP)):
+                    state.report(ops, VALUES_AND_TANGENTS)
+        if findings.program is not None:
+            return _GuardedProgram(findings.program.params), [
+                *findings.program.inputs(),
+                *flat[len(program.consts) :],
+            ]
+        # Taps alone matter only if a derivative may be taken around this call.
+        if INSERTION in findings.notes or (TAP in findings.notes and not core.trace_state_clean()):
+            return _GuardedProgram(program) if findings.guards else program, flat
+        with without_tools():  # the tools inserted nothing: the user's program runs
             return original(fun, info, args, kwargs)
 
     return _infer_params
@@ -112,46 +134,49 @@ def _tracing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_jax(fun: Any, info: Any) -> bool:
     placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
-    if any(one is not None and one is not pjit.UNSPECIFIED for one in placed):
+    if any(sharding is not None and sharding is not pjit.UNSPECIFIED for sharding in placed):
         return False
     return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax"
 
 
-def _running(original: Callable[..., Any]) -> Callable[..., Any]:
+def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand-in for `pjit._run_python_pjit`, which runs the program of a call: runs it for the tools."""
+
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-        if type(p) is _Part:
-            results = _run_part(p, fun, partial(original, fun=fun, args=args, kwargs=kwargs))
+        if type(p) is _OpByOpFunction:
+            results = _run_op_by_op(p, fun, partial(original, fun=fun, args=args, kwargs=kwargs))
             return results, None, None, None, _NO_PROGRAM, None, None, ()
-        own = made()
-        if type(p) is _Guarded:
+        originals = take_part_originals()
+        if type(p) is _GuardedProgram:
             p = p.params
-            with unseen():
+            # Not JAX's fast path, which would skip the guards from the second call on.
+            with without_tools():
                 flat = pjit.jit_p.bind(*args_flat, **p.params)
             results = jax.tree_util.tree_unflatten(p.out_tree, flat)
-            ORIGINALS.note_all(results, own)
+            ORIGINALS.note_all(results, originals)
             return results, flat, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
-        with unseen():
+        with without_tools():
             results = original(p, args_flat, fun, args, kwargs)
         if is_within_jit():
-            ORIGINALS.note_all(results[0], own)
+            ORIGINALS.note_all(results[0], originals)
         elif core.trace_state_clean():
-            follow()  # a tool may have had ops analysed again
+            set_cache_key()  # a tool may have had ops analysed again
         return results
 
     return _run_python_pjit
 
 
-def _run_part(part: _Part, fun: Callable[..., Any], run: Callable[..., Any]) -> Any:
+def _run_op_by_op(part: _OpByOpFunction, fun: Callable[..., Any], run: Callable[..., Any]) -> Any:
     """Run a function of JAX's op by op for the tools.  run: runs a program with inputs."""
     tree: Any = None
-    with unseen():
+    with without_tools():
         inputs = part.inputs.map(_as_array)
 
     def function() -> list[Any]:
-        with unseen():
+        with without_tools():
             program, flat = part.infer()
             results, *_ = run(program, [*flat[: len(program.consts)], *inputs.vals])
         return list(jax.tree_util.tree_leaves(results))
@@ -160,24 +185,26 @@ def _run_part(part: _Part, fun: Callable[..., Any], run: Callable[..., Any]) -> 
         nonlocal tree
         args, kwargs = inputs.update(values).unflatten()
         leaves, tree = jax.tree_util.tree_flatten(fun(*args, **kwargs))
-        with unseen():
+        with without_tools():
             return list(map(_as_array, leaves))
 
     backward = wants_backward()
-    if backward:  # the gradients of symbols that it reads besides its arguments would come both ways
-        with unseen():
+    if backward:  # gradients of symbols that the function closes over would be counted twice
+        with without_tools():
             program, flat = part.infer()
-        backward = not any(map(is_linear, flat[: len(program.consts)]))
+        backward = not any(map(is_differentiable, flat[: len(program.consts)]))
     results = run_twice(inputs.vals, function, ops, backward)
     return jax.tree_util.tree_unflatten(tree, results)
 
 
 def _as_array(value: Any) -> Any:
-    """Return what JAX would make of an argument or a result of a function under jit."""
+    """Return an argument or a result of a function as the array that JAX makes of it under jit."""
     return value if isinstance(value, (jax.Array, jax.Ref)) else jax.numpy.asarray(value)
 
 
-def _reported(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _report_and_run(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that runs code which cannot be traced for tools: report it, then run it as it is."""
+
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
@@ -185,9 +212,9 @@ def _reported(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         function = getattr(self, "fun", None)
         name = getattr(self, "fun_name", None) or getattr(function, "__name__", type(self).__name__)
-        kind = "compiled" if reason is AHEAD else "partitioned"
+        kind = "compiled" if reason is AHEAD_OF_TIME else "partitioned"
         activation.state.report(f"inside of the {kind} {name}", reason)
-        with unseen():
+        with without_tools():
             return original(self, *args, **kwargs)
 
     return call

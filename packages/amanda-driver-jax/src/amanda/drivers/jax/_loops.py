@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax._src import core
 
-from ._contexts import unseen
+from ._contexts import without_tools
 from ._primitives import CALLBACKS
-from ._traces import TAP, is_within_jit, noting
-from ._twins import is_linear, run_twice, wants_backward
+from ._traces import TAP, collecting_notes, is_within_jit
+from ._twins import is_differentiable, run_twice, wants_backward
 
 
 def calls_in_condition(name: str, params: dict[str, Any]) -> bool:
@@ -18,10 +18,10 @@ def calls_in_condition(name: str, params: dict[str, Any]) -> bool:
 
 
 def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int) -> Any:
-    """Run a loop that carries what its condition gives, as each round computes it for the next.
+    """Run a loop that carries the value of its condition, which each round computes for the next.
 
-    JAX writes such a loop likewise, but only when it compiles, without the choice by row that a mapped loop
-    needs.
+    So the condition, with its routines, is computed in the body. JAX rewrites such a loop likewise, but only
+    when it compiles, and without the choice by row that a loop under vmap needs.
     """
     condition, body = core.jaxpr_as_fun(cond_jaxpr), core.jaxpr_as_fun(body_jaxpr)
 
@@ -42,27 +42,27 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
 def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
     """Run a function that is mapped over devices as a program under jit, for the tools.
 
-    JAX runs each of its ops in an executable of its own otherwise, and takes derivatives of what it traced.
-    bind: binds `shard_map` without the tools.  Returns what that returns.
+    Otherwise JAX runs each op in an executable of its own, and takes derivatives of the traced program.
+    bind: binds `shard_map` without the tools; its results are returned.
     """
     form: Any = None
 
     def function() -> list[Any]:
         nonlocal form
-        with unseen():
+        with without_tools():
             form = bind(*args, **params)
         return list(form.vals)
 
     def program(*args: Any) -> list[Any]:
         nonlocal form
-        made = bind(*args, **params)
-        form = made.update([None] * len(made.vals))  # it holds no symbol after the trace
-        return list(made.vals)
+        mapped = bind(*args, **params)
+        form = mapped.update([None] * len(mapped.vals))  # no symbol may be held after the trace
+        return list(mapped.vals)
 
     def ops(values: Sequence[Any]) -> list[Any]:
-        with noting() as notes:
+        with collecting_notes() as notes:
             results = jax.jit(program)(*values)
-            if not any(map(is_linear, values)):  # no backward pass will come to the program
+            if not any(map(is_differentiable, values)):  # no backward pass will come to the program
                 notes.pop(TAP, None)
         return list(results)
 

@@ -21,7 +21,7 @@ from amanda.plan import spread
 from jax._src import core
 
 from ._primitives import ORIGINALS
-from ._stacks import numbers_of, pass_on, slices_of
+from ._stacks import copy_slice, slice_numbers, slices_of
 from ._traces import argument_name, argument_of, is_within_jit
 
 BASES = (
@@ -32,11 +32,11 @@ METHODS = frozenset({"__call__", "stateless_call"})
 """Methods that are calls of a module: Keras trains by the second one, which does not call the first."""
 
 
-class Place:
-    """A module that is called, by what stays of it: JAX makes modules anew in each function that it traces.
+class ModulePlace:
+    """Lasting identity of a module that is called: JAX makes new modules in each function that it traces.
 
-    name: path in the model.  root: of a model, its class.  number: of a model that JAX makes, how many of its
-    class are called before it; None of one that the program made.  module: the one that is called now.
+    name: path in the model.  root: class of a model.  number: of a model that JAX makes, how many models of
+    its class are called before it; None for a model that the program made.  module: is called now.
     """
 
     __slots__ = ("__weakref__", "module", "name", "number", "root")
@@ -46,96 +46,106 @@ class Place:
         self.module: Any = None
 
 
-class Places:
+class ModulePlaces:
     """The places of modules: one for each model, and for each path in it."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
-        self._kinds: dict[tuple[type, int], Place] = {}
-        self._met: weakref.WeakKeyDictionary[Any, dict[type, list[Any]]] = weakref.WeakKeyDictionary()
-        self._inner: weakref.WeakKeyDictionary[Place, dict[str, Place]] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[Any, ModulePlace] = weakref.WeakKeyDictionary()
+        self._numbered_models: dict[tuple[type, int], ModulePlace] = {}
+        self._first_arrays: weakref.WeakKeyDictionary[Any, dict[type, list[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._inner: weakref.WeakKeyDictionary[ModulePlace, dict[str, ModulePlace]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def of(self, module: Any, outer: Place | None) -> Place:
-        """Return the place of a module in that whose call encloses its own."""
+    def of(self, module: Any, outer: ModulePlace | None) -> ModulePlace:
+        """Return the place of a module in the module whose call encloses its call."""
         if outer is None:
             return self._of_model(module)
         name = _name_within(outer.module, module) or f"({type(module).__name__})"
         places = self._inner.setdefault(outer, {})
-        return places.setdefault(name, Place(name))
+        return places.setdefault(name, ModulePlace(name))
 
-    def _of_model(self, module: Any) -> Place:
+    def _of_model(self, module: Any) -> ModulePlace:
+        """Return the place of a model; JAX's copies of a model have the place of the program's model."""
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
-        if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_anew(module):
-            number, met = self._number(kind, module), _met()
-            of_program = (one for one in met if one.root == root and met[one] == number)
-            return next(of_program, None) or self._kinds.setdefault((kind, number), Place("", root, number))
-        place = self._models.setdefault(module, Place("", root))
-        number_of(place)
+        # A module that hashes by value, or that JAX made, is no lasting key: its class and number are.
+        if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_by_jax(module):
+            number, numbers = self._count_before(kind, module), _model_numbers()
+            of_program = (other for other in numbers if other.root == root and numbers[other] == number)
+            return next(of_program, None) or self._numbered_models.setdefault(
+                (kind, number), ModulePlace("", root, number)
+            )
+        place = self._models.setdefault(module, ModulePlace("", root))
+        model_number(place)  # numbered at its first call, in the order in which JAX's copies come
         return place
 
-    def _number(self, kind: type, module: Any) -> int:
+    def _count_before(self, kind: type, module: Any) -> int:
         """Return how many models of a class were called before this one in the function that is traced.
 
-        They are told apart by the first of their arrays that is an argument of the function.
+        Models differ in the first of their arrays that is an argument of the function.
         """
-        first = next(filter(None, (_argument(one) for _, one in held_arrays(module))), None)
+        first = next(filter(None, (_traced_argument(array) for _, array in held_arrays(module))), None)
         trace = core.trace_ctx.trace if first is None or not is_within_jit() else first[1]
         if first is None or trace is core.eval_trace:
             return 0
-        met = self._met.setdefault(trace, {}).setdefault(kind, [])
-        if not any(one is first[0] for one in met):
-            met.append(first[0])
-        return next(i for i, one in enumerate(met) if one is first[0])
+        first_arrays = self._first_arrays.setdefault(trace, {}).setdefault(kind, [])
+        if not any(array is first[0] for array in first_arrays):
+            first_arrays.append(first[0])
+        return next(i for i, array in enumerate(first_arrays) if array is first[0])
 
 
-_MET: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Place, int]] = weakref.WeakKeyDictionary()
-"""Numbers of the models that the program made, for each tool: JAX makes others of them, in the same order."""
+_NUMBERS_BY_TOOL: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[ModulePlace, int]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Numbers of the program's models, for each tool; JAX makes copies of the models in the same order."""
 
 
-def _met() -> weakref.WeakKeyDictionary[Place, int]:
-    """Return the numbers of the models that the innermost tool has met."""
+def _model_numbers() -> weakref.WeakKeyDictionary[ModulePlace, int]:
+    """Return the numbers of the models that the innermost tool has seen."""
     stack = State.current().stack
     assert stack is not None
-    return _MET.setdefault(stack.applied[-1], weakref.WeakKeyDictionary())
+    return _NUMBERS_BY_TOOL.setdefault(stack.applied[-1], weakref.WeakKeyDictionary())
 
 
-def number_of(place: Place) -> int:
-    """Return the number of a model among those of its class: that of one which the program made stays."""
+def model_number(place: ModulePlace) -> int:
+    """Return the number of a model among the models of its class; a model of the program keeps its number."""
     if place.number is not None:
         return place.number
-    met = _met()
-    if place not in met:
-        taken = {met[one] for one in met if one.root == place.root}
-        met[place] = next(i for i in count() if i not in taken)
-    return met[place]
+    numbers = _model_numbers()
+    if place not in numbers:
+        used_numbers = {numbers[other_place] for other_place in numbers if other_place.root == place.root}
+        numbers[place] = next(i for i in count() if i not in used_numbers)
+    return numbers[place]
 
 
-def _argument(value: Any) -> tuple[Any, Any] | None:
-    """Return what an array is told by, and its trace, if it is an argument of the function that is traced."""
+def _traced_argument(value: Any) -> tuple[Any, Any] | None:
+    """Return the variable and the trace of an array that is an argument of the traced function, else None."""
     value = argument_of(value)
     if isinstance(value, jax.core.Tracer):
         return (value.val, value._trace) if argument_name(value) is not None else None
     return (value, core.trace_ctx.trace) if isinstance(value, jax.Array) else None
 
 
-def _is_made_anew(module: Any) -> bool:
-    """Return True for a module that holds symbols: a transformation has made it, for this call alone."""
-    return is_within_jit() or any(isinstance(one, jax.core.Tracer) for _, one in held_arrays(module))
+def _is_made_by_jax(module: Any) -> bool:
+    """Return True for a module that holds symbols, which a transformation has made for this call alone."""
+    return is_within_jit() or any(isinstance(array, jax.core.Tracer) for _, array in held_arrays(module))
 
 
 def held_arrays(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each array that a model holds, or the symbol of one, with its path: "layers.0.kernel"."""
+    """Yield each array, or symbol of an array, of a model with its path: "layers.0.kernel"."""
     if hasattr(model, "trainable_variables"):  # Keras has paths of its own
-        yield from ((one.path.replace("/", "."), one.value) for one in model.weights)
+        yield from ((variable.path.replace("/", "."), variable.value) for variable in model.weights)
         return
     if getattr(model, "scope", None) is not None:  # Linen keeps arrays outside of modules
         model = model.variables
     for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
-        yield _spelt(path).removesuffix(".value"), leaf
+        yield _dotted_path(path).removesuffix(".value"), leaf
 
 
-def _spelt(path: Any) -> str:
+def _dotted_path(path: Any) -> str:
     return dotted(jax.tree_util.keystr(path)).strip(".")
 
 
@@ -144,35 +154,35 @@ def dotted(name: str) -> str:
     return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
 
 
-def enclose_modules(attributes: Attributes, places: Places) -> None:
+def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
     """Make each call of a module a region: the ops in it belong to the module."""
-    call = Enclosure(_called, _place_within)
+    call = Enclosure(_call_method, _hash_in_caller)
 
     def enclose(kind: type) -> None:
         if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
             return
         for name in METHODS & vars(kind).keys():
-            attributes.set(kind, name, _enclosed(vars(kind)[name], places, call))
+            attributes.set(kind, name, _enclose_method(vars(kind)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
-        if module.startswith("keras.") and not _keras_runs_on_jax():
+        if module.startswith("keras.") and not _is_keras_on_jax():
             return
         base = getattr(sys.modules[module], name)
-        for kind in (base, *_heirs(base)):
+        for kind in (base, *_all_subclasses(base)):
             enclose(kind)
-        attributes.set(base, "__init_subclass__", _followed(base, enclose))
+        attributes.set(base, "__init_subclass__", _subclass_hook(base, enclose))
 
     for module, name in BASES:
         attributes.when_imported(module, partial(enclose_base, module, name))
 
 
-def _keras_runs_on_jax() -> bool:
+def _is_keras_on_jax() -> bool:
     name: str = sys.modules["keras.src.backend.config"].backend()
     return name == "jax"
 
 
-def _followed(base: Any, enclose: Callable[[type], None]) -> Any:
-    """Return `__init_subclass__` of a base, which encloses the classes that the program makes from now on."""
+def _subclass_hook(base: Any, enclose: Callable[[type], None]) -> Any:
+    """Return an `__init_subclass__` for a base that also encloses the calls of new subclasses."""
     before: Any = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **kwargs: Any) -> None:
@@ -185,7 +195,8 @@ def _followed(base: Any, enclose: Callable[[type], None]) -> Any:
     return classmethod(init_subclass)
 
 
-def _enclosed(original: Any, places: Places, call: Any) -> Any:
+def _enclose_method(original: Any, places: ModulePlaces, call: Any) -> Any:
+    """Wrap a method so that its calls are regions of the module's place."""
     if not callable(original):
         return original
 
@@ -197,6 +208,7 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
         if outer and outer[-1].module is self:  # it calls the method that it inherits
             return original(self, *args, **kwargs)
         place = places.of(self, outer[-1] if outer else None)
+        # Set back at the end: a module may be called within itself, or be a copy for another trace.
         before, place.module = place.module, self
         try:
             return call(place, original, self, args, kwargs)
@@ -206,52 +218,52 @@ def _enclosed(original: Any, places: Places, call: Any) -> Any:
     return called
 
 
-def _called(place: Place, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _call_method(place: ModulePlace, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
     return original(module, *args, **kwargs)
 
 
-def _place_within(outer: Place, inner: Place) -> tuple[int, bool]:
+def _hash_in_caller(outer: ModulePlace, inner: ModulePlace) -> tuple[int, bool]:
     return digest(inner.name), True
 
 
-def places_among(subjects: Sequence[Any]) -> list[Place]:
+def places_among(subjects: Sequence[Any]) -> list[ModulePlace]:
     """Return the enclosing modules of JAX; modules of other frameworks may enclose these."""
-    return [one for one in subjects if type(one) is Place]
+    return [subject for subject in subjects if type(subject) is ModulePlace]
 
 
-def path(subjects: Sequence[Place]) -> str:
+def module_path(subjects: Sequence[ModulePlace]) -> str:
     """Return the path of the last module in the first: "layers.0.conv"."""
-    return ".".join(one.name for one in subjects[1:] if one.name)
+    return ".".join(place.name for place in subjects[1:] if place.name)
 
 
-def _heirs(kind: type) -> Iterator[type]:
+def _all_subclasses(kind: type) -> Iterator[type]:
     heirs: list[type] = type.__subclasses__(kind)
     for heir in heirs:
         yield heir
-        yield from _heirs(heir)
+        yield from _all_subclasses(heir)
 
 
 def _name_within(outer: Any, inner: Any) -> str:
-    """Return the path of a module among what another holds; "" where it is not held."""
+    """Return the path of a module in another module; "" if the other module does not hold it."""
     name = getattr(inner, "name", None)
     if isinstance(name, str) and (
         getattr(inner, "scope", None) is not None or hasattr(inner, "trainable_variables")
     ):  # Linen's and Keras' modules know their names
         return name
-    leaves, _ = jax.tree_util.tree_flatten_with_path(outer, is_leaf=lambda one: one is inner)
-    return next((_spelt(path) for path, one in leaves if one is inner), "")
+    leaves, _ = jax.tree_util.tree_flatten_with_path(outer, is_leaf=lambda leaf: leaf is inner)
+    return next((_dotted_path(path) for path, leaf in leaves if leaf is inner), "")
 
 
 CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
 """Primitives whose result is the same weight, in another element type."""
 
 
-class Slot:
-    """The place of a weight in a model, or in the arguments of a function: it stays from call to call.
+class WeightSlot:
+    """The slot of a weight in a model, or in the arguments of a function; arrays in it change between calls.
 
-    root: class of the model, with its number if it is not the first of it; "" for arguments.
+    root: class of the model, with its number unless it is the first of its class; "" for arguments.
     path: "layers.0.kernel", "params.dense.kernel".
-    framework: for tools, which ask it of tensors.
+    framework: the attribute by which tools choose the tensors of a framework.
     """
 
     __slots__ = ("__weakref__", "path", "root")
@@ -265,47 +277,47 @@ class Slot:
 
 
 @cache
-def slot(root: str, path: str) -> Slot:
+def slot_at(root: str, path: str) -> WeightSlot:
     """Return the slot of a path; there is one object for each."""
-    return Slot(root, path)
+    return WeightSlot(root, path)
 
 
-class Stack(Slot):
-    """A slot of several weights in one array: each slice of it is a weight.
+class WeightStack(WeightSlot):
+    """A slot with several weights in one array: each slice of the array is a weight.
 
-    extents, axes: of the array, along which it is sliced, the outermost first.
+    axes: of the array, along which it is sliced, the outermost first.  extents: of these axes.
     """
 
     __slots__ = ("axes", "extents")
 
-    def __init__(self, whole: Slot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    def __init__(self, whole: WeightSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
         super().__init__(whole.root, whole.path)
         self.extents, self.axes = extents, axes
 
-    def parts(self) -> "list[Part]":
+    def parts(self) -> "list[WeightSlice]":
         """Return the slots of all slices."""
         return [part_of(self, numbers) for numbers in np.ndindex(self.extents)]
 
-    def current(self) -> "Part | None":
-        """Return the slot of the slice that is read by the op whose routine runs; None outside of that."""
-        numbers = numbers_of(self)
+    def current(self) -> "WeightSlice | None":
+        """Return the slot of the slice that the op reads whose routine runs; None outside of routines."""
+        numbers = slice_numbers(self)
         return None if numbers is None else part_of(self, numbers)
 
 
-class Part(Slot):
+class WeightSlice(WeightSlot):
     """The slot of one slice of a stack: "layers.kernel[0]"."""
 
     __slots__ = ("numbers", "stack")
 
-    def __init__(self, stack: Stack, numbers: tuple[int, ...]) -> None:
-        super().__init__(stack.root, stack.path + "".join(f"[{one}]" for one in numbers))
+    def __init__(self, stack: WeightStack, numbers: tuple[int, ...]) -> None:
+        super().__init__(stack.root, stack.path + "".join(f"[{number}]" for number in numbers))
         self.stack, self.numbers = stack, numbers
 
     def place(self) -> tuple[Any, ...]:
         """Return the index of the slice in the array."""
         index: list[Any] = []
         for number, axis in zip(self.numbers, self.stack.axes, strict=True):
-            free = [i for i, one in enumerate(index) if isinstance(one, slice)]
+            free = [i for i, entry in enumerate(index) if isinstance(entry, slice)]
             while len(free) <= axis:
                 free.append(len(index))
                 index.append(slice(None))
@@ -314,71 +326,76 @@ class Part(Slot):
 
 
 @cache
-def stack_of(whole: Slot, extents: tuple[int, ...], axes: tuple[int, ...]) -> Stack:
+def stack_of(whole: WeightSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> WeightStack:
     """Return the stack in a slot; there is one object for each."""
-    return Stack(whole, extents, axes)
+    return WeightStack(whole, extents, axes)
 
 
 @cache
-def part_of(stack: Stack, numbers: tuple[int, ...]) -> Part:
+def part_of(stack: WeightStack, numbers: tuple[int, ...]) -> WeightSlice:
     """Return the slot of a slice; there is one object for each."""
-    return Part(stack, numbers)
+    return WeightSlice(stack, numbers)
 
 
-_CONVERTED: TensorMap[Slot] = TensorMap()
-"""Weights in another element type, by the arrays or symbols that have it."""
+_CONVERTED: TensorMap[WeightSlot] = TensorMap()
+"""Slots of weights in another element type, by the converted arrays or symbols."""
 
 
-def follow_conversion(value: Any, made: Any, subjects: Sequence[Place]) -> None:
-    """Record that an array was made of another, which may be a weight."""
-    found = variable_of(value, subjects)
-    if found is not None:
-        _CONVERTED[ORIGINALS.of(made)] = found
-        pass_on(made, value)
+def follow_conversion(value: Any, result: Any, subjects: Sequence[ModulePlace]) -> None:
+    """Record that an array is another, which may be a weight, in another element type."""
+    weight = variable_of(value, subjects)
+    if weight is not None:
+        _CONVERTED[ORIGINALS.of(result)] = weight
+        copy_slice(result, value)
 
 
-def variable_of(value: Any, subjects: Sequence[Place]) -> Slot | None:
-    """Return the slot of an array that the model holds which is called; None for others.
+def variable_of(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
+    """Return the slot of an array of the model that is called; None for other arrays.
 
-    Outside of models it is the slot of a leaf of an argument.  That of an array of which one slice is read at
-    each round, or for each row, is a stack.
+    Outside of models, leaves of a function's arguments have slots.  An array of which a scan reads a slice
+    at each round, or a mapped function a slice for each row, has a stack as its slot.
     """
-    own = _whole_slot(value, subjects)
+    own_slot = _whole_slot(value, subjects)
     array, parts = slices_of(value)
-    if not parts or isinstance(own, Stack):
-        return own
-    whole = _whole_slot(array, subjects) or own
-    if whole is None or isinstance(whole, Stack):
+    if not parts or isinstance(own_slot, WeightStack):
+        return own_slot
+    whole = _whole_slot(array, subjects) or own_slot
+    if whole is None or isinstance(whole, WeightStack):
         return whole
-    return stack_of(whole, tuple(one.size for one in parts), tuple(one.axis for one in parts))
+    return stack_of(
+        whole,
+        tuple(array_slice.size for array_slice in parts),
+        tuple(array_slice.axis for array_slice in parts),
+    )
 
 
-def stacks_of(values: Sequence[Any], subjects: Sequence[Place]) -> dict[Stack, list[Any]]:
-    """Return the stacks among what an op reads, with the symbols of the numbers of the slices."""
-    found = {}
+def stacks_of(values: Sequence[Any], subjects: Sequence[ModulePlace]) -> dict[WeightStack, list[Any]]:
+    """Return the stacks among an op's inputs, with symbols of the numbers of the slices that it reads."""
+    stacks = {}
     for value in spread(values):
         _, parts = slices_of(value)
         stack = variable_of(value, subjects) if parts else None
-        if isinstance(stack, Stack):
-            found[stack] = [one.number for one in parts]
-    return found
+        if isinstance(stack, WeightStack):
+            stacks[stack] = [array_slice.number for array_slice in parts]
+    return stacks
 
 
-def _whole_slot(value: Any, subjects: Sequence[Place]) -> Slot | None:
+def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
+    """Return the slot of a whole array, also of a weight in another element type."""
     value = ORIGINALS.of(value)
-    found = _CONVERTED.get(value)
-    if found is not None:
-        return found
-    path, argument = _path(value, subjects), dotted(argument_name(value) or "")
+    weight = _CONVERTED.get(value)
+    if weight is not None:
+        return weight
+    path, argument = _path_in_model(value, subjects), dotted(argument_name(value) or "")
     if path is not None:
-        root, number = subjects[0].root, number_of(subjects[0])
-        return slot(f"{root} {number}" if number else root, path)
+        root, number = subjects[0].root, model_number(subjects[0])
+        return slot_at(f"{root} {number}" if number else root, path)
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
-    return slot("", argument)
+    return slot_at("", argument)
 
 
-def _path(array: Any, subjects: Sequence[Place]) -> str | None:
+def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str | None:
     model = subjects[0].module if subjects else None
     if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
         return None

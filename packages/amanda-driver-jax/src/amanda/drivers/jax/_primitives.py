@@ -1,6 +1,7 @@
-"""Primitives of Amanda's.
+"""Primitives of Amanda in JAX's programs.
 
-`straight` leads derivatives past a routine, `tap` shows cotangents, `call` calls Python.
+`straight_through` leads derivatives past a routine, `tap` brings cotangents to routines, and `call_python`
+calls Python.
 """
 
 import weakref
@@ -17,46 +18,51 @@ from jax._src import callback, core, dtypes, effects, shard_alike, sharding_impl
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lib.mlir.dialects import hlo
 
-from ._traces import INSERTION, TAP, argument_of, note, primal
+from ._traces import INSERTION, TAP, add_note, argument_of, primal
 
 if TYPE_CHECKING:
-    from ._autodiff import Made
+    from ._autodiff import TappedExecution
 
 
 class Originals:
-    """Which symbol, or array, each one stands for that was made in its place, or that a part has given.
+    """The originals of values that the driver has made: tapped symbols, or results of parts of programs.
 
-    Of arrays the last few are kept, which ops are about to read: each of them takes memory.
+    Only the last few arrays are kept alive, since each takes memory; the next ops read these.
     """
 
     def __init__(self) -> None:
-        self._known: TensorMap[Callable[[], Any]] = TensorMap()
+        self._original_of: TensorMap[Callable[[], Any]] = TensorMap()
         self._last: deque[Any] = deque(maxlen=16)
 
-    def note(self, made: Any, value: Any) -> Any:
+    def note(self, result: Any, value: Any) -> Any:
         """Record that a value was made in the place of another; return it."""
-        own, other = primal(made), self.of(value)
-        if own is not other and isinstance(own, jax.Array) and isinstance(other, jax.Array):
-            if isinstance(other, core.Tracer):
-                self._known[own] = lambda: other
+        result_value, original = primal(result), self.of(value)
+        if (
+            result_value is not original
+            and isinstance(result_value, jax.Array)
+            and isinstance(original, jax.Array)
+        ):
+            # Nothing else may hold an original symbol; arrays are held weakly, since each takes memory.
+            if isinstance(original, core.Tracer):
+                self._original_of[result_value] = lambda: original
             else:
-                self._last.append(other)
-                self._known[own] = weakref.ref(other)
-        return made
+                self._last.append(original)
+                self._original_of[result_value] = weakref.ref(original)
+        return result
 
-    def note_all(self, made: Any, values: Sequence[Any]) -> None:
+    def note_all(self, result: Any, values: Sequence[Any]) -> None:
         """Record that the leaves of a result were made in the place of others."""
-        leaves = jax.tree_util.tree_leaves(made)
+        leaves = jax.tree_util.tree_leaves(result)
         if len(leaves) == len(values):
-            for one, value in zip(leaves, values, strict=True):
-                self.note(one, value)
+            for leaf, value in zip(leaves, values, strict=True):
+                self.note(leaf, value)
 
     def of(self, value: Any) -> Any:
-        """Return what a value stands for in the outermost function: itself where it stands for no other."""
+        """Return the original of a value in the outermost function; the value itself if it has none."""
         value = argument_of(value)
-        known = self._known.get(value)
-        found = None if known is None else known()
-        return value if found is None else found
+        reference = self._original_of.get(value)
+        original = None if reference is None else reference()
+        return value if original is None else original
 
     def clear(self) -> None:
         """Drop every array."""
@@ -64,9 +70,9 @@ class Originals:
 
 
 class Callbacks(effects.Effect):  # type: ignore[misc]
-    """Effect of calls of Python in the order of the program: JAX hands a token from each to the next.
+    """Effect of ordered calls of Python: JAX passes a token from each call to the next.
 
-    A type of Amanda's: JAX refuses its own, of `jax.io_callback`, in loops and branches that are mapped over.
+    A new type, because JAX refuses the effect of `jax.io_callback` in loops and branches under vmap.
     """
 
 
@@ -79,7 +85,7 @@ for allowing in (
     allowing.add_type(Callbacks)
 
 FAILURES: list[BaseException] = []
-"""Exceptions of functions that programs have called, until the first is raised in the user's call."""
+"""Exceptions of functions that programs have called; the first is raised in the user's call."""
 
 
 def raise_failure() -> None:
@@ -97,37 +103,39 @@ call_p = core.Primitive("amanda_call")
 tap_p.multiple_results = call_p.multiple_results = True
 
 
-def straight(original: Any, value: Any) -> Any:
-    """Return `value`, whose derivatives are those of `original`."""
-    note(INSERTION)
-    if not isinstance(original, core.Tracer):
+def straight_through(original: Any, value: Any) -> Any:
+    """Return `value` with the derivatives of `original`."""
+    add_note(INSERTION)
+    if not isinstance(original, core.Tracer):  # nothing is differentiated or staged here
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
     return ORIGINALS.note(straight_p.bind(original, value), original)
 
 
-def tap(values: Sequence[Any], mark: "Made", side: str, carried: Sequence[Any] = ()) -> list[Any]:
-    """Return the values, whose cotangents are brought to `mark` when a backward pass comes through.
+def tap(values: Sequence[Any], mark: "TappedExecution", side: str, carried: Sequence[Any] = ()) -> list[Any]:
+    """Return the values with taps, which pass cotangents to `mark` when a backward pass comes through.
 
-    carried: symbols that the backward pass is given, in whichever program it is traced.
+    carried: symbols that the backward pass gets, in whichever program it is traced.
     """
     places = tuple(i for i, value in enumerate(values) if _has_tangent(value))
     result = list(values)
     if places:
-        note(TAP)
-        shown = [values[i] for i in places]
-        results = tap_p.bind(*carried, *shown, mark=mark, side=side, positions=places, mapped=0)
+        add_note(TAP)
+        tapped = [values[i] for i in places]
+        results = tap_p.bind(*carried, *tapped, mark=mark, side=side, positions=places, mapped=0)
         for place, value in zip(places, results, strict=True):
             result[place] = ORIGINALS.note(value, values[place])
     return result
 
 
-def call(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> list[Any]:
-    """Return what a function gives, of these shapes and dtypes, at each execution of the program.
+def call_python(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> list[Any]:
+    """Call a function at each execution of the program, and return its results, like `results`.
 
-    It is called with arrays of NumPy, of which JAX's runtime knows nothing: `jax.io_callback` puts what it
-    gives on a device first, for which no thread may be left while a program runs.
+    The function gets arrays of NumPy. `jax.io_callback` would put arrays on a device first, which needs a
+    thread of JAX's pool, and a running program may hold them all.
     """
-    avals = tuple(core.ShapedArray(one.shape, dtypes.canonicalize_dtype(one.dtype)) for one in results)
+    avals = tuple(
+        core.ShapedArray(result.shape, dtypes.canonicalize_dtype(result.dtype)) for result in results
+    )
     return list(call_p.bind(*arrays, function=function, avals=avals, mapped=()))
 
 
@@ -135,24 +143,25 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
-def front(args: Any, dims: Any) -> list[Any]:
-    """Return arguments of which the first axis of each is mapped over."""
-    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
-    return [batching.bdim_at_front(one, dim, size) for one, dim in zip(args, dims, strict=True)]
+def with_mapped_axis_first(args: Any, dims: Any) -> list[Any]:
+    """Return arguments with the mapped axis first; arguments without one are repeated along it."""
+    size = next(value.shape[dim] for value, dim in zip(args, dims, strict=True) if dim is not None)
+    return [batching.bdim_at_front(value, dim, size) for value, dim in zip(args, dims, strict=True)]
 
 
 def _straight_aval(original: Any, value: Any) -> Any:
+    # Weak types decide promotion in ops that follow: the value must not be weaker or stronger.
     if original.dtype != value.dtype:
         return value
     return original.update(weak_type=original.weak_type and value.weak_type)
 
 
 def _straight_batched(args: Any, dims: Any) -> Any:
-    return straight_p.bind(*front(args, dims)), 0
+    return straight_p.bind(*with_mapped_axis_first(args, dims)), 0
 
 
 def _straight_lowered(ctx: Any, original: Any, value: Any) -> Any:
-    """Place what a callback gives on one device as what it was given is placed on several."""
+    """Lower `straight_through`: shard the value, which a callback puts on one device, like the original."""
     context = ctx.module_context.axis_context
     if isinstance(context, sharding_impls.ShardingContext) and context.num_devices > 1:
         value = hlo.optimization_barrier([value])  # the callback itself stays on its device
@@ -167,65 +176,70 @@ batching.primitive_batchers[straight_p] = _straight_batched
 mlir.register_lowering(straight_p, _straight_lowered)
 
 
-def _split(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
-    """Return what a tap carries, and the values that it shows."""
+def _split_tap(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Return the carried symbols of a tap, and its values."""
     count = len(args) - len(positions)
     return list(args[:count]), list(args[count:])
 
 
-def _tap(*args: Any, positions: Any, **params: Any) -> list[Any]:
-    return _split(args, positions)[1]
+def _tap_results(*args: Any, positions: Any, **params: Any) -> list[Any]:
+    return _split_tap(args, positions)[1]
 
 
 def _tap_jvp(primals: Any, tangents: Any, *, positions: Any, **params: Any) -> Any:
-    (carried, values), (_, results) = _split(primals, positions), _split(tangents, positions)
-    wanted = [i for i, one in enumerate(results) if type(one) is not ad.Zero]
-    if wanted:
-        places = tuple(positions[i] for i in wanted)
-        shown = tap_p.bind(*carried, *(results[i] for i in wanted), positions=places, **params)
-        for i, one in zip(wanted, shown, strict=True):
-            results[i] = one
+    """Differentiate a tap: the tangents that are not zero are tapped, so that their transpose is reached."""
+    (carried, values), (_, results) = _split_tap(primals, positions), _split_tap(tangents, positions)
+    present = [i for i, tangent in enumerate(results) if type(tangent) is not ad.Zero]
+    if present:
+        places = tuple(positions[i] for i in present)
+        tapped = tap_p.bind(*carried, *(results[i] for i in present), positions=places, **params)
+        for i, tangent in zip(present, tapped, strict=True):
+            results[i] = tangent
     return values, results
 
 
 def _tap_transposed(
-    cotangents: Any, *args: Any, mark: "Made", side: str, positions: Any, mapped: int
+    cotangents: Any, *args: Any, mark: "TappedExecution", side: str, positions: Any, mapped: int
 ) -> list[Any]:
-    carried, _ = _split(args, positions)
-    if all(type(one) is ad.Zero for one in cotangents):
+    """Transpose a tap: pass cotangents to the execution's routines, once per mapped axis under vmap."""
+    carried, _ = _split_tap(args, positions)
+    if all(type(cotangent) is ad.Zero for cotangent in cotangents):  # no gradient came this way
         return [*(None for _ in carried), *cotangents]
     if carried:
         mark.handed = carried
         return [*(None for _ in carried), *cotangents]
-    run: Callable[..., tuple[list[Any], list[Any]]] = partial(mark.transposed, side, positions)
+    run: Callable[..., tuple[list[Any], list[Any]]] = partial(mark.observe_cotangents, side, positions)
+    # The cotangents have the mapped axes that the tap's values had: routines see one row's shape.
     for _ in range(mapped):
         run = jax.vmap(run)
-    results, mark.handed = run([ad.instantiate_zeros(one) for one in cotangents], mark.handed)
+    results, mark.handed = run([ad.instantiate_zeros(cotangent) for cotangent in cotangents], mark.handed)
     return list(results)
 
 
 def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
-    shown = tap_p.bind(*front(args, dims), mapped=mapped + 1, **params)
-    return shown, (0,) * len(shown)
+    tapped = tap_p.bind(*with_mapped_axis_first(args, dims), mapped=mapped + 1, **params)
+    return tapped, (0,) * len(tapped)
 
 
-tap_p.def_impl(_tap)
-tap_p.def_abstract_eval(_tap)
+tap_p.def_impl(_tap_results)
+tap_p.def_abstract_eval(_tap_results)
 ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_transposes[tap_p] = partial(ad.linear_transpose2, _tap_transposed)
 batching.primitive_batchers[tap_p] = _tap_batched
-mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split(args, positions)[1])
+mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split_tap(args, positions)[1])
 
 
 def _call_batched(args: Any, dims: Any, *, avals: Any, mapped: Any, **params: Any) -> Any:
+    """Map a call over an axis: one call gets all rows, and calls the function for each row."""
     rows = tuple(dim is not None for dim in dims)
-    size = next(one.shape[dim] for one, dim in zip(args, dims, strict=True) if dim is not None)
-    shown = [
-        one if dim is None else batching.moveaxis(one, dim, 0) for one, dim in zip(args, dims, strict=True)
+    size = next(value.shape[dim] for value, dim in zip(args, dims, strict=True) if dim is not None)
+    operands = [
+        value if dim is None else batching.moveaxis(value, dim, 0)
+        for value, dim in zip(args, dims, strict=True)
     ]
     results = call_p.bind(
-        *shown,
-        avals=tuple(one.update(shape=(size, *one.shape)) for one in avals),
+        *operands,
+        avals=tuple(value.update(shape=(size, *value.shape)) for value in avals),
         mapped=(rows, *mapped),
         **params,
     )
@@ -235,17 +249,19 @@ def _call_batched(args: Any, dims: Any, *, avals: Any, mapped: Any, **params: An
 def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence[Sequence[bool]]) -> Any:
     """Return a function of arrays of NumPy with mapped first axes, which calls `function` for each row.
 
-    avals: of its results.  mapped: for each axis, from the first on, which arrays have it.
+    avals: of the results.  mapped: for each mapped axis, from the first on, which arrays have the axis.
     """
     if not mapped:
         return function
-    inner = _by_row(function, [one.update(shape=one.shape[1:]) for one in avals], mapped[1:])
+    inner = _by_row(function, [aval.update(shape=aval.shape[1:]) for aval in avals], mapped[1:])
 
     def call(*arrays: Any) -> list[Any]:
-        results = [np.empty(one.shape, one.dtype) for one in avals]
-        size = next(len(one) for one, has_row in zip(arrays, mapped[0], strict=True) if has_row)
+        results = [np.empty(array.shape, array.dtype) for array in avals]
+        size = next(len(array) for array, has_row in zip(arrays, mapped[0], strict=True) if has_row)
         for i in range(size):
-            row = [one[i, ...] if has_row else one for one, has_row in zip(arrays, mapped[0], strict=True)]
+            row = [
+                array[i, ...] if has_row else array for array, has_row in zip(arrays, mapped[0], strict=True)
+            ]
             for result, value in zip(results, inner(*row), strict=True):
                 result[i] = value
         return results
@@ -264,13 +280,14 @@ def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any
     return results
 
 
-def _call(*arrays: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> list[Any]:
+def _call_now(*arrays: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> list[Any]:
     results = _by_row(function, avals, mapped)(*map(np.asarray, arrays))
     raise_failure()
-    return [jax.numpy.asarray(one) for one in results]
+    return [jax.numpy.asarray(result) for result in results]
 
 
-call_p.def_impl(_call)
+call_p.def_impl(_call_now)
 call_p.def_effectful_abstract_eval(lambda *args, avals, **params: (list(avals), {CALLBACKS}))
 batching.primitive_batchers[call_p] = _call_batched
+# Not cacheable: each call has a callback of its own, and its token orders it among the others.
 mlir.register_lowering(call_p, _call_lowered, cacheable=False)

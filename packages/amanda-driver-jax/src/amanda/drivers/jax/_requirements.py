@@ -1,4 +1,4 @@
-"""Private names of JAX that the driver needs, and what it does not do where one is absent."""
+"""Private names of JAX that the driver needs, and the consequence if one is absent."""
 
 import logging
 import sys
@@ -45,17 +45,17 @@ FUNCTIONS_OF_OPS = {
     "lax.lax:_variadic_reduction_jaxpr": "functions of lax.reduce",
     "pallas.pallas_call:_trace_kernel_to_jaxpr": "Pallas kernels",
 }
-"""Traces functions that are parts of an op, and whose ops are none of the program's."""
+"""Functions of JAX that trace parts of an op, whose ops are not the program's."""
 OPTIONAL = {
     "custom_partitioning:custom_partitioning.__call__": "functions with a partitioning are not reported",
     "export._export:Exported.call": "exported programs are not reported",
-    **{name: f"ops inside of {what} are seen" for name, what in FUNCTIONS_OF_OPS.items()},
+    **{name: f"ops inside of {part} are seen" for name, part in FUNCTIONS_OF_OPS.items()},
     "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
 }
-"""Without one of these, what it says; the log tells it."""
+"""Consequences of the absence of optional names, which the log states."""
 
 
-def check() -> None:
+def check_requirements() -> None:
     """Raise DriverError that names what the running JAX lacks."""
     essential = ((module, name) for module, names in ESSENTIAL.items() for name in names.split())
     absent = lacking(f"jax._src.{module}:{name}" for module, name in essential)
@@ -66,8 +66,8 @@ def check() -> None:
         )
 
 
-def wrap(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
-    """Put what `wrapped` makes of an optional name in its place, once JAX has imported the module."""
+def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
+    """Replace an optional name by `wrapped(original)`, once JAX has imported the module."""
     module, _, path = f"jax._src.{name}".partition(":")
 
     def place() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 _NUMBERS = sorted(signal.valid_signals())
 
 
-class _Thread(threading.local):
-    """in_routine: True while a routine runs, whose caller takes exceptions."""
+class _RoutineState(threading.local):
+    """State of a thread; in_routine: True while a routine runs, whose caller catches exceptions."""
 
     in_routine = False
 
 
-_thread = _Thread()
+_thread = _RoutineState()
 
 
-class _Interrupting:
-    """Context in which an exception of a handler is raised at once, as in a routine that waits for a user."""
+class _RoutineContext:
+    """Context of a routine, in which exceptions of handlers are raised at once: it may wait for a user."""
 
     def __enter__(self) -> None:
         _thread.in_routine = True
@@ -30,14 +30,14 @@ class _Interrupting:
         _thread.in_routine = False
 
 
-interrupting = _Interrupting()
+running_routine = _RoutineContext()
 
 
 @contextmanager
-def collecting(failures: list[BaseException]) -> Iterator[None]:
-    """Context in which exceptions of handlers are put into a list, unless they come to a routine.
+def collecting_exceptions(failures: list[BaseException]) -> Iterator[None]:
+    """Collect exceptions of signal handlers in a list within the context, unless a routine runs.
 
-    It does nothing on other threads than the main one, to which Python brings signals.
+    Nothing happens on threads other than the main thread, on which Python runs handlers.
     """
     handlers: dict[int, Callable[..., Any]] = {}
     if threading.current_thread() is threading.main_thread():
@@ -66,7 +66,7 @@ def collecting(failures: list[BaseException]) -> Iterator[None]:
 
 
 def _restore(handlers: dict[int, Callable[..., Any]], collect: Callable[..., Any]) -> None:
-    """Put handlers back, all of them also where the first raises meanwhile."""
+    """Restore all handlers, even if a signal raises meanwhile."""
     try:
         while handlers:
             number = next(iter(handlers))

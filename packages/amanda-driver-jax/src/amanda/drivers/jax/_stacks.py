@@ -1,4 +1,4 @@
-"""Stacks of weights: a scan reads a slice at each round, a function that is mapped over one for each row."""
+"""Stacks of weights in one array: a scan reads a slice at each round, a mapped function one for each row."""
 
 import threading
 import weakref
@@ -19,8 +19,8 @@ from ._primitives import ORIGINALS
 from ._traces import is_tensor
 
 
-class Slice(NamedTuple):
-    """A slice of an array.  number: its place along the axis, as a symbol.  size: of that axis."""
+class ArraySlice(NamedTuple):
+    """A slice of an array.  number: its index along the axis, as a symbol.  size: of that axis."""
 
     array: Any
     number: Any
@@ -28,116 +28,124 @@ class Slice(NamedTuple):
     size: int
 
 
-class _Thread(threading.local):
-    """stacks: the arrays that the scans under way go along.  numbers: of the slices that an op reads now."""
+class _ScanState(threading.local):
+    """State of a thread.
+
+    stacks: arrays that the scans under way slice.  numbers: of the slices that an op reads now.
+    """
 
     def __init__(self) -> None:
         self.stacks: list[Sequence[Any]] = []
         self.numbers: Mapping[Any, tuple[int, ...]] = {}
 
 
-_thread = _Thread()
-_SLICES: TensorMap[Slice] = TensorMap()
+_thread = _ScanState()
+_SLICES: TensorMap[ArraySlice] = TensorMap()
 
 
-class _Numbered:
-    """Slices, with their number: paths of arguments do not show it."""
+class _NumberedSlices:
+    """Slices with their number; neither is named in the paths of arguments."""
 
     def __init__(self, slices: Any, number: Any) -> None:
         self.slices, self.number = slices, number
 
 
-class _Hidden:
+class _HiddenKey:
     def __str__(self) -> str:
         return ""
 
 
 jax.tree_util.register_pytree_with_keys(
-    _Numbered,
-    lambda one: (((_Hidden(), one.slices), (_Hidden(), one.number)), None),
-    lambda _, children: _Numbered(*children),
+    _NumberedSlices,
+    lambda numbered: (((_HiddenKey(), numbered.slices), (_HiddenKey(), numbered.number)), None),
+    lambda _, children: _NumberedSlices(*children),
 )
 
 
-def follow_scans(attributes: Attributes) -> None:
+def record_scans(attributes: Attributes) -> None:
     """Record what scans slice, with the number of the round.
 
     JAX's public function calls another, which is replaced: programs have references to the public one.
     """
     bodies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    # `jax.lax.scan` is a wrapper whose closure holds the function proper: the cell is exchanged.
     cells = dict(zip(loops.scan.__code__.co_freevars, loops.scan.__closure__ or (), strict=True))
     cell = cells["fun"]
     attributes.on_restore(partial(setattr, cell, "cell_contents", cell.cell_contents))
-    cell.cell_contents = _numbered(cell.cell_contents, bodies)
+    cell.cell_contents = _number_slices(cell.cell_contents, bodies)
 
 
-def _numbered(original: Callable[..., Any], bodies: weakref.WeakKeyDictionary[Any, Any]) -> Any:
+def _number_slices(original: Callable[..., Any], bodies: weakref.WeakKeyDictionary[Any, Any]) -> Any:
+    """Wrap `scan` so that its body also gets the number of the round."""
+
     @wraps(original)
     def scan(f: Any, init: Any, xs: Any = None, *args: Any, **kwargs: Any) -> Any:
         stacks = jax.tree_util.tree_leaves(xs)
-        may_hold = any(is_tensor(one) and len(one.shape) > 2 for one in stacks)  # stacked matrices, and more
+        may_hold = any(is_tensor(stack) and len(stack.shape) > 2 for stack in stacks)  # matrices, stacked
         if interceptor.active() is None or not may_hold or not callable(f):
             return original(f, init, xs, *args, **kwargs)
         try:
-            body = bodies.get(f) or bodies.setdefault(f, _body(f))  # the same, for JAX's caches
+            body = bodies.get(f) or bodies.setdefault(f, _recording_body(f))  # the same, for JAX's caches
         except TypeError:
-            body = _body(f)
+            body = _recording_body(f)
         _thread.stacks.append(stacks)
         try:
             numbers = np.arange(stacks[0].shape[0], dtype=np.int32)
-            return original(body, init, _Numbered(xs, numbers), *args, **kwargs)
+            return original(body, init, _NumberedSlices(xs, numbers), *args, **kwargs)
         finally:
             _thread.stacks.pop()
 
     return scan
 
 
-def _body(f: Any) -> Callable[..., Any]:
+def _recording_body(f: Any) -> Callable[..., Any]:
     """Return the body of a scan that records the slices as it is traced."""
+    # Weakly, as the body is kept by `f` in a weak dict and would keep its own key alive.
     try:
         reference = weakref.ref(f)
     except TypeError:
         reference = lambda: f  # type: ignore[assignment] # noqa: E731 - stands for a reference
 
     @wraps(f)
-    def body(carry: Any, numbered: _Numbered) -> Any:
+    def body(carry: Any, numbered: _NumberedSlices) -> Any:
         slices = jax.tree_util.tree_leaves(numbered.slices)
-        for one, array in zip(slices, _thread.stacks[-1], strict=True):
-            if isinstance(one, jax.core.Tracer):
-                _SLICES[one] = Slice(array, numbered.number, 0, array.shape[0])
+        for part, array in zip(slices, _thread.stacks[-1], strict=True):
+            if isinstance(part, jax.core.Tracer):
+                _SLICES[part] = ArraySlice(array, numbered.number, 0, array.shape[0])
         function: Any = reference()
         return function(carry, numbered.slices)
 
     return body
 
 
-def slices_of(value: Any) -> tuple[Any, list[Slice]]:
-    """Return the array that a value is a part of, and the slices on the way from there to the value."""
-    found: list[Slice] = []
+def slices_of(value: Any) -> tuple[Any, list[ArraySlice]]:
+    """Return the whole array of a value, and the slices that lead from the array to the value."""
+    slices: list[ArraySlice] = []
     while isinstance(value, jax.core.Tracer):
         value = ORIGINALS.of(value)
         part = _SLICES.get(value)
         if part is None and isinstance(value, batching.BatchTracer) and isinstance(value.batch_dim, int):
             size = value.val.shape[value.batch_dim]
+            # vmap has no round number: the row's index is mapped along with the value.
             number = batching.BatchTracer(value._trace, np.arange(size, dtype=np.int32), 0)
-            part = Slice(value.val, number, value.batch_dim, size)
+            part = ArraySlice(value.val, number, value.batch_dim, size)
         if part is None:
             break
-        found.insert(0, part)
+        slices.insert(0, part)
         value = part.array
-    return value, found
+    return value, slices
 
 
-def pass_on(made: Any, value: Any) -> None:
+def copy_slice(result: Any, value: Any) -> None:
     """Record that a symbol is the same slice as another, in another element type."""
     part = _SLICES.get(ORIGINALS.of(value))
     if part is not None:
-        _SLICES[ORIGINALS.of(made)] = part
+        _SLICES[ORIGINALS.of(result)] = part
 
 
 @contextmanager
-def reading(numbers: Mapping[Any, tuple[int, ...]]) -> Iterator[None]:
-    """Context in which an op reads these slices of stacks."""
+def reading_slices(numbers: Mapping[Any, tuple[int, ...]]) -> Iterator[None]:
+    """Note, within the context, the slices of stacks that an op reads."""
     before, _thread.numbers = _thread.numbers, numbers
     try:
         yield
@@ -145,6 +153,6 @@ def reading(numbers: Mapping[Any, tuple[int, ...]]) -> Iterator[None]:
         _thread.numbers = before
 
 
-def numbers_of(stack: Any) -> tuple[int, ...] | None:
-    """Return the numbers of the slice of a stack that an op reads, in its routines; None outside of these."""
+def slice_numbers(stack: Any) -> tuple[int, ...] | None:
+    """Return the numbers of the slice that an op reads, in its routines; None outside of routines."""
     return _thread.numbers.get(stack)

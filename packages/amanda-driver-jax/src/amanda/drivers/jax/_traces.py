@@ -1,4 +1,4 @@
-"""The traces that code runs in: JAX nests them, and each has values of the one around it."""
+"""The traces in which code runs: JAX nests them, and each wraps values of the trace around it."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,29 +17,31 @@ ARRAYS = (jax.Array, np.ndarray, np.generic)
 INSERTION, TAP = "a routine is in the program", "the program shows cotangents"
 
 
-class _Thread(threading.local):
-    """notes: of the program that is traced.
-    calls: the jitted functions that are traced as parts: trace, arguments, and those of the call around it.
-    made: what results of the last traced part stand for, until the program around it has symbols for them.
+class _TraceState(threading.local):
+    """State of a thread.
+
+    notes: of the program that is traced.  calls: the jitted functions that are traced as parts, each with
+    trace, inner and outer arguments.  part_originals: originals of the last part's results, until the
+    program around the part has symbols for them.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
         self.calls: list[tuple[Any, list[Any], list[Any]]] = []
-        self.made: list[Any] = []
+        self.part_originals: list[Any] = []
 
 
-_thread = _Thread()
+_thread = _TraceState()
 
 
-def note(what: str) -> None:
-    """Note what is in the program that is traced: INSERTION, TAP, or ops that tools may not see in it."""
-    _thread.notes[what] = None
+def add_note(content: str) -> None:
+    """Note a content of the program that is traced: INSERTION, TAP, or ops that tools may not see in it."""
+    _thread.notes[content] = None
 
 
 @contextmanager
-def noting() -> Iterator[dict[str, None]]:
-    """Context that gives the notes of the program that is traced in it."""
+def collecting_notes() -> Iterator[dict[str, None]]:
+    """Collect the notes of the program that is traced within the context, which yields them."""
     before, _thread.notes = _thread.notes, {}
     try:
         yield _thread.notes
@@ -48,13 +50,13 @@ def noting() -> Iterator[dict[str, None]]:
         _thread.notes = before
 
 
-def part(
+def as_part(
     function: Callable[..., Any], args: Any, kwargs: Any, original: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return a function to be traced as a part of the program around it, which calls it with these arguments.
+    """Return a function to be traced as a part of the program that calls it with these arguments.
 
-    It is a new function each time, so JAX traces it anew: each call has ops of its own.
-    original: gives what a symbol stands for in the outermost function.
+    JAX traces a new function each time, so that each call has ops of its own.
+    original: returns the original of a symbol in the outermost function.
     """
     outer = jax.tree_util.tree_leaves((args, kwargs))
 
@@ -64,38 +66,39 @@ def part(
         try:
             results = function(*args, **kwargs)
             leaves = map(original, jax.tree_util.tree_leaves(results))
-            _thread.made = [None if _is_of_trace(one) else one for one in leaves]
+            _thread.part_originals = [None if _is_of_trace(leaf) else leaf for leaf in leaves]
         finally:
             _thread.calls.pop()
         return results
 
+    # `__wrapped__` would lead JAX to the user's function, of which it may have a program.
     wraps(function)(traced)
     del traced.__wrapped__  # type: ignore[attr-defined]
     return traced
 
 
 def _is_of_trace(value: Any) -> bool:
-    """Return True for a symbol of the traced program, if JAX checks that nothing holds it after that.
+    """Return True for a symbol of the traced program, if JAX checks for leaked tracers.
 
-    Without the check it is held, for tools that follow a value out of the part.
+    Without the check symbols are held, for tools that follow a value out of the part.
     """
     is_checked = jax.config.jax_check_tracer_leaks
     return is_checked and isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
 
 
-def made() -> list[Any]:
-    """Return what the results of the part that was traced last stand for, once."""
-    found, _thread.made = _thread.made, []
-    return found
+def take_part_originals() -> list[Any]:
+    """Return and forget the originals of the results of the part that was traced last."""
+    originals, _thread.part_originals = _thread.part_originals, []
+    return originals
 
 
 def is_tensor(value: Any) -> bool:
-    """Return True for an array, a symbol of one, or an array of NumPy, which JAX takes as its own."""
+    """Return True for an array of JAX or NumPy, or the symbol of an array."""
     return isinstance(value, ARRAYS)
 
 
 def is_numeric(value: Any) -> bool:
-    """Return True for an array of which NumPy has the values: not of keys, and not of float0."""
+    """Return True for an array of a type that NumPy has: not of random keys, and not of float0."""
     return (
         is_tensor(value)
         and not dtypes.issubdtype(value.dtype, dtypes.extended)
@@ -110,9 +113,10 @@ def primal(value: Any) -> Any:
     return value
 
 
-def base() -> Any:
+def base_trace() -> Any:
     """Return the trace below those of derivatives: JAX's evaluation, or one that makes a program or maps."""
     trace: Any = core.trace_ctx.trace
+    # Batch traces stay: under vmap routines get batched values.
     while isinstance(trace, (ad.LinearizeTrace, ad.JVPTrace, pe.JaxprTrace)):
         trace = trace.parent_trace
     return trace
@@ -120,7 +124,7 @@ def base() -> Any:
 
 def is_staged() -> bool:
     """Return True where what is bound now becomes part of a program, or is mapped over, and has no values."""
-    return base() is not core.eval_trace
+    return base_trace() is not core.eval_trace
 
 
 def is_within_jit() -> bool:
@@ -156,22 +160,27 @@ def is_differentiated(value: Any) -> bool:
 
 
 def argument_of(value: Any) -> Any:
-    """Return the symbol in the outermost function that a symbol was passed from; itself where it was not."""
+    """Return the symbol of the outermost function that was passed as this symbol; else the value itself."""
     value = primal(value)
     if isinstance(value, pe.DynamicJaxprTracer):
+        # From the innermost part outwards, as each part's arguments are symbols of the one around it.
         for trace, inner, outer in reversed(_thread.calls):
             if trace is value._trace:
-                passed = (two for one, two in zip(inner, outer, strict=False) if one is value)
+                passed = (
+                    outer_value
+                    for inner_value, outer_value in zip(inner, outer, strict=False)
+                    if inner_value is value
+                )
                 return next(map(argument_of, passed), value)
     return value
 
 
 def argument_name(value: Any) -> str | None:
-    """Return JAX's name for the argument of a jitted function that a symbol is: "params['w']"."""
+    """Return JAX's name of a symbol that is an argument of a jitted function: "params['w']"; else None."""
     value = argument_of(value)
     if not isinstance(value, pe.DynamicJaxprTracer):
         return None
     frame = value._trace.frame
     names = () if frame.debug_info is None else frame.debug_info.arg_names or ()
     pairs = zip(frame.invars, names, strict=False)
-    return next((name for one, name in pairs if one is value.val), None)
+    return next((name for variable, name in pairs if variable is value.val), None)

@@ -1,7 +1,8 @@
-"""Ops that run twice where gradients are computed outside of jit: as JAX has them, and for the tools.
+"""Functions that run twice where gradients are computed outside of jit: as JAX runs them, and op by op.
 
-A backward pass goes through the ops of the tools first. If a routine changes a gradient there, these count;
-otherwise they are dropped, and JAX's are added in JAX's order. So a tool that looks leaves each bit.
+A backward pass goes through the ops, with the tools' taps, first. If a routine changes a gradient there, the
+gradients of the ops count. Otherwise they are dropped, and the gradients of JAX's function are added in JAX's
+order. So a tool that only observes changes no bit.
 """
 
 import threading
@@ -15,21 +16,21 @@ from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.util import weakref_cache_key_types
 
-from ._primitives import ORIGINALS, front
-from ._traces import INSERTION, TAP, noting
+from ._primitives import ORIGINALS, with_mapped_axis_first
+from ._traces import INSERTION, TAP, collecting_notes
 
 gate_p = core.Primitive("amanda_gate")
 join_p = core.Primitive("amanda_join")
 
 
-class _Thread(threading.local):
-    """running: calls whose ops run, innermost last."""
+class _RunningTwins(threading.local):
+    """State of a thread; running: calls whose ops run, innermost last."""
 
     def __init__(self) -> None:
         self.running: list[Twins] = []
 
 
-_thread = _Thread()
+_thread = _RunningTwins()
 
 
 class Twins:
@@ -40,7 +41,7 @@ class Twins:
 
     def __init__(self) -> None:
         self.changed = False
-        self.is_inner = bool(_thread.running)
+        self.is_inner = bool(_thread.running)  # the outer call chooses for all
 
     def __enter__(self) -> "Twins":
         _thread.running.append(self)
@@ -50,34 +51,39 @@ class Twins:
         _thread.running.pop()
 
     def gate(self, values: Sequence[Any], ops: bool, inputs: Sequence[Any] = ()) -> list[Any]:
-        """Return inputs of the ops, or results of the function: gradients come through where they count.
+        """Return inputs of the ops, or results of the function, behind gates.
 
-        inputs: of the function, whose gradients are the same as those of results that it hands on.
+        A gate stops gradients that are not to be counted.
+        inputs: of the function; a result that is an input has the input's gradient, and needs no gate.
         """
-        handed = [_tangent(one) for one in inputs]
+        input_tangents = [_tangent(value_or_tangent) for value_or_tangent in inputs]
         return [
             ORIGINALS.note(gate_p.bind(value, twins=self, ops=ops), value)
-            if is_linear(value) and not any(_tangent(value) is one is not None for one in handed)
+            if is_differentiable(value)
+            and not any(
+                _tangent(value) is value_or_tangent is not None for value_or_tangent in input_tangents
+            )
             else value
             for value in values
         ]
 
-    def join(self, values: Sequence[Any], gated: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return the results of the function; a backward pass comes also to its ops, which gave `others`."""
+    def join(self, values: Sequence[Any], gated: Sequence[Any], op_values: Sequence[Any]) -> list[Any]:
+        """Return the results of the function; a backward pass reaches the results of its ops from them."""
         joined: dict[int, Any] = {}  # of one result each: its gradients are added at one place
-        for value, one, other in zip(values, gated, others, strict=True):
-            if id(value) not in joined and one is not value and is_linear(other):
-                joined[id(value)] = join_p.bind(one, other, twins=self)
+        for value, gated_value, op_value in zip(values, gated, op_values, strict=True):
+            if id(value) not in joined and gated_value is not value and is_differentiable(op_value):
+                joined[id(value)] = join_p.bind(gated_value, op_value, twins=self)
         return [joined.get(id(value), value) for value in values]
 
     @staticmethod
     def watching() -> Callable[..., Any]:
-        """Return what calls the routines at a backward op of the calls that run now: it notes changes."""
-        return partial(_watched, tuple(_thread.running[:1]))
+        """Return a function that calls routines, and notes if they change gradients."""
+        return partial(_run_noting_changes, tuple(_thread.running[:1]))
 
 
-def _watched(calls: Sequence[Twins], run: Callable[..., Any], *args: Any) -> Any:
-    with noting() as notes:
+def _run_noting_changes(calls: Sequence[Twins], run: Callable[..., Any], *args: Any) -> Any:
+    """Call `run`, and mark the calls as changed if a routine changed a value."""
+    with collecting_notes() as notes:
         result = run(*args)
     for twins in calls:
         twins.changed |= INSERTION in notes
@@ -91,23 +97,24 @@ def run_twice(
     values: Sequence[Any], function: Callable[[], list[Any]], ops: Callable[[Sequence[Any]], list[Any]],
     backward: bool,
 ) -> list[Any]:  # fmt: skip
-    """Run ops for the tools; return the function's results where no routine changed a value.
+    """Run ops for the tools; return the function's results if no routine changed a value, else the ops'.
 
     values: inputs of both.  backward: whether the tools look at backward ops.
     """
     twins = Twins()
-    early = backward and not twins.is_inner and any(map(is_linear, values))
+    early = backward and not twins.is_inner and any(map(is_differentiable, values))
     # A backward pass has to come to the ops first, so these have to run last.
     results = function() if early else []
     gated = twins.gate(results, False, values)
-    with noting() as notes, twins:
-        others = ops(twins.gate(values, True) if early else values)
+    with collecting_notes() as notes, twins:
+        op_values = ops(twins.gate(values, True) if early else values)
+    # A changed value makes JAX's results wrong; late taps would be reached after JAX's gradients.
     if INSERTION in notes or (TAP in notes and not early):
         twins.changed = True
-        return others
+        return op_values
     results = results if early else function()
-    ORIGINALS.note_all(results, others)
-    return twins.join(results, gated, others) if TAP in notes else results
+    ORIGINALS.note_all(results, op_values)
+    return twins.join(results, gated, op_values) if TAP in notes else results
 
 
 def wants_backward() -> bool:
@@ -122,8 +129,8 @@ def _tangent(value: Any) -> Any:
     return value.tangent if isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)) else None
 
 
-def is_linear(value: Any) -> bool:
-    """Return True for a symbol of which a derivative may be taken."""
+def is_differentiable(value: Any) -> bool:
+    """Return True for a symbol of a type that has derivatives."""
     return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
@@ -140,19 +147,19 @@ def _gate_transposed(cotangent: Any, value: Any, *, twins: Twins, ops: bool) -> 
 
 def _join_jvp(primals: Any, tangents: Any, *, twins: Twins) -> Any:
     values = join_p.bind(*primals, twins=twins)
-    if any(type(one) is ad.Zero for one in tangents):
+    if any(type(tangent) is ad.Zero for tangent in tangents):
         return values, tangents[0]
     return values, join_p.bind(*tangents, twins=twins)
 
 
 def _join_transposed(cotangent: Any, *_: Any, twins: Twins) -> Any:
-    twins.changed = False
+    twins.changed = False  # each backward pass decides anew
     return [cotangent, cotangent]
 
 
 def _join_batched(args: Any, dims: Any, *, twins: Twins) -> Any:
     if dims[0] != dims[1]:
-        args, dims = front(args, dims), (0, 0)
+        args, dims = with_mapped_axis_first(args, dims), (0, 0)
     return join_p.bind(*args, twins=twins), dims[0]
 
 
@@ -162,9 +169,9 @@ ad.primitive_jvps[gate_p] = _gate_jvp
 ad.primitive_transposes[gate_p] = partial(ad.linear_transpose2, _gate_transposed)
 batching.primitive_batchers[gate_p] = lambda args, dims, **params: (gate_p.bind(*args, **params), dims[0])
 mlir.register_lowering(gate_p, lambda ctx, value, **params: [value])
-join_p.def_impl(lambda value, other, twins: value)
-join_p.def_abstract_eval(lambda value, other, twins: value)
+join_p.def_impl(lambda value, op_value, twins: value)
+join_p.def_abstract_eval(lambda value, op_value, twins: value)
 ad.primitive_jvps[join_p] = _join_jvp
 ad.primitive_transposes[join_p] = partial(ad.linear_transpose2, _join_transposed)
 batching.primitive_batchers[join_p] = _join_batched
-mlir.register_lowering(join_p, lambda ctx, value, other, twins: [value])
+mlir.register_lowering(join_p, lambda ctx, value, op_value, twins: [value])

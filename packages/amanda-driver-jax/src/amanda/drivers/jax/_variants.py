@@ -1,6 +1,6 @@
-"""Programs of one function for the tools of a stack, by the values that routines in them read.
+"""Programs of one function for the tools of a layer: one for each set of values that routines read.
 
-Arrays that routines read are inputs of a program, for which they are read at each call.
+Arrays that routines read are inputs of a program, and are read at each call.
 """
 
 import weakref
@@ -27,7 +27,7 @@ _CONSTANT = (FunctionType, ModuleType, type)
 
 
 class JaxReads(Reads):
-    """Values that routines read; those of arrays that are inputs of a program may be others of that type."""
+    """Values that routines read; an array that is an input of a program may change, but not its type."""
 
     opaque: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy", "jax", "jaxlib", "autoray"})
 
@@ -37,14 +37,14 @@ class JaxReads(Reads):
         self._copies: dict[tuple[int, Any], np.ndarray[Any, Any]] = {}
 
     def follow(self, action: Action) -> None:
-        """Take up what an action's routine reads, and what is in arrays of NumPy, which may be written."""
+        """Note the values that an action's routine reads; copy NumPy's arrays, which may be written."""
         super().follow(action)
         for place in self:
             if isinstance(place.value, np.ndarray) and place.key not in self._copies:
                 self._copies[place.key] = place.value.copy()
 
     def hold(self) -> bool:
-        """Return True if a program that was traced for these values computes with those of now."""
+        """Return True if a program that was traced for these values is right for the present ones."""
         with interceptor.Suspension():
             return all(self._is_as_before(place) for place in self)
 
@@ -59,12 +59,12 @@ class JaxReads(Reads):
 
     @property
     def guards(self) -> bool:
-        """True if a call of the program has to look at what was read."""
-        return any(not (isinstance(one.value, _CONSTANT) or callable(one.value)) for one in self)
+        """Return True if a call of the program has to check the values that were read."""
+        return any(not (isinstance(reading.value, _CONSTANT) or callable(reading.value)) for reading in self)
 
 
 def reads_of(action: Action) -> JaxReads:
-    """Return what a routine reads now, and what it sets beyond itself."""
+    """Return the values that a routine reads now, and the names that it sets outside of itself."""
     reads = JaxReads()
     reads.follow(action)
     reads.settle(())
@@ -72,9 +72,9 @@ def reads_of(action: Action) -> JaxReads:
 
 
 class Variant:
-    """The programs of one function while values that routines read are as they were.
+    """The programs of one function for one set of values that routines read.
 
-    history: of these values.  trace: of the function.  inputs: places, by the ids of constants.
+    history: of these values.  trace: of the function.  inputs: places that are read, by ids of constants.
     """
 
     def __init__(self, number: int, history: History) -> None:
@@ -82,79 +82,80 @@ class Variant:
         self.reads = JaxReads()
         self.trace: Any = None
         self.inputs: dict[int, Reading] = {}
-        self._made: list[Any] = []  # their ids stay
+        self._constants: list[Any] = []  # their ids stay
         self._traced: list[tuple[Action, list[Any]]] = []
         self._reports: dict[tuple[str, str], None] = {}
 
     @contextmanager
     def tracing(self, action: Action) -> Iterator["LiftedArrays"]:
-        """Context in which a routine becomes a part of the program, without what it sets of its tool."""
+        """Enter a context in which a routine becomes a part of the program, without effects on its tool."""
         lifted = LiftedArrays(self)
         with self.reads.tracing([action]):
             yield lifted
-        self._traced.append((action, lifted.held))
+        self._traced.append((action, lifted.held_arrays))
 
-    def report(self, what: str, reason: str) -> None:
-        """Note what the program does otherwise than its routines say, to be told at each call."""
-        self._reports[what, reason] = None
+    def report(self, subject: str, reason: str) -> None:
+        """Note a difference between the program and its routines, which is reported at each call."""
+        self._reports[subject, reason] = None
 
     def reports(self) -> list[tuple[str, str]]:
-        """Return what there is to be told."""
+        """Return the entries for the reports of scopes."""
         return [*self._reports, *self.reads.unfollowed(self._traced, "a program")]
 
-    def lifted(self, place: Reading) -> Any:
-        """Return the symbol of the program's input that a place is read for."""
+    def lift(self, place: Reading) -> Any:
+        """Return the symbol of a new input of the program, for which a place is read at each call."""
         with core.set_current_trace(core.eval_trace):
-            own = jax.numpy.array(place.value)
-        self._made.append(own)
-        self.inputs[id(own)] = place
+            constant = jax.numpy.array(place.value)  # a copy, whose `id` stands for this place alone
+        self._constants.append(constant)
+        self.inputs[id(constant)] = place
         self.reads.inputs.add(place.key)
-        return self.trace.new_const(own, source_info_util.current())
+        return self.trace.new_const(constant, source_info_util.current())
 
 
 class LiftedArrays(Arrays):
-    """Symbols for routines in a program, in which arrays that a routine reads are inputs of the program.
+    """Tensor operations for routines in a program; arrays that routines read become inputs of the program.
 
-    held: arrays that routines compute with and that no name in their code leads to.
+    held_arrays: arrays that routines use and that no name in their code leads to.
     """
 
     def __init__(self, variant: Variant) -> None:
         self._variant = variant
-        self.held: list[Any] = []
+        self.held_arrays: list[Any] = []
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine on symbols; put what it computes into the program."""
+        """Trace a routine, and insert its computation into the program."""
         return super().call_isolated(partial(self._lifted, partial(func, **kwargs)), values, {})
 
     def _lifted(self, func: Callable[..., Any], *values: Any) -> Any:
+        # A trace of its own shows the arrays that the routine refers to: they are its constants.
         closed, form = jax.make_jaxpr(func, return_shape=True)(*values)
-        places = [one for one in self._variant.reads if isinstance(one.value, ARRAYS)]
-        consts = [self._const(one, places) for one in closed.consts]
+        places = [item for item in self._variant.reads if isinstance(item.value, ARRAYS)]
+        consts = [self._const(item, places) for item in closed.consts]
         results = core.eval_jaxpr(closed.jaxpr, consts, *jax.tree_util.tree_leaves(values))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(form), results)
 
     def _const(self, const: Any, places: Sequence[Reading]) -> Any:
-        place = next((one for one in places if _is_of(const, one.value)), None)
+        place = next((reading for reading in places if _is_same_array(const, reading.value)), None)
         if place is not None:
-            return self._variant.lifted(place)
+            return self._variant.lift(place)
         if isinstance(const, jax.Array):
-            self.held.append(const)
+            self.held_arrays.append(const)
         return const
 
 
-def _is_of(const: Any, value: Any) -> bool:
+def _is_same_array(const: Any, value: Any) -> bool:
     """Return True if a constant of a program is a value: JAX has its own objects for arrays of NumPy."""
     if const is value or not (isinstance(const, np.ndarray) and isinstance(value, np.ndarray)):
         return const is value
     return const.shape == value.shape and const.ctypes.data == value.ctypes.data
 
 
-class Function:
-    """A function of the user, with one variant for each set of values that routines read.
+class TracedFunction:
+    """A function of the user for the tools of a layer, with a variant for each set of values that are read.
 
-    call: the function under the other name by which JAX knows it for the tools of a stack.
+    call: calls the function; JAX caches programs for the tools by it, not by the user's function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -166,15 +167,15 @@ class Function:
                 variant.trace = core.trace_ctx.trace
             return reference()(*args, **kwargs)  # type: ignore[misc]
 
-        del call.__wrapped__
+        del call.__wrapped__  # it would lead JAX to the user's function, and to its programs
         self.call = call
         self._history = History(JaxReads)
         self._all: list[Variant] = []
 
     @contextmanager
     def variant(self) -> Iterator[Variant]:
-        """Context in which the function is called or traced, for the values of now."""
-        variant = next((one for one in self._all if one.reads.hold()), None)
+        """Enter a context in which the function is called or traced, for the present values of reads."""
+        variant = next((known_variant for known_variant in self._all if known_variant.reads.hold()), None)
         if variant is None:
             variant = Variant(len(self._all), self._history)
             self._all.append(variant)
@@ -189,8 +190,8 @@ class Function:
 _VARIANT: ContextVar[Variant | None] = ContextVar("variant of the function that is traced", default=None)
 
 
-def followed(action: Action) -> Variant | None:
-    """Return the variant that is traced; None where a traceable routine has to run at each execution."""
+def variant_for(action: Action) -> Variant | None:
+    """Return the variant that is traced; None if a traceable routine has to run as Python."""
     variant = _VARIANT.get()
     if variant is None or reads_of(action).written:
         return None
@@ -202,19 +203,19 @@ def followed(action: Action) -> Variant | None:
     return variant
 
 
-def report(what: str, reason: str, source: str = "") -> None:
-    """Report something, at each call of the program that is traced if there is one."""
+def report_in_program(subject: str, reason: str, source: str = "") -> None:
+    """Add an entry to the reports of each call of the program that is traced, or to the present report."""
     variant = _VARIANT.get()
     if variant is None:
-        State.current().report(what, reason, source)
+        State.current().report(subject, reason, source)
     else:
-        variant.report(what, reason)
+        variant.report(subject, reason)
 
 
-def guard(action: Action, facts: OpFacts) -> None:
-    """Trace the program anew for other values that a routine reads which is a part of it in any case.
+def guard_reads(action: Action, facts: OpFacts) -> None:
+    """Guard the program by the values that a routine in it reads, so that changes retrace it.
 
-    Report where other values would not be seen.
+    Where that is not possible, report that changes have no effect.
     """
     reads, variant = reads_of(action), _VARIANT.get()
     if not is_within_jit() or not (reads.guards or reads.written):
@@ -229,39 +230,45 @@ def guard(action: Action, facts: OpFacts) -> None:
     else:
         variant.reads.follow(action)
         return
-    told = f"{why}; it stays as it was when the function was traced"
-    report(f"{action} of {facts.name}", told, facts.source)
+    reason = f"{why}; it stays as it was when the function was traced"
+    report_in_program(f"{action} of {facts.name}", reason, facts.source)
 
 
-class Program(NamedTuple):
-    """A program with inputs that are read at each call.  params: of its jit.  places: of each constant."""
+class ProgramWithInputs(NamedTuple):
+    """A program with inputs that are read at each call.
+
+    params: of its jit.  places: for each constant, the place that is read, or None.
+    """
 
     params: Any
     consts: Sequence[Any]
     places: Sequence[Reading | None]
 
     def inputs(self) -> list[Any]:
-        """Return the constants, with what is read now."""
+        """Return the constants, with the present values of places."""
         pairs = zip(self.consts, self.places, strict=True)
-        return [one if place is None else place.read(place.holder, place.name) for one, place in pairs]
+        return [
+            constant if place is None else place.read(place.holder, place.name) for constant, place in pairs
+        ]
 
 
-def with_inputs(params: Any, inputs: Mapping[int, Reading]) -> Program | None:
+def with_read_inputs(params: Any, inputs: Mapping[int, Reading]) -> ProgramWithInputs | None:
     """Return a program whose constants are inputs, if any of them is read at each call; else None.
 
     params: JAX's for a jitted function.
     """
     consts, closed = list(params.consts), params.params["jaxpr"]
-    if any(id(one) in inputs for one in closed.consts):
+    if any(id(constant) in inputs for constant in closed.consts):
+        # Constants within the program become leading arguments, which can be read anew at each call.
         closed, more = pe.separate_consts(closed)
         count = len(more)
-        own = dict(
+        jit_params = dict(
             params.params, jaxpr=closed,
             in_shardings=(pjit.UNSPECIFIED,) * count + params.params["in_shardings"],
             in_layouts=(None,) * count + params.params["in_layouts"],
             donated_invars=(False,) * count + params.params["donated_invars"],
         )  # fmt: skip
         consts = [*more, *consts]
-        params = params._replace(params=own, consts=consts)
-    places = [inputs.get(id(one)) for one in consts]
-    return Program(params, consts, places) if any(places) else None
+        params = params._replace(params=jit_params, consts=consts)
+    places = [inputs.get(id(constant)) for constant in consts]
+    return ProgramWithInputs(params, consts, places) if any(places) else None

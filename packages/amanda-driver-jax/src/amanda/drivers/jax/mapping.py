@@ -38,13 +38,13 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int, ...] | None:
-    """Extents of an array; None for what is no array."""
+    """Return the extents of an array; None for any other value."""
     extents = None if isinstance(value, type) else getattr(value, "shape", None)
     return None if extents is None else tuple(extents)
 
 
 def dtype(value: Any) -> str | None:
-    """Name of an array's element type."""
+    """Return the name of an array's element type; None for any other value."""
     kind = None if isinstance(value, type) else getattr(value, "dtype", None)
     return None if kind is None else str(kind)
 
@@ -70,15 +70,16 @@ def _product(context: OpContext, inputs: Sequence[Any], numbers: Any) -> tuple[s
 
     A product of an array with the one contracted axis of a matrix is a `linear`, if a model holds the matrix.
     """
-    (left, right), batch = numbers
+    (lhs_axes, rhs_axes), batch = numbers
     variables = [context.get_variable(i) for i in (0, 1)]
-    held = [i for i in (0, 1) if variables[i] is not None]
-    if len(held) == 2 and len(single := [i for i in held if not hasattr(variables[i], "parts")]) == 1:
-        held = single  # the other is sliced: a sequence that the program goes along
-    if len(held) != 1 or any(batch):
+    weights = [i for i in (0, 1) if variables[i] is not None]
+    if len(weights) == 2 and len(single := [i for i in weights if not hasattr(variables[i], "parts")]) == 1:
+        weights = single  # the other is sliced: a sequence that the program goes along
+    # Two weights, none, or a batch axis: which one a model would call its weight is not decidable.
+    if len(weights) != 1 or any(batch):
         return "matmul", None, None
-    index = held[0]
-    contracted = (left, right)[index]
+    index = weights[0]
+    contracted = (lhs_axes, rhs_axes)[index]
     if len(inputs[index].shape) != 2 or len(contracted) != 1:
         return "matmul", None, None
     return "linear" if index == 1 else "matmul", index, "IO" if contracted[0] == 0 else "OI"
@@ -88,7 +89,7 @@ def _convolution(attributes: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the word for a convolution, and the axes of its input and of its weight."""
     numbers = attributes["dimension_numbers"]
     rank = len(numbers.lhs_spec) - 2
-    transposed = any(one != 1 for one in attributes["lhs_dilation"])
+    transposed = any(dilation != 1 for dilation in attributes["lhs_dilation"])
     word = f"conv{'_transpose' if transposed else ''}{rank}d"
     return word, _spelt(numbers.lhs_spec, "NC", rank), _spelt(numbers.rhs_spec, "OI", rank)
 
@@ -101,7 +102,7 @@ def _spelt(places: Sequence[int], first: str, rank: int) -> str:
 
 def _pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the word for a pooling, and the axes of its input: channels are ahead of the window or last."""
-    window = [i for i, one in enumerate(attributes["window_dimensions"]) if one > 1]
+    window = [i for i, extent in enumerate(attributes["window_dimensions"]) if extent > 1]
     rank = len(attributes["window_dimensions"]) - 2
     layout = None
     if rank in _AXES and window and window[0] > 0:
@@ -111,7 +112,7 @@ def _pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, str | None]
 
 
 def _weight_grad_index(context: OpContext) -> int | None:
-    """The backward op gives the gradients of its op's inputs in their order."""
+    """Return the index of the weight's gradient: a backward op returns gradients in the order of inputs."""
     index = context["weight_index"]
     if index is None:
         return None
@@ -120,5 +121,5 @@ def _weight_grad_index(context: OpContext) -> int | None:
         extents = shape(context.get_inputs()[index])
     except AmandaError:
         return int(index)
-    made = grads is None or (index < len(grads) and shape(grads[index]) == extents)
-    return int(index) if made else None
+    has_gradient = grads is None or (index < len(grads) and shape(grads[index]) == extents)
+    return int(index) if has_gradient else None

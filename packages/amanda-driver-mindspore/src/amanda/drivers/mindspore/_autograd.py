@@ -1,4 +1,4 @@
-"""The backward pass: which nodes an op made, and hooks where a tool wants them."""
+"""The backward pass: the autograd nodes of each op, and hooks at nodes where a tool has routines."""
 
 import weakref
 from collections import deque
@@ -19,11 +19,11 @@ from ._tensors import MindSporeTensors, StraightThrough, tensors_of
 _LEAF_PLACE = 1 << 32
 
 
-class Mark:
-    """One node of the graph of gradients, and the execution that made it.
+class NodeMark:
+    """The execution that created an autograd node; the node holds its mark as a hook without effect.
 
-    place: tells the nodes of one execution apart.  leaves: by their nodes, those that the execution read,
-    some of which nothing else holds.  A node holds its mark as a hook, which does nothing.
+    place: number of the node among those of the execution.  number: the node's sequence number.
+    leaves: leaves that the execution read, by their nodes' ids; some have no other owner.
     """
 
     __slots__ = ("__weakref__", "leaves", "number", "place", "trace")
@@ -38,16 +38,19 @@ class Mark:
         return None
 
 
-class Made:
-    """Context of an op's execution: the nodes that are made in it lead to those of its inputs."""
+class InputNodes:
+    """The autograd nodes of an op's inputs, from which on the op's own nodes are new.
 
-    __slots__ = ("known", "leaves")
+    node_ids: ids of the nodes.  leaves: the leaves among the inputs, by the ids of their nodes.
+    """
+
+    __slots__ = ("leaves", "node_ids")
 
     def __init__(self) -> None:
-        self.known: set[int] = set()
+        self.node_ids: set[int] = set()
         self.leaves: dict[int, Any] = {}
 
-    def __enter__(self) -> "Made":
+    def __enter__(self) -> "InputNodes":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,108 +58,114 @@ class Made:
 
 
 class Autograd(MindSporeTensors, EagerDriver):
-    """The part of the driver that maps backward ops to forward ops and instruments them."""
+    """The part of the driver that maps backward ops to forward ops, and adds hooks for their routines."""
 
     def __init__(self) -> None:
-        self._marks: weakref.WeakValueDictionary[int, Mark] = weakref.WeakValueDictionary()
+        self._marks: weakref.WeakValueDictionary[int, NodeMark] = weakref.WeakValueDictionary()
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._results: dict[int, list[weakref.ref[Any]]] = {}
 
-    def tracing(self) -> Made:
-        """Context whose nodes are marked."""
-        return Made()
+    def tracing(self) -> InputNodes:
+        """Return a context of an op's execution."""
+        return InputNodes()
 
-    def begin(self, made: Made, inputs: Sequence[Any]) -> None:
-        """Know the nodes that the op's inputs come from, and the leaves among them."""
+    def begin(self, input_nodes: InputNodes, inputs: Sequence[Any]) -> None:
+        """Record the autograd nodes of an op's inputs, and the leaves among the inputs."""
         for tensor in tensors_of(inputs):
             node = node_of(tensor)
             if node is not None:
                 number = node._unique_id()
-                made.known.add(number)
+                input_nodes.node_ids.add(number)
                 if tensor._is_leaf:
-                    made.leaves[number] = tensor
+                    input_nodes.leaves[number] = tensor
                     if isinstance(tensor, Parameter):
                         self._leaves[number] = tensor
 
-    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
-        """Leave the trace at each node between the op's results and its inputs."""
+    def attach_trace(self, trace: Trace, input_nodes: InputNodes, values: list[Any]) -> None:
+        """Mark each node between the op's results and its inputs with the trace."""
         roots = [tensor._grad_node for tensor in tensors_of(values)]
-        new = _reached(roots, lambda node: node._unique_id() not in made.known and self.mark_of(node) is None)
-        found = [node for node in new if not node.is_leaf()]
-        for place, node in enumerate(sorted(found, key=lambda one: one._sequence_nr())):
-            mark = Mark(trace, place, node._sequence_nr(), made.leaves)
+        new = _reachable(
+            roots, lambda node: node._unique_id() not in input_nodes.node_ids and self.mark_of(node) is None
+        )
+        inner_nodes = [node for node in new if not node.is_leaf()]
+        for place, node in enumerate(sorted(inner_nodes, key=lambda inner: inner._sequence_nr())):
+            mark = NodeMark(trace, place, node._sequence_nr(), input_nodes.leaves)
             node.register_prehook(mark)
             self._marks[node._unique_id()] = mark
 
-    def mark_of(self, node: Any) -> Mark | None:
-        """The mark of a node; numbers tell it from one that was at its address before."""
+    def mark_of(self, node: Any) -> NodeMark | None:
+        """Return the mark of a node; None if it has none."""
+        # The id of a node is its address, which an earlier node may have had; sequence numbers differ.
         mark = self._marks.get(node._unique_id())
         return mark if mark is not None and mark.number == node._sequence_nr() else None
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` for `original`; the leaf that the original is stays known."""
+        """Return `value` instead of `original`; a leaf is recorded, since the value's node hides it."""
         if original._is_leaf and (node := node_of(original)) is not None:
             self._leaves[node._unique_id()] = original
         return super().straight_through(original, value)
 
     def follow_backward(self, attributes: Attributes) -> None:
-        """Make every backward pass bring its nodes to the tools."""
-        attributes.set(api._PyNativeExecutor, "end_graph", self._followed_end())
-        attributes.set(api._PyNativeExecutor, "grad", self._followed_grad())
-        attributes.set(native, "run_backward", self._followed_run())
+        """Patch the functions that run backward passes, until `attributes` are restored."""
+        attributes.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
+        attributes.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())
+        attributes.set(native, "run_backward", self._stand_in_for_run_backward())
 
-    def _followed_end(self) -> Callable[..., Any]:
+    def _stand_in_for_end_graph(self) -> Callable[..., Any]:
+        """Stand-in for `end_graph`: remembers the results from which `grad` starts."""
         original = api._PyNativeExecutor.end_graph
 
         @wraps(original)
         def end_graph(executor: Any, obj: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
             if interceptor.active() is not None and self._marks:
                 values = output if isinstance(output, (list, tuple)) else [output]
-                self._results[id(obj)] = [weakref.ref(one) for one in tensors_of(values)]
+                self._results[id(obj)] = [weakref.ref(tensor) for tensor in tensors_of(values)]
             return original(executor, obj, output, *args, **kwargs)
 
         return end_graph
 
-    def _followed_grad(self) -> Callable[..., Any]:
+    def _stand_in_for_grad(self) -> Callable[..., Any]:
+        """Stand-in for `grad`: runs a backward pass from the results of the forward function."""
         original = api._PyNativeExecutor.grad
 
         @wraps(original)
         def grad(executor: Any, obj: Any, *args: Any) -> Any:
-            results = [one() for one in self._results.pop(id(obj), ())]
-            return self._run(
-                lambda: original(executor, obj, *args), [one for one in results if one is not None]
-            )
+            results = [reference() for reference in self._results.pop(id(obj), ())]
+            living = [tensor for tensor in results if tensor is not None]
+            return self._run_pass(lambda: original(executor, obj, *args), living)
 
         return grad
 
-    def _followed_run(self) -> Callable[..., Any]:
+    def _stand_in_for_run_backward(self) -> Callable[..., Any]:
+        """Stand-in for `run_backward`: runs a backward pass from tensors."""
         original = native.run_backward
 
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._run(lambda: original(tensors, *args, **kwargs), tensors)
+            return self._run_pass(lambda: original(tensors, *args, **kwargs), tensors)
 
         return run_backward
 
-    def _run(self, run: Callable[[], Any], results: Iterable[Any]) -> Any:
+    def _run_pass(self, run: Callable[[], Any], results: Iterable[Any]) -> Any:
+        """Run a backward pass from results, with hooks at the nodes where tools have routines."""
         activation = interceptor.active()
         if activation is None or not self._marks:
             interceptor.reset_root()
             return run()
-        under_way = _Backward(self, activation.state)
+        backward_pass = _BackwardPass(self, activation.state)
         try:
             with Suspension():
-                under_way.add_hooks([tensor._grad_node for tensor in results])
+                backward_pass.add_hooks([tensor._grad_node for tensor in results])
             gradients = run()
         finally:
-            under_way.remove_hooks()
+            backward_pass.remove_hooks()
             interceptor.reset_root()
-            under_way.finish()
-        under_way.raise_failure()
+            backward_pass.finish()
+        backward_pass.raise_failure()
         return gradients
 
 
-class _Backward:
-    """One backward pass: its nodes, mapped and hooked."""
+class _BackwardPass:
+    """A backward pass, with its hooks."""
 
     def __init__(self, driver: Autograd, state: State) -> None:
         self._driver = driver
@@ -166,27 +175,28 @@ class _Backward:
         self._failures: list[BaseException] = []
 
     def add_hooks(self, roots: Iterable[Any]) -> None:
-        """Hook the nodes that a tool wants of the graph from the roots."""
+        """Add hooks at the nodes and leaves below the roots where a tool has an analysis or routines."""
         marked = []
-        for node in _reached(roots, lambda node: True):
+        for node in _reachable(roots, lambda node: True):
             mark = self._driver.mark_of(node)
             if mark is not None:
                 marked.append((mark, node))
-        leaves: dict[int, Mark] = {}
+        leaves: dict[int, NodeMark] = {}
         for mark, node in sorted(marked, key=lambda pair: pair[0].number):
             for leaf in _leaves_of(node):
                 leaves.setdefault(leaf, mark)
             step = self._step(mark.trace, backward_operation(node.name()), mark.place, True)
             if step.wanted:
-                hooks = _Hooks(step, self._failures)
+                hooks = _NodeHooks(step, self._failures)
                 self._remove += [
                     node.register_prehook(hooks.before).remove,
                     node.register_hook(hooks.after).remove,
                 ]
         self._hook_leaves(leaves)
 
-    def _hook_leaves(self, leaves: dict[int, Mark]) -> None:
-        others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
+    def _hook_leaves(self, leaves: dict[int, NodeMark]) -> None:
+        """Add hooks at leaves, as backward ops of the op that used a leaf first."""
+        counts: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for number, mark in leaves.items():
             trace, leaf = mark.trace, self._driver._leaves.get(number, mark.leaves.get(number))
             if leaf is None:
@@ -194,35 +204,35 @@ class _Backward:
             if isinstance(leaf, Parameter):
                 place = _LEAF_PLACE + interceptor.ordinal(leaf)
             else:
-                others[id(trace)] = others.get(id(trace), -1) + 1
-                place = 2 * _LEAF_PLACE + others[id(trace)]
+                counts[id(trace)] = counts.get(id(trace), -1) + 1
+                place = 2 * _LEAF_PLACE + counts[id(trace)]
             step = self._step(trace, ACCUMULATE_GRAD, place, False)
             if step.wanted:
-                self._remove.append(_hooked(leaf, _Hooks(step, self._failures).of_leaf))
+                self._remove.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
 
     def _step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:
         self._traces[id(trace)] = trace
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 
     def remove_hooks(self) -> None:
-        """Leave the graph without hooks of ours; after an interrupt the rest goes when it is called again."""
+        """Remove all hooks; after an interrupt, another call removes the rest."""
         while self._remove:
             self._remove[-1]()
             self._remove.pop()
 
     def raise_failure(self) -> None:
-        """Raise what a routine at a leaf has raised in the pass that has ended."""
+        """Raise the exception of a routine at a leaf, once the pass has ended."""
         if self._failures:
             raise self._failures.pop()
 
     def finish(self) -> None:
-        """Settle the plans of ops whose backward ops have all been analysed."""
+        """Finish the traces of ops whose backward ops have all been analysed."""
         for trace in self._traces.values():
             if not trace.pending:
                 self._driver.finish(trace)
 
 
-class _Hooks:
+class _NodeHooks:
     """The hooks of one node.
 
     failures: receives what a routine at a leaf raises, after which the pass calls no other routine. MindSpore
@@ -236,18 +246,21 @@ class _Hooks:
         self._failures = failures
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Call the routines before a backward op; return changed gradients, or None."""
         if self._failures:
             return None
         with Suspension():
-            return _changed(grad_outputs, self._step.before(grad_outputs))
+            return _changed_or_none(grad_outputs, self._step.before(grad_outputs))
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Call the routines after a backward op; return changed gradients, or None."""
         if self._failures:
             return None
         with Suspension():
-            return _changed(grad_inputs, self._step.after(grad_inputs, grad_outputs))
+            return _changed_or_none(grad_inputs, self._step.after(grad_inputs, grad_outputs))
 
     def of_leaf(self, grad: Any) -> Any:
+        """Call the routines at a leaf; keep their exception for the end of the pass."""
         if self._failures:
             return grad
         try:
@@ -261,40 +274,38 @@ class _Hooks:
 
 
 def node_of(tensor: Any) -> Any:
-    """Return the node that a tensor's gradient goes to; None where there is none.
-
-    A view of a parameter that is made outside of a gradient says that it needs one, and has no node.
-    MindSpore does not tell of a view that was made where autodiff was off, and is written where it is on.
-    """
+    """Return the node that a tensor's gradient goes to; None if there is none."""
+    # A view of a parameter that is created outside of a gradient claims to need a gradient, and has no node.
+    # For a view created with autodiff off, and written with it on, MindSpore raises.
     try:
         return tensor._grad_node if tensor._requires_grad else None
     except RuntimeError:
         return None
 
 
-def _hooked(tensor: Any, hook: Callable[[Any], Any]) -> Callable[[], None]:
+def _register_leaf_hook(tensor: Any, hook: Callable[[Any], Any]) -> Callable[[], None]:
     number = native.TensorPy.register_hook(tensor, hook)
     return lambda: native.TensorPy.remove_hook(number)
 
 
-def _reached(roots: Iterable[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """The nodes that are wanted on the way from the roots; what is not wanted leads no further."""
-    seen: set[int] = set()
-    waiting = deque(roots)
-    while waiting:
-        node = waiting.popleft()
+def _reachable(roots: Iterable[Any], is_included: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the included nodes that the roots lead to over included nodes."""
+    visited: set[int] = set()
+    pending = deque(roots)
+    while pending:
+        node = pending.popleft()
         key = 0 if node is None else node._unique_id()
-        if node is None or key in seen:
+        if node is None or key in visited:
             continue
-        seen.add(key)
-        if not wanted(node):
+        visited.add(key)
+        if not is_included(node):
             continue
         yield node
-        waiting += [edge[0] for edge in node.next_functions]
+        pending += [edge[0] for edge in node.next_functions]
 
 
 def _leaves_of(node: Any) -> Iterator[int]:
-    """Numbers of the leaves that a node's gradients go to, also past a routine's value."""
+    """Yield the node ids of the leaves that get a node's gradients, also through a routine's value."""
     for edge in node.next_functions:
         target = edge[0]
         while target is not None and target.name() == StraightThrough.__name__:
@@ -303,7 +314,7 @@ def _leaves_of(node: Any) -> Iterator[int]:
             yield target._unique_id()
 
 
-def _changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
-    if len(old) == len(new) and all(one is other for one, other in zip(old, new, strict=True)):
+def _changed_or_none(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
+    if len(old) == len(new) and all(before is after for before, after in zip(old, new, strict=True)):
         return None
     return tuple(new)

@@ -10,7 +10,7 @@ from amanda.backend import when_imported
 from mindspore import Parameter, Tensor, ops
 
 
-def _array(value: Any) -> Any:
+def _as_tensor(value: Any) -> Any:
     return value if isinstance(value, Tensor) else Tensor(np.asarray(value))
 
 
@@ -23,8 +23,8 @@ def _count_nonzero(tensor: Any) -> int:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "array": _array,
-    "asarray": _array,
+    "array": _as_tensor,
+    "asarray": _as_tensor,
     "to_numpy": lambda tensor: tensor.asnumpy(),
     "assign": _assign,
     "count_nonzero": _count_nonzero,
@@ -45,10 +45,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def register_when_imported() -> None:
     """Register the functions with autoray, now or once it is imported."""
-    when_imported("autoray", _register)
+    when_imported("autoray", _register_functions)
 
 
-def _register() -> None:
+def _register_functions() -> None:
     import autoray
 
     # The class of parameters is made at run time, and says that it is of another module.

@@ -1,4 +1,4 @@
-"""The driver itself: which calls it intercepts and how each reaches the core."""
+"""The driver: the calls that it intercepts, and their way to the core."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,11 +14,19 @@ from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
 
 from ._autograd import Autograd, node_of
-from ._calls import ApplyCall, AssignCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
-from ._generic import Generic
+from ._calls import (
+    ApplyCall,
+    AssignCall,
+    KernelCall,
+    MethodCall,
+    MindSporeCall,
+    NamedPrimitiveCall,
+    OverloadCall,
+)
+from ._executor import PrimitiveInterception
 from ._jit import report_compiled
 from ._modules import cell_path, enclose_cells
-from ._recompute import follow_recomputation
+from ._recompute import patch_recomputation
 from ._targets import Target, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
@@ -43,12 +51,12 @@ class MindSporeDriver(Autograd):
     def __init__(self) -> None:
         super().__init__()
         self.views = MindSporeViews()
-        self._generic = Generic(self)
+        self._generic = PrimitiveInterception(self)
         self._recorded_later = False
         self._memories: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
-        """Place every site, enclose the calls of cells, and follow backward passes."""
+        """Place all sites, and patch the calls of cells, backward passes and recomputation."""
         if interceptor.NATIVE:
             for site in self._sites:
                 site.place()
@@ -59,9 +67,10 @@ class MindSporeDriver(Autograd):
         self._generic.enter(self.attributes)
         enclose_cells(self.attributes)
         self.follow_backward(self.attributes)
-        follow_recomputation(self.attributes)
+        patch_recomputation(self.attributes)
         report_compiled(self.attributes)
-        # Nodes are made on another thread otherwise, which may wait for Python while Python waits for a node.
+        # With the pipeline another thread creates the nodes, and may wait for the GIL while Python waits for
+        # it.
         self._recorded_later = not _executor.disable_frontend_and_bprop_pipeline()
 
     def detach(self) -> None:
@@ -81,7 +90,8 @@ class MindSporeDriver(Autograd):
 
     def _site(self, target: Target) -> Site:
         name = target.operator
-        # What native code does by a function in Python is how it does it, and no op beside.
+        # Native code may call Python functions as a part of the operator; their ops are no ops of the
+        # program.
         return self.site(target.callable, Operation(name), name, IMPLEMENTATION)
 
     @cached_property
@@ -100,47 +110,47 @@ class MindSporeDriver(Autograd):
         key: int = 0,
         done: tuple[Any, ...] | None = None,
     ) -> Any:
-        """Bring a call to the core, but for functions of MindSpore's own that compute nothing."""
+        """Bring a call to the core, except for functions of MindSpore itself that compute nothing."""
         if site is self._apply and args[0].__module__.startswith("mindspore."):
             return site.invoke(args, kwargs)
         return super().handle(state, memo, op_id, site, args, kwargs, key, done)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with its inputs in schema order."""
+        """Return the call with its inputs in schema order."""
         if site is self._apply:
             return ApplyCall(site, args, kwargs)
         target = self._sites.get(site)
-        return (PrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
+        return (NamedPrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
 
     def shown(self, values: list[Any]) -> list[Any]:
-        """Return the values of an execution that is analysed, and note in which memory the parameters lie."""
+        """Record the memory of parameters among the values of an analysed execution; return the values."""
         for value in values:
             if isinstance(value, Parameter):
                 self._memories[memory_of(value)] = weakref.ref(value)
         return values
 
     def variable_of(self, value: Any) -> Any:
-        """A parameter, or the one that a tensor is a view of; a leaf that needs a gradient, as itself."""
+        """Return a parameter, the parameter that a tensor is a view of, or a leaf that needs a gradient."""
         if isinstance(value, Parameter) or not isinstance(value, Tensor):
             return value if isinstance(value, Parameter) else None
-        found = self._memories.get(memory_of(value), _nothing)()
-        if found is not None and memory_of(found) == memory_of(value):
-            return found
+        parameter = self._memories.get(memory_of(value), _no_parameter)()
+        if parameter is not None and memory_of(parameter) == memory_of(value):
+            return parameter
         return value if value._is_leaf and node_of(value) is not None else None
 
     def part_of(self, value: Any, variable: Any) -> str:
-        """Name the part of a parameter that a view of fewer elements is, by where it begins."""
+        """Name the part of a parameter that a smaller view shows, by its offset."""
         return f"@{value.storage_offset()}" if value.size < variable.size else ""
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Path of the calling cell in the network."""
+        """Return the path of the calling cell in the network."""
         return cell_path(subjects)
 
 
 def _place_of(target: Target) -> tuple[Any, str]:
-    """Return where a detour is set: methods on the class in Python, as the native one cannot be changed."""
+    """Return holder and name of a target; for methods the Python class, since the native one is immutable."""
     return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)
 
 
-def _nothing() -> None:
+def _no_parameter() -> None:
     return None

@@ -1,4 +1,4 @@
-"""Functions and cells that MindSpore compiles: their ops are in a graph, which is reported."""
+"""Reports of functions and cells that MindSpore compiles, whose ops are out of reach in a graph."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,13 +14,15 @@ REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it o
 
 def report_compiled(attributes: Attributes) -> None:
     """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
-    by_function = _reported(api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__)
+    by_function = _stand_in_for_compiled(api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__)
     attributes.set(api._JitExecutor, "__call__", by_function)
-    in_graph_mode = _reported(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
+    in_graph_mode = _stand_in_for_compiled(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
     attributes.set(nn.Cell, "compile_and_run", in_graph_mode)
 
 
-def _reported(original: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
+def _stand_in_for_compiled(original: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
+    """Stand-in for a method that runs compiled code: reports it, and runs it uninstrumented."""
+
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()

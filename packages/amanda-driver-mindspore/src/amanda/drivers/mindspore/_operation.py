@@ -1,11 +1,11 @@
-"""Backward ops of MindSpore: nodes of the graph of gradients."""
+"""Backward ops of MindSpore, which are autograd nodes."""
 
 from amanda.backend import Operation
 
 ACCUMULATE_GRAD = Operation("AccumulateGrad")
-"""The operator that takes the gradient of a leaf."""
+"""The backward op that receives the gradient of a leaf."""
 
 
 def backward_operation(node: str) -> Operation:
-    """Return the operator that a node is, by the node's name "ReLUBackward": that of the op that made it."""
+    """Return the backward op of a node, such as "ReLUBackward" for a node named "ReLU"."""
     return Operation(node if node.endswith("Grad") else f"{node}Backward")

@@ -1,4 +1,4 @@
-"""Recomputation: what runs again in the backward pass runs at the place where it ran first."""
+"""Recomputation in the backward pass, whose ops have the ids of the first computation."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,14 +10,15 @@ from amanda.backend import Attributes, recomputed, replayed
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
 
 
-def follow_recomputation(attributes: Attributes) -> None:
-    """Make both ways of recomputing bring the ops of a second run under the ids of the first."""
-    attributes.set(recompute, "recompute_without_reentrant", _recomputed_block())
-    attributes.set(recompute._RecomputeCell, "construct", _kept_construct())
-    attributes.set(recompute._RecomputeCell, "bprop", _replayed_bprop())
+def patch_recomputation(attributes: Attributes) -> None:
+    """Patch both forms of recomputation, so that recomputed ops have the ids of the first run."""
+    attributes.set(recompute, "recompute_without_reentrant", _stand_in_for_recompute())
+    attributes.set(recompute._RecomputeCell, "construct", _stand_in_for_construct())
+    attributes.set(recompute._RecomputeCell, "bprop", _stand_in_for_bprop())
 
 
-def _recomputed_block() -> Callable[..., Any]:
+def _stand_in_for_recompute() -> Callable[..., Any]:
+    """Stand-in for `recompute_without_reentrant`: replays the ids of the block."""
     original = recompute.recompute_without_reentrant
 
     @wraps(original)
@@ -30,7 +31,8 @@ def _recomputed_block() -> Callable[..., Any]:
 _PLACES = "_amanda_places"
 
 
-def _kept_construct() -> Callable[..., Any]:
+def _stand_in_for_construct() -> Callable[..., Any]:
+    """Stand-in for `_RecomputeCell.construct`: remembers the place of the call."""
     original = recompute._RecomputeCell.construct
 
     @wraps(original)
@@ -42,7 +44,8 @@ def _kept_construct() -> Callable[..., Any]:
     return construct
 
 
-def _replayed_bprop() -> Callable[..., Any]:
+def _stand_in_for_bprop() -> Callable[..., Any]:
+    """Stand-in for `_RecomputeCell.bprop`: recomputes at the place of the last call of `construct`."""
     original = recompute._RecomputeCell.bprop
 
     @wraps(original)

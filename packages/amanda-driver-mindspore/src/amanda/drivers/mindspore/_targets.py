@@ -1,8 +1,8 @@
-"""Targets: the native callables of MindSpore that are operators, and what each is called.
+"""Targets: the native callables of MindSpore that are operators, and the name of each operator.
 
 Python reaches MindSpore's kernels by generated functions (`pyboost_relu`), by generated classes
 (`ConcatPrim_`), by objects that pick among overloads (`_add_instance`) and by methods of tensors; what
-has none of these goes through the executor by the name of its primitive (`_generic.py`). Pure-Python
+has none of these goes through the executor by the name of its primitive (`_executor.py`). Pure-Python
 functions (`mint.nn.functional.linear`, `ops.cross_entropy`) are absent: what they call natively is here.
 """
 
@@ -21,12 +21,12 @@ Kind = Literal["kernel", "overload", "method", "assignment"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One native callable to intercept.
+    """A native callable to intercept.
 
-    callable: what is called.  holder, name: where Python finds it.
+    callable: the callable.  holder, name: the object with the callable, and its attribute.
     kind: "kernel" is called with a primitive and a list of its arguments, "overload" with itself and the
         arguments, "method" with a tensor and the arguments, "assignment" with a tensor and another.
-    operator: name of the operator, one for all its spellings.
+    operator: name of the operator, the same for all its spellings.
     """
 
     callable: Any
@@ -63,24 +63,25 @@ SPELLINGS = {
     "_tolist": "tolist",
     "assign_value_cpp": "assign_value",
 }
-"""Names for which an operator is called otherwise; every other keeps its own."""
+"""Operators by other names for them."""
 
 READS_AND_WRITES = (
     "__getitem__", "__setitem__", "_item", "_tolist", "asnumpy", "assign_value_cpp", "to_dlpack",
 )  # fmt: skip
-"""Methods of tensors that MindSpore does not list among its operators."""
+"""Methods of tensors that are no operators in MindSpore's lists."""
 
 
 @cache
 def targets() -> tuple[Target, ...]:
-    """Every operator of the running MindSpore that is a native callable, each callable once."""
-    found: dict[int, Target] = {}
+    """Return the operators of this version of MindSpore that are native callables, each once."""
+    by_callable: dict[int, Target] = {}
     for target in (*_kernels(), *_overloads(), *_methods()):
-        found.setdefault(id(target.callable), target)
-    return tuple(found.values())
+        by_callable.setdefault(id(target.callable), target)
+    return tuple(by_callable.values())
 
 
 def _kernels() -> Iterator[Target]:
+    """Yield the generated functions and classes that call kernels."""
     for name, function in vars(native).items():
         if name.startswith("pyboost_"):
             yield Target(function, gen_ops_prim, name, "kernel", name.removeprefix("pyboost_"))
@@ -92,6 +93,7 @@ def _kernels() -> Iterator[Target]:
 
 
 def _overloads() -> Iterator[Target]:
+    """Yield the objects that pick among overloads."""
     for name, instance in vars(native).items():
         if name.endswith("_instance") and type(instance).__name__.endswith("Functional_"):
             holder = type(instance)
@@ -101,6 +103,7 @@ def _overloads() -> Iterator[Target]:
 
 
 def _methods() -> Iterator[Target]:
+    """Yield the native methods of tensors."""
     methods = vars(native.TensorPy)
     for name in (*tensor_cpp_methods, *READS_AND_WRITES):
         if name in methods:
@@ -112,17 +115,18 @@ NO_OPERATORS = frozenset(
     {"typeof", "Shape", "DType", "Rank", "Size", "TensorShape", "Partial", "Depend", "UpdateState", "Load",
      "hastype", "IsInstance", "isconstant", "make_tuple", "stop_gradient"}
 )  # fmt: skip
-"""Primitives that read no data of a tensor, or only tell autodiff what to do."""
+"""Primitives that read no data of a tensor, or only control autodiff."""
 
 
 @cache
 def operator_of(primitive: str) -> str:
-    """The operator that a primitive is, by its class's name: "BiasAdd" is "bias_add"."""
-    return _by_class().get(primitive) or snake(primitive)
+    """Return the operator of a primitive, by the name of its class: "bias_add" for "BiasAdd"."""
+    return _operators_by_class().get(primitive) or snake_case(primitive)
 
 
 @cache
-def _by_class() -> dict[str, str]:
+def _operators_by_class() -> dict[str, str]:
+    """Return the operators of generated primitives, by class name."""
     suffix = "_op"
     return {
         type(value).__name__: name.removesuffix(suffix)
@@ -131,8 +135,8 @@ def _by_class() -> dict[str, str]:
     }
 
 
-def snake(name: str) -> str:
-    """`MaxPool3DWithArgmax` as `max_pool3d_with_argmax`."""
+def snake_case(name: str) -> str:
+    """Convert a name such as `MaxPool3DWithArgmax` to `max_pool3d_with_argmax`."""
     lowered = re.sub(r"(\d)D(?![a-z])", r"\1d", name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", lowered).lower()
 

@@ -12,16 +12,16 @@ from mindspore.graph.api import _pynative_executor as executor
 
 
 class StraightThrough(_Function):  # type: ignore[misc]
-    """A routine's value in the place of an original: the gradient goes to the original as it is."""
+    """Returns a routine's value, and passes the gradient unchanged to the original value."""
 
     @staticmethod
     def forward(ctx: Any, original: Any, value: Any) -> Any:
-        """The value."""
+        """Return the value."""
         return ops.stop_gradient(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """The gradient, for the original alone."""
+        """Return the gradient for the original, and None for the value."""
         return grad, None
 
 
@@ -39,10 +39,9 @@ class GradOff:
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """Return a context for writes that autodiff does not record.
-
-    Outside of a gradient it does nothing: MindSpore refuses views that were made in another mode than writes.
-    """
+    """Return a context for writes that autodiff does not record."""
+    # Outside of a gradient autodiff stays on: MindSpore refuses to write a view that was created in another
+    # mode.
     return GradOff() if executor.requires_grad() else nullcontext()
 
 
@@ -54,15 +53,15 @@ class MindSporeTensors:
         return isinstance(value, Tensor)
 
     def isolated(self) -> GradOff:
-        """Context in which autodiff records nothing."""
+        """Return a context in which autodiff records nothing."""
         return GradOff()
 
     def version(self, value: Any) -> Any:
-        """Return how often a tensor was written, as MindSpore counts it; of each tensor, for a list."""
+        """Return MindSpore's count of a tensor's writes; for a list, that of each tensor."""
         if isinstance(value, Tensor):
             return value._version
         if isinstance(value, (list, tuple)):
-            return [self.version(one) for one in value if isinstance(one, Tensor)] or None
+            return [self.version(element) for element in value if isinstance(element, Tensor)] or None
         return None
 
     def call_isolated(
@@ -75,47 +74,47 @@ class MindSporeTensors:
             return func(*values, **kwargs)
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` for `original`, in its floating type, with its gradient passed straight through."""
+        """Return `value` in the floating type of `original`, which gets its gradient straight through."""
         with GradOff():
-            value = _fitting(original, value)
+            value = _cast_like(original, value)
         if original._requires_grad and executor.requires_grad():
             return StraightThrough.apply(original, value)
-        return _detached(value)
+        return _detach(value)
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor; where isolated, gradients pass as if nothing was written."""
+        """Copy a value into the user's tensor; if isolated, autodiff does not record the write."""
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
         if not isolated:
             copy_into(target, _same_shape(target, value))
             return
         with unrecorded():
-            copy_into(target, _fitting(target, value))
+            copy_into(target, _cast_like(target, value))
 
     def kept(self, value: Any) -> Any:
-        """A tensor without its graph; a leaf, such as a parameter, as it is."""
+        """Return a tensor without its graph; a leaf, such as a parameter, unchanged."""
         if isinstance(value, Tensor):
-            return _detached(value)
-        if isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value):
-            return [self.kept(one) for one in value]
+            return _detach(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
+            return [self.kept(element) for element in value]
         return value
 
     def copied(self, value: Any) -> Any:
-        """A differentiable copy."""
+        """Return a differentiable copy."""
         return ops.Identity()(value) if isinstance(value, Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype and rank of each tensor, also in lists."""
+        """Return dtype and rank of each tensor, also in lists."""
         return tuple([_signature(value) for value in inputs])
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each tensor, also in lists."""
+        """Return the shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
-        """Return which tensors need a gradient, as bits; None where no node is made.
+        """Return which tensors need a gradient, as bits; None if no node is created.
 
-        The same for a call's arguments as for its inputs, which may be in a list of their own.
+        The bits of a call's arguments equal those of its inputs, which a kernel gets as a list.
         """
         if not executor.requires_grad():
             return None
@@ -124,30 +123,30 @@ class MindSporeTensors:
             if isinstance(value, Tensor):
                 bits = bits << 1 | value._requires_grad
             elif isinstance(value, (list, tuple)):
-                for one in tensors_of(value):
-                    bits = bits << 1 | one._requires_grad
+                for tensor in tensors_of(value):
+                    bits = bits << 1 | tensor._requires_grad
         return None if bits & (bits - 1) == 0 else bits
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list of outputs, and how to put such a list back into its form."""
+        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
         if isinstance(outputs, (list, tuple)):
             kind = type(outputs)
-            made = getattr(kind, "_make", kind)
-            return list(outputs), made
+            make = getattr(kind, "_make", kind)
+            return list(outputs), make
         if outputs is None:
             return [], _nothing
-        return [outputs], _only
+        return [outputs], _single
 
 
 def tensors_of(values: Any) -> list[Any]:
-    """The tensors among values, those in lists too."""
-    found: list[Any] = []
+    """Return the tensors among values, also in lists."""
+    tensors: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
+            tensors += tensors_of(value)
+    return tensors
 
 
 def memory_of(value: Any) -> int:
@@ -156,18 +155,16 @@ def memory_of(value: Any) -> int:
 
 
 def copy_into(target: Any, value: Any) -> None:
-    """Copy a value into a tensor's memory.
-
-    `copy_` raises, or writes nothing, for a view of a part of its memory; an assignment to an element of a
-    view of all of it writes each element where it lies.
-    """
+    """Copy a value into a tensor's memory."""
+    # `copy_` raises, or writes nothing, for a view of a part of its memory. An assignment to the only element
+    # of a new first axis writes each element in its place.
     if target.untyped_storage().size() == target.nbytes and target.is_contiguous():
         target.copy_(value)
     else:
         target.expand_dims(0)[0] = value
 
 
-def _only(values: list[Any]) -> Any:
+def _single(values: list[Any]) -> Any:
     return values[0]
 
 
@@ -179,7 +176,7 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.dtype, len(value.shape)
     if isinstance(value, (list, tuple)):
-        return tuple([_signature(one) for one in value])
+        return tuple([_signature(element) for element in value])
     return None
 
 
@@ -187,11 +184,11 @@ def _shape(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
-        return tuple([_shape(one) for one in value])
+        return tuple([_shape(element) for element in value])
     return None
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return ops.stop_gradient(value) if value._requires_grad and not value._is_leaf else value
 
 
@@ -208,15 +205,19 @@ _COMPLEX = (mstype.complex64, mstype.complex128)
 _FLOATING = (mstype.float16, mstype.bfloat16, mstype.float32, mstype.float64, *_COMPLEX)
 
 
-def _fitting(original: Any, value: Any) -> Any:
+def _cast_like(original: Any, value: Any) -> Any:
+    """Return `value` in the floating type of `original`.  Raises RoutineError for another shape or kind."""
     _same_shape(original, value)
-    wanted, found = original.dtype, value.dtype
-    if (wanted in _COMPLEX) != (found in _COMPLEX):
+    original_dtype, value_dtype = original.dtype, value.dtype
+    if (original_dtype in _COMPLEX) != (value_dtype in _COMPLEX):
         raise RoutineError(
-            f"a routine returned {found} where {wanted} was given; it may not turn real into complex or back"
+            f"a routine returned {value_dtype} where {original_dtype} was given; it may not turn real into "
+            "complex or back"
         )
-    if wanted != found and wanted in _FLOATING:
-        if found not in _FLOATING:
-            raise RoutineError(f"a routine returned {found} where {wanted} was given; return a floating type")
-        return value.astype(wanted)
+    if original_dtype != value_dtype and original_dtype in _FLOATING:
+        if value_dtype not in _FLOATING:
+            raise RoutineError(
+                f"a routine returned {value_dtype} where {original_dtype} was given; return a floating type"
+            )
+        return value.astype(original_dtype)
     return value

@@ -1,4 +1,4 @@
-"""Views of tensors: which memory a tensor lies in, and copying what was written from one to another."""
+"""Views of tensors: the memory of a tensor, and copies of written elements between tied tensors."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -15,37 +15,37 @@ from ._tensors import copy_into, memory_of, unrecorded
 Flags = NDArray[np.bool_]
 
 
-class Written(NamedTuple):
-    """Some elements of a tensor; marks: which."""
+class TensorElements(NamedTuple):
+    """Some elements of a tensor.  marks: True for each of them."""
 
     tensor: Any
     marks: Flags
 
     @classmethod
-    def at(cls, tensor: Any, index: Any) -> "Written":
-        """The elements at an index."""
+    def at(cls, tensor: Any, index: Any) -> "TensorElements":
+        """Return the elements at an index."""
         marks = np.zeros(tuple(tensor.shape), bool)
-        marks[_in_numpy(index)] = True
+        marks[_numpy_index(index)] = True
         return cls(tensor, marks)
 
 
 class MindSporeViews(Views):
-    """`Views` of MindSpore, where tensors with one storage share memory.
+    """Views of MindSpore, where tensors with the same storage share memory.
 
-    MindSpore does not tell how often a tensor was written, so writes that no op shows are not followed.
+    MindSpore has no count of the writes to a storage, so writes without an op stay unseen.
     """
 
     def memory(self, value: Any) -> Hashable:
-        """Return the address of a tensor's memory; None for what has none."""
-        value = value.tensor if type(value) is Written else value
+        """Return the address of a tensor's memory; None for a value without memory."""
+        value = value.tensor if type(value) is TensorElements else value
         return (memory_of(value) or None) if isinstance(value, Tensor) else None
 
     def parts_of(self, value: Any) -> Sequence[Any]:
-        """Return the tensor itself; nothing for a value that is none."""
+        """Return the tensor itself, or nothing for a value without memory."""
         return () if self.memory(value) is None else (value,)
 
     def keeps_alive(self, view: Any, value: Any) -> bool:
-        """Return True for the tensor itself: a view keeps the memory of its base alone."""
+        """Return True for the tensor itself: a view keeps the memory of its base alive, not the base."""
         return view is value
 
     def is_lent(self, value: Any) -> bool:
@@ -56,7 +56,7 @@ class MindSporeViews(Views):
         self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None],
         holders: Sequence[Any] = (),
     ) -> Tie:  # fmt: skip
-        """Tie a value to a view for as long as the program has the value, or what is a view of it."""
+        """Tie a value to a view for as long as the program has the value, or a view of the value."""
         return TensorTie(self, view, value, on_death, holders)
 
     def laid_out(self, view: Any, value: Any) -> Any:
@@ -64,23 +64,22 @@ class MindSporeViews(Views):
         return value.copy()
 
     def shares(self, value: Any) -> bool:
-        """Return whether a tensor is a part of its memory, or a parameter."""
+        """Return True for a tensor that is a part of its memory, and for a parameter."""
         return isinstance(value, Parameter) or value.untyped_storage().size() != value.nbytes
 
-    def alike(self, one: Any, other: Any) -> bool:
-        """Return whether two tensors have the same strides."""
-        return list(one.stride()) == list(other.stride())
+    def alike(self, tensor: Any, other_tensor: Any) -> bool:
+        """Return True if two tensors have the same strides."""
+        return list(tensor.stride()) == list(other_tensor.stride())
 
     def wrote(self, values: Sequence[Any]) -> None:
-        """Copy what an op has written, after which its tensors may lie in other memory.
-
-        In a gradient an assignment to elements of a tensor gives the tensor new memory.
-        """
+        """Copy the elements that an op has written to tied tensors."""
+        # In a gradient, an assignment to elements of a tensor gives the tensor new memory.
         for value in values:
-            self._move(value.tensor if type(value) is Written else value)
+            self._move(value.tensor if type(value) is TensorElements else value)
         super().wrote(values)
 
     def _move(self, tensor: Any) -> None:
+        """Update the ties of a tensor that has new memory."""
         memory = self.memory(tensor)
         for tie in self._living_ties():
             if isinstance(tie, TensorTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
@@ -88,17 +87,18 @@ class MindSporeViews(Views):
                 self._ties[former].remove(tie)
                 self._ties.setdefault(memory, []).append(tie)
 
-    def parts(self, values: Sequence[Any]) -> dict[Hashable, "Part"]:
-        """Return which elements of which memory the tensors are."""
-        parts: dict[Hashable, Part] = {}
+    def parts(self, values: Sequence[Any]) -> dict[Hashable, "MemoryElements"]:
+        """Return the elements of tensors by their memory."""
+        parts: dict[Hashable, MemoryElements] = {}
         for value in values:
-            written = value if type(value) is Written else Written(value, np.ones(tuple(value.shape), bool))
-            parts.setdefault(self.memory(value), Part(written.tensor)).add(*written)
+            is_part = type(value) is TensorElements
+            elements = value if is_part else TensorElements(value, np.ones(tuple(value.shape), bool))
+            parts.setdefault(self.memory(value), MemoryElements(elements.tensor)).add(*elements)
         return parts
 
 
-class Part:
-    """Elements of a memory that were written; all of them, if tensors of several element types lie in it."""
+class MemoryElements:
+    """The written elements of a memory; all of them if tensors of several element sizes lie in it."""
 
     def __init__(self, tensor: Any) -> None:
         self._itemsize = tensor.itemsize
@@ -107,21 +107,21 @@ class Part:
     def add(self, tensor: Any, marks: Flags) -> None:
         """Add the marked elements of a tensor."""
         if tensor.itemsize == self._itemsize:
-            _strided(self._flags, tensor)[marks] = True
+            _view_of_row(self._flags, tensor)[marks] = True
         else:
             self._flags[...] = True
 
     def at(self, tensor: Any) -> Flags:
-        """Return which elements of a tensor in the memory were written."""
+        """Return flags of the written elements of a tensor in the memory."""
         if tensor.itemsize == self._itemsize:
-            return _strided(self._flags, tensor)
+            return _view_of_row(self._flags, tensor)
         return np.full(tuple(tensor.shape), bool(self._flags.any()))
 
 
 class TensorTie(Tie):
-    """A tensor that a routine gave, and the view whose place it took.
+    """A tensor that a routine returned, and the view that it replaces.
 
-    holders: what lies in the memory of a value that the program does not have itself.
+    holders: the program's tensors in the memory of the value, if the program does not have the value itself.
     """
 
     def __init__(
@@ -130,37 +130,37 @@ class TensorTie(Tie):
     ) -> None:  # fmt: skip
         self._views, self._view = views, view
         self.ends = views.memory(value), views.memory(view)
-        self._kept = value if holders else None
+        self._held_value = value if holders else None
 
-        def let_go(_: object) -> None:
+        def release(_: object) -> None:
             if self.is_link:
-                self._kept = None
+                self._held_value = None
                 on_death(self)
 
-        self._holders = [weakref.ref(one, let_go) for one in holders or [value]]
+        self._holders = [weakref.ref(holder, release) for holder in holders or [value]]
         self._value: Callable[[], Any] = weakref.ref(value)
 
     @property
     def value(self) -> Any:
-        """The value, unless it is gone."""
+        """The value while it lives, else None."""
         return self._value()
 
     def is_of(self, tensor: Any) -> bool:
-        """Return True for the tie of a value."""
+        """Return True if the tensor is the tied value."""
         return self._value() is tensor
 
     @property
     def is_link(self) -> bool:
-        """Return True if nothing of the program lies in the memory of the value."""
-        return all(one() is None for one in self._holders)
+        """True if no tensor of the program lies in the memory of the value."""
+        return all(reference() is None for reference in self._holders)
 
     @property
     def view(self) -> Any:
         """The view."""
         return self._view
 
-    def carry(self, start: Hashable, written: Part) -> Part | None:
-        """Copy the elements that were written to the other side."""
+    def carry(self, start: Hashable, written: MemoryElements) -> MemoryElements | None:
+        """Copy the written elements to the other side of the tie; return them, or None if there are none."""
         value = self.value
         if value is None:
             return None
@@ -170,33 +170,37 @@ class TensorTie(Tie):
             return None
         with unrecorded():
             copy_into(target, Tensor(np.where(marks, source.asnumpy(), target.asnumpy())))
-        part = Part(target)
+        part = MemoryElements(target)
         part.add(target, marks)
         return part
 
     def drifted(self) -> None:
-        """Return None: nothing tells of a write that was not seen."""
+        """Return None: MindSpore has no sign of an unseen write."""
 
     def rejoin(self) -> bool:
-        """Give the value the memory of the view, if both hold the same and nothing else lies in its own."""
+        """Give the value the memory of the view if their contents are equal; return False otherwise.
+
+        Also return False if other tensors lie in the memory of the value.
+        """
         value = self.value
         if value is None:
             return True
-        if self._kept is not None or value.asnumpy().tobytes() != self._view.asnumpy().tobytes():
+        if self._held_value is not None or value.asnumpy().tobytes() != self._view.asnumpy().tobytes():
             return False
         value.assign_value(self._view)
         return True
 
 
-def _strided(row: NDArray[Any], tensor: Any) -> NDArray[Any]:
-    """Return the elements of a row where those of a tensor lie in its memory."""
+def _view_of_row(row: NDArray[Any], tensor: Any) -> NDArray[Any]:
+    """Return a view of flat elements with the layout of a tensor in its memory."""
     steps = [step * row.itemsize for step in tensor.stride()]
     return np.lib.stride_tricks.as_strided(row[tensor.storage_offset() :], tuple(tensor.shape), steps)
 
 
-def _in_numpy(index: Any) -> Any:
+def _numpy_index(index: Any) -> Any:
+    """Return an index with arrays instead of tensors."""
     if isinstance(index, Tensor):
         return index.asnumpy()
     if isinstance(index, (list, tuple)):
-        return type(index)([_in_numpy(one) for one in index])
+        return type(index)([_numpy_index(entry) for entry in index])
     return index

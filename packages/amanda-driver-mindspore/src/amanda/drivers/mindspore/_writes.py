@@ -1,7 +1,7 @@
 """Inputs that an operator writes, and outputs that its kernel leaves unwritten.
 
-A primitive declares which arguments it writes (`sig_rw.RW_WRITE`), but the objects of that declaration have
-no attribute that tells it, so it is read in the source of the primitive's class.
+A primitive declares the arguments that it writes (`sig_rw.RW_WRITE`). The objects of this declaration have no
+attribute for it, so the declaration is read from the source of the primitive's class.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Declared(NamedTuple):
+class ArgumentDeclaration(NamedTuple):
     """The declaration of arguments in the class of a primitive.
 
     names: of the arguments.  written: positions of those that the operator writes.
@@ -34,7 +34,7 @@ _UNDECLARED: Mapping[str, tuple[int, ...]] = {
     "LambApplyWeightAssign": (4,),
     "SGD": (0, 3, 5),
 }
-"""Written inputs of primitives that say in their documentation alone what they write."""
+"""Written inputs of primitives that declare them in their documentation only."""
 
 _STATISTICS: Mapping[str, tuple[int, ...]] = {
     "BatchNorm": (3, 4),
@@ -52,7 +52,7 @@ _ARGUMENT = re.compile(r"make_sig\(\s*['\"](\w+)['\"](.*?)(?=make_sig\(|\Z)", re
 
 
 @cache
-def declared(primitive: Any) -> Declared:
+def declaration_of(primitive: Any) -> ArgumentDeclaration:
     """Return what a class of primitives declares, or the first of its bases that has a declaration."""
     for kind in primitive.__mro__:
         source = _classes(kind.__module__).get(kind.__name__, "")
@@ -60,11 +60,11 @@ def declared(primitive: Any) -> Declared:
         if declaration is not None:
             arguments = _ARGUMENT.findall(declaration[1])
             names = tuple(name for name, _ in arguments)
-            written = tuple(i for i, (_, rest) in enumerate(arguments) if "RW_WRITE" in rest)
-            return Declared(names, _UNDECLARED.get(kind.__name__, written))
+            written = tuple(i for i, (_, options) in enumerate(arguments) if "RW_WRITE" in options)
+            return ArgumentDeclaration(names, _UNDECLARED.get(kind.__name__, written))
         if kind.__name__ in _UNDECLARED:
-            return Declared((), _UNDECLARED[kind.__name__])
-    return Declared()
+            return ArgumentDeclaration((), _UNDECLARED[kind.__name__])
+    return ArgumentDeclaration()
 
 
 @cache
@@ -81,7 +81,7 @@ class Writes(NamedTuple):
     """The inputs that a call writes.
 
     inputs: positions of the inputs that are written.
-    returned: those of them that the first outputs stand for.
+    returned: positions of those inputs that the first outputs stand for.
     """
 
     inputs: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> W
         return Writes(_STATISTICS[name]) if is_training(attributes()) else Writes()
     if name in _MAX_NORM:
         return Writes(_MAX_NORM[name]) if attributes().get("max_norm") is not None else Writes()
-    written = declared(primitive).written
+    written = declaration_of(primitive).written
     return Writes(written, () if name == "AdamNoUpdateParam" else written)
 
 
@@ -115,4 +115,4 @@ def unwritten(operator: str, attributes: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 HAS_UNWRITTEN = frozenset({"batch_norm", "lstm"})
-"""Operators of which `unwritten` may give something."""
+"""Operators with unwritten outputs."""

@@ -1,4 +1,4 @@
-"""MindSpore's half of StandardMapping: a rule, which the tools find by this distribution's entry point.
+"""MindSpore's rule of StandardMapping, which tools find by this distribution's entry point.
 
 `standard` writes the keys that docs/vocabulary.md lists, but for `weight_layout` and `weight_groups`, which
 StandardMapping takes from a table. It imports no tool.
@@ -13,7 +13,7 @@ from mindspore import Parameter
 
 from ._operation import ACCUMULATE_GRAD
 from ._targets import operator_of
-from ._words import CONVOLUTION, SPATIAL, WORDS
+from ._vocabulary import CONVOLUTION, SPATIAL, WORDS
 
 _BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 _WEIGHT_AT = {
@@ -32,23 +32,24 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int, ...] | None:
-    """Extents of a tensor; None for what is no tensor."""
+    """Return the extents of a tensor; None for other values."""
     extents = None if isinstance(value, type) else getattr(value, "shape", None)
     return None if extents is None else tuple(extents)
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type."""
+    """Return the name of a tensor's dtype; None for other values."""
     kind = None if isinstance(value, type) else getattr(value, "dtype", None)
     return None if kind is None else str(kind).lower().removeprefix("mindspore.")
 
 
 def word(operator: str) -> str:
-    """The vocabulary's word for an operator; its own name where there is none."""
+    """Return the vocabulary's word for an operator, or its name if there is none."""
     return WORDS.get(operator, operator)
 
 
 def _in_optimizer() -> bool:
+    """Return True if an optimizer of MindSpore is among the callers."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if "/mindspore/nn/optim/" in frame.f_code.co_filename:
@@ -58,6 +59,7 @@ def _in_optimizer() -> bool:
 
 
 def _describe_op(context: OpContext) -> None:
+    """Write the keys that describe an op."""
     name, inputs = context.get_op_type(), context.get_inputs()
     proper = name.removeprefix("inplace_")
     proper = proper.removesuffix("_") if not proper.endswith("__") else proper
@@ -94,14 +96,17 @@ def weight_index(
 
 
 def layout(kind: str, extents: Sequence[int] | None, attributes: dict[str, Any]) -> str | None:
-    """Axes of the data input of a convolution, pooling or normalisation."""
+    """Return the axes of the data input of a convolution, pooling or normalisation; None for others."""
     if extents is None or not (SPATIAL.fullmatch(kind) or kind in ("batch_norm", "group_norm")):
         return None
-    given = attributes.get("data_format")
-    return given if isinstance(given, str) and len(given) == len(extents) else _BY_RANK.get(len(extents))
+    data_format = attributes.get("data_format")
+    if isinstance(data_format, str) and len(data_format) == len(extents):
+        return data_format
+    return _BY_RANK.get(len(extents))
 
 
 def _describe_backward_op(context: OpContext) -> None:
+    """Write the keys that describe a backward op."""
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
@@ -112,21 +117,21 @@ def _describe_backward_op(context: OpContext) -> None:
 
 
 def backward_type(node: str, kind: str) -> str:
-    """The word for a node of the graph of gradients that an op of type `kind` made.
+    """Return the word for an autograd node of an op of type `kind`.
 
-    The node that computes the op's own gradient has the op's word, e.g. "conv2d_backward"; one that is a
-    part of it has the word of its own.
+    The node that computes the op's gradient has the op's word, such as "conv2d_backward"; a node for a part
+    of the op has another word.
     """
     if node == ACCUMULATE_GRAD.__name__:
         return "accumulate_grad"
-    own = word(operator_of(node.removesuffix("Backward")))
-    if kind == "embedding" and own in ("gather", "index_select"):
-        own = kind
-    return f"{own}_backward"
+    node_word = word(operator_of(node.removesuffix("Backward")))
+    if kind == "embedding" and node_word in ("gather", "index_select"):
+        node_word = kind
+    return f"{node_word}_backward"
 
 
 def _weight_grad_index(context: OpContext) -> int | None:
-    """A node gives the gradients of its op's inputs in their order."""
+    """Return the position of the weight's gradient; a node computes gradients in the order of the inputs."""
     index, kind = context["weight_index"], context["type"]
     if index is None or context["backward_type"] != f"{kind}_backward":
         return None
@@ -137,5 +142,5 @@ def _weight_grad_index(context: OpContext) -> int | None:
         extents = shape(context.get_inputs()[index])
     except AmandaError:
         return int(index)
-    made = index < len(grads) and grads[index] is not None
-    return int(index) if made and shape(grads[index]) == extents else None
+    has_gradient = index < len(grads) and grads[index] is not None
+    return int(index) if has_gradient and shape(grads[index]) == extents else None

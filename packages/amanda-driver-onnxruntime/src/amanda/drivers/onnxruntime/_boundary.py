@@ -1,4 +1,4 @@
-"""Runs of sessions: every way that leads from Python into the runtime."""
+"""Stand-ins for the methods by which sessions enter the runtime."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from amanda import interceptor
 from amanda.backend import Attributes, Execution, State
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
-from ._copies import Copy
+from ._copies import ModelCopy
 from ._values import as_array, as_ort_value
 
-Prepare = Callable[[Any, State], "tuple[Copy, Execution] | None"]
-"""Gives what runs instead of a session, in a state, and the execution that it calls back to."""
+Prepare = Callable[[Any, State], "tuple[ModelCopy, Execution] | None"]
+"""Returns the copy that runs instead of a session, and its execution; None where nothing is inserted."""
 
 
 class Boundary:
@@ -25,30 +25,30 @@ class Boundary:
         self._prepare = prepare
 
     def attach(self, attributes: Attributes) -> None:
-        """Take the place of the methods through which sessions run, until `attributes` are restored."""
+        """Patch the methods through which sessions run, until `attributes` are restored."""
         for name, stand_in in (
-            ("run", self._run),
-            ("run_with_ort_values", self._run_with_ort_values),
-            ("run_async", self._run_async),
-            ("run_with_iobinding", _left_alone),
-            ("run_with_ortvaluevector", _left_alone),
+            ("run", self._stand_in_for_run),
+            ("run_with_ort_values", self._stand_in_for_run_with_ort_values),
+            ("run_async", self._stand_in_for_run_async),
+            ("run_with_iobinding", _run_uninstrumented),
+            ("run_with_ortvaluevector", _run_uninstrumented),
         ):
             if name in vars(Session):
-                attributes.set(Session, name, _method(stand_in, vars(Session)[name]))
+                attributes.set(Session, name, _method_with_original(stand_in, vars(Session)[name]))
 
-    def _run(
+    def _stand_in_for_run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None
     ) -> Any:
-        results = self._results(run, session, output_names, input_feed, run_options)
-        return [as_array(one) for one in results]
+        results = self._run_copy(run, session, output_names, input_feed, run_options)
+        return [as_array(result) for result in results]
 
-    def _run_with_ort_values(
+    def _stand_in_for_run_with_ort_values(
         self, run: Any, session: Any, output_names: Any, input_dict_ort_values: Any, run_options: Any = None
     ) -> Any:
-        results = self._results(run, session, output_names, input_dict_ort_values, run_options)
-        return [as_ort_value(one) for one in results]
+        results = self._run_copy(run, session, output_names, input_dict_ort_values, run_options)
+        return [as_ort_value(result) for result in results]
 
-    def _run_async(
+    def _stand_in_for_run_async(
         self,
         run: Any,
         session: Any,
@@ -58,7 +58,7 @@ class Boundary:
         user_data: Any,
         run_options: Any = None,
     ) -> Any:
-        """A run on a thread of its own, which belongs to the scope that it starts in."""
+        """Stand-in for `run_async`: runs the copy on a new thread, which belongs to the present scope."""
         activation = interceptor.active()
         if not activation or self._prepare(session, activation.state) is None:
             return run(session, output_names, input_feed, callback, user_data, run_options)
@@ -74,24 +74,26 @@ class Boundary:
         threading.Thread(target=work, daemon=True).start()
         return None
 
-    def _results(
+    def _run_copy(
         self, run: Any, session: Any, names: Sequence[str] | None, feed: Mapping[str, Any], options: Any
     ) -> Any:
-        """Return what the copy gives, or the session itself where nothing is inserted."""
+        """Run the copy, or the session itself if nothing is inserted; return the results."""
         activation = interceptor.active()
         prepared = self._prepare(session, activation.state) if activation else None
         if activation is None or prepared is None:
             return run(session, names, feed, options)
         copy, execution = prepared
-        wanted = list(names) if names else list(copy.outputs)
-        if not copy.fits(wanted, feed):
-            result = run(session, names, feed, options)  # which says what is wrong, or takes it after all
+        output_names = list(names) if names else list(copy.outputs)
+        if not copy.fits(output_names, feed):
+            # The session raises its own error for a wrong input, or accepts it after all.
+            result = run(session, names, feed, options)
             activation.state.report("a run of a session", "it is given what is not as the model says")
             return result
-        return copy.run(execution, wanted, feed, options)
+        return copy.run(execution, output_names, feed, options)
 
 
-def _left_alone(run: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_uninstrumented(run: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand-in for runs on memory that is bound natively: runs the session, and reports that."""
     activation = interceptor.active()
     if activation:
         activation.state.report(
@@ -101,8 +103,8 @@ def _left_alone(run: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
     return run(session, *args, **kwargs)
 
 
-def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that gives the original to a stand-in, before its own arguments."""
+def _method_with_original(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a stand-in with the original method ahead of the arguments."""
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:

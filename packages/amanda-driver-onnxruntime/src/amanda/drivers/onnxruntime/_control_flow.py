@@ -1,4 +1,4 @@
-"""Nodes of control flow whose bodies call Python: their rounds and branches run one after another here."""
+"""Nodes of control flow whose bodies call Python: Python runs their rounds and branches one by one."""
 
 from __future__ import annotations
 
@@ -12,158 +12,169 @@ from onnx import NodeProto
 
 from amanda.backend import Execution
 
+from ._items import GraphItem, RoutineCall
 from ._names import bodies_of
-from ._places import Call, Item
 from ._symbols import Symbol
 from ._values import as_array
 
 if TYPE_CHECKING:
-    from ._steps import Steps
+    from ._graph_runner import GraphRunner
 
-_SINCE = {"If": 1, "Loop": 1, "Scan": 9, "SequenceMap": 17}
-"""Nodes that Python can run, by the version since which they are as here."""
+_RUNNABLE_SINCE = {"If": 1, "Loop": 1, "Scan": 9, "SequenceMap": 17}
+"""Nodes that Python can run, with the first opset whose semantics are those of this module."""
 LOOPS = ("Loop", "Scan", "SequenceMap")
 
 
 def is_runnable(node: NodeProto, opset: int) -> bool:
     """Return True for a node of control flow that Python can run round by round."""
-    return node.domain in ("", "ai.onnx") and opset >= _SINCE.get(node.op_type, opset + 1)
+    return node.domain in ("", "ai.onnx") and opset >= _RUNNABLE_SINCE.get(node.op_type, opset + 1)
 
 
 @dataclass
-class Body:
+class ControlFlowBody:
     """The rewritten graph of a body.
 
-    inputs: its inputs, as Symbols.  outputs: names of what it gives, as they are read now.
-    declared: its outputs as the model has them.  items: the graph, in order.  symbol: gives that of a value.
-    constants: its initializers.
+    inputs: symbols of its inputs.  outputs: names of its outputs in the rewritten graph.
+    declared: symbols of its outputs as the model declares them.  items: the rewritten graph, in order.
+    symbol: returns the symbol of a value.  constants: its initializers.
     """
 
     inputs: Sequence[Symbol]
     outputs: Sequence[str]
     declared: Sequence[Symbol]
-    items: Sequence[Item]
+    items: Sequence[GraphItem]
     symbol: Callable[[str], Symbol]
     constants: Mapping[str, Any]
 
     @property
     def calls_python(self) -> bool:
-        """Return True if a routine in it, or in a body within, runs as Python."""
-        return any(isinstance(item, (Call, Flow)) for item in self.items)
+        """True if a routine in the body, or in a body within, runs as Python."""
+        return any(isinstance(item, (RoutineCall, ControlFlowNode)) for item in self.items)
 
     def captured(self) -> Iterable[str]:
-        """Names of the values that it reads of the graphs around."""
+        """Yield the names of the values of graphs around that the body reads."""
         inner = {symbol.name for symbol in self.inputs} | self.constants.keys()
         for item in self.items:
             yield from (name for name in item.all_reads() if name not in inner)
-            inner.update(item.makes())
+            inner.update(item.all_outputs())
         yield from (name for name in self.outputs if name not in inner)
 
 
 @dataclass
-class Flow:
+class ControlFlowNode:
     """A node of control flow that Python runs.
 
-    node: with its inputs as they are read now.  bodies: by the name of their attribute.
+    node: the node with rewritten inputs.  bodies: by the name of their attribute.
     """
 
     node: NodeProto
-    bodies: Mapping[str, Body]
-    waits: tuple[str, ...] = ()
+    bodies: Mapping[str, ControlFlowBody]
+    waits_for: tuple[str, ...] = ()
 
     @property
     def reads(self) -> list[str]:
-        """Names of the values that it reads, in its bodies too."""
+        """Names of the values that the node reads, also in its bodies."""
         captured = (name for body in self.bodies.values() for name in body.captured())
         return list(dict.fromkeys((*filter(None, self.node.input), *captured)))
 
     @property
-    def gives(self) -> list[str]:
-        """Names of the values that it gives."""
+    def outputs(self) -> list[str]:
+        """Names of the values that the node computes."""
         return [name for name in self.node.output if name]
 
     def all_reads(self) -> Iterable[str]:
-        """Names of the values that it reads."""
+        """Return the names of all values that the item reads, in its bodies too."""
         return self.reads
 
-    def makes(self) -> Iterable[str]:
-        """Names of the values that it gives."""
-        return self.gives
+    def all_outputs(self) -> Iterable[str]:
+        """Return the names of all values that the item computes."""
+        return self.outputs
 
 
-Run = Callable[[Sequence[Any], Sequence[int]], "list[Any]"]
+RunBody = Callable[[Sequence[Any], Sequence[int]], "list[Any]"]
 """Runs a body on its inputs, in a round of each loop around it; returns its outputs."""
 
 
-class RunnableFlow:
-    """A node of control flow, with the sessions of its bodies."""
+class RunnableControlFlow:
+    """A node of control flow, with the runners of its bodies."""
 
-    def __init__(self, flow: Flow, made: Callable[[Body], Steps]) -> None:
+    def __init__(self, flow: ControlFlowNode, make_runner: Callable[[ControlFlowBody], GraphRunner]) -> None:
         self._flow = flow
-        self.gives = flow.gives
+        self.outputs = flow.outputs
         self.reads = flow.reads
-        self._steps = {name: made(body) for name, body in flow.bodies.items()}
+        self._steps = {name: make_runner(body) for name, body in flow.bodies.items()}
         self._attributes = {
-            one.name: onnx.helper.get_attribute_value(one)
-            for one in flow.node.attribute
-            if one.name not in flow.bodies
+            attribute.name: onnx.helper.get_attribute_value(attribute)
+            for attribute in flow.node.attribute
+            if attribute.name not in flow.bodies
         }
-        self._run = _KINDS[flow.node.op_type]
+        self._run = _RUNNERS[flow.node.op_type]
 
     def run(
         self, execution: Execution, values: Mapping[str, Any], options: Any, rounds: Sequence[int]
     ) -> list[Any]:
-        """Return what the node gives.  values: of the graphs around, by name."""
+        """Run the node; return its outputs.  values: of the graphs around, by name."""
         inputs = [as_array(values[name]) if name else None for name in self._flow.node.input]
-        outer = {name: values[name] for name in self.reads if name in values}
+        outer_values = {name: values[name] for name in self.reads if name in values}
 
-        def runner(name: str) -> Run:
+        def body_runner(name: str) -> RunBody:
+            """Return a function that runs a body on its inputs and on the values of graphs around."""
             body, steps = self._flow.bodies[name], self._steps[name]
 
-            def run(given: Sequence[Any], inner_rounds: Sequence[int]) -> list[Any]:
-                named = {one.name: value for one, value in zip(body.inputs, given, strict=True)}
-                present = {**outer, **named}
+            def run(body_inputs: Sequence[Any], inner_rounds: Sequence[int]) -> list[Any]:
+                named = {symbol.name: value for symbol, value in zip(body.inputs, body_inputs, strict=True)}
+                present = {**outer_values, **named}
                 return steps.run(execution, present, body.outputs, options, (*rounds, *inner_rounds))
 
             return run
 
-        results = self._run(self._flow, self._attributes, runner, inputs)
+        results = self._run(self._flow, self._attributes, body_runner, inputs)
         return [value for name, value in zip(self._flow.node.output, results, strict=False) if name]
 
 
-def _if(
-    flow: Flow, attributes: Mapping[str, Any], runner: Callable[[str], Run], inputs: Sequence[Any]
+def _run_if(
+    flow: ControlFlowNode,
+    attributes: Mapping[str, Any],
+    runner: Callable[[str], RunBody],
+    inputs: Sequence[Any],
 ) -> list[Any]:
+    """Run the branch that the condition selects."""
     return runner("then_branch" if np.all(inputs[0]) else "else_branch")((), ())
 
 
-def _loop(
-    flow: Flow, attributes: Mapping[str, Any], runner: Callable[[str], Run], inputs: Sequence[Any]
+def _run_loop(
+    flow: ControlFlowNode,
+    attributes: Mapping[str, Any],
+    runner: Callable[[str], RunBody],
+    inputs: Sequence[Any],
 ) -> list[Any]:
-    """Run rounds while the condition holds, at most as many as told; stack what each round gives besides."""
+    """Run rounds while the condition holds, up to the limit; stack each round's scan outputs."""
     body, run = flow.bodies["body"], runner("body")
     limit, condition, *carried = (*inputs, None, None) if len(inputs) < 2 else inputs
-    most = np.inf if limit is None else int(np.asarray(limit).reshape(()))
-    going = True if condition is None else bool(np.asarray(condition).reshape(()))
-    number, flag = (_scalar_of(symbol) for symbol in body.inputs[:2])
+    limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
+    goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
+    number, flag = (_scalar_maker(symbol) for symbol in body.inputs[:2])
     rows: list[list[Any]] = [[] for _ in body.outputs[1 + len(carried) :]]
     i = 0
-    while going and i < most:
-        given = [number(i, np.int64), flag(going, np.bool_), *carried]
-        condition, *results = run(given, (i,))
-        carried, each = results[: len(carried)], results[len(carried) :]
-        for row, value in zip(rows, each, strict=True):
+    while goes_on and i < limit_rounds:
+        body_inputs = [number(i, np.int64), flag(goes_on, np.bool_), *carried]
+        condition, *results = run(body_inputs, (i,))
+        carried, round_values = results[: len(carried)], results[len(carried) :]
+        for row, value in zip(rows, round_values, strict=True):
             row.append(value)
-        going = bool(np.asarray(condition).reshape(()))
+        goes_on = bool(np.asarray(condition).reshape(()))
         i += 1
     declared = body.declared[1 + len(carried) :]
-    return [*carried, *(_stacked(row, symbol, 0) for row, symbol in zip(rows, declared, strict=True))]
+    return [*carried, *(_stack_rounds(row, symbol, 0) for row, symbol in zip(rows, declared, strict=True))]
 
 
-def _scan(
-    flow: Flow, attributes: Mapping[str, Any], runner: Callable[[str], Run], inputs: Sequence[Any]
+def _run_scan(
+    flow: ControlFlowNode,
+    attributes: Mapping[str, Any],
+    runner: Callable[[str], RunBody],
+    inputs: Sequence[Any],
 ) -> list[Any]:
-    """Run a round for each slice of the scanned inputs; stack what each round gives besides its state."""
+    """Run a round for each slice of the scanned inputs; stack each round's scan outputs."""
     body, run = flow.bodies["body"], runner("body")
     count = int(attributes["num_scan_inputs"])
     state, scanned = list(inputs[: len(inputs) - count]), inputs[len(inputs) - count :]
@@ -173,57 +184,60 @@ def _scan(
     rows: list[list[Any]] = [[] for _ in declared]
     length = scanned[0].shape[axes[0]]
     for i in range(length):
-        places = [length - 1 - i if back else i for back in backwards]
+        positions = [length - 1 - i if is_backwards else i for is_backwards in backwards]
         slices = [
             np.ascontiguousarray(np.take(value, place, axis))
-            for value, place, axis in zip(scanned, places, axes, strict=True)
+            for value, place, axis in zip(scanned, positions, axes, strict=True)
         ]
         results = run([*state, *slices], (i,))
-        state, each = results[: len(state)], results[len(state) :]
-        for row, value in zip(rows, each, strict=True):
+        state, round_values = results[: len(state)], results[len(state) :]
+        for row, value in zip(rows, round_values, strict=True):
             row.append(value)
     out_axes = attributes.get("scan_output_axes") or [0] * len(rows)
     out_backwards = attributes.get("scan_output_directions") or [0] * len(rows)
     stacked = [
-        _stacked(row[::-1] if back else row, symbol, axis)
-        for row, symbol, axis, back in zip(rows, declared, out_axes, out_backwards, strict=True)
+        _stack_rounds(row[::-1] if is_backwards else row, symbol, axis)
+        for row, symbol, axis, is_backwards in zip(rows, declared, out_axes, out_backwards, strict=True)
     ]
     return [*state, *stacked]
 
 
-def _sequence_map(
-    flow: Flow, attributes: Mapping[str, Any], runner: Callable[[str], Run], inputs: Sequence[Any]
+def _run_sequence_map(
+    flow: ControlFlowNode,
+    attributes: Mapping[str, Any],
+    runner: Callable[[str], RunBody],
+    inputs: Sequence[Any],
 ) -> list[Any]:
-    """Run a round for each value of a sequence; other sequences go along, tensors are given to each round."""
+    """Run a round for each element of the first sequence, with that of other sequences, and all tensors."""
     run = runner("body")
     rows: list[list[Any]] = [[] for _ in flow.node.output]
     for i in range(len(inputs[0])):
-        given = [value[i] if isinstance(value, list) else value for value in inputs]
-        for row, value in zip(rows, run(given, (i,)), strict=True):
+        body_inputs = [value[i] if isinstance(value, list) else value for value in inputs]
+        for row, value in zip(rows, run(body_inputs, (i,)), strict=True):
             row.append(value)
     return list(rows)
 
 
-_KINDS = {"If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _sequence_map}
+_RUNNERS = {"If": _run_if, "Loop": _run_loop, "Scan": _run_scan, "SequenceMap": _run_sequence_map}
 
 
-def _scalar_of(symbol: Symbol) -> Callable[[Any, Any], Any]:
-    """Return what makes a number of the rank that a body wants: none, or one axis of extent 1."""
+def _scalar_maker(symbol: Symbol) -> Callable[[Any, Any], Any]:
+    """Return a function that makes scalars of the rank that a body declares: 0, or 1 with extent 1."""
     shape = (1,) * (symbol.ndim or 0)
     return lambda value, dtype: np.full(shape, value, dtype)
 
 
-def _stacked(rows: Sequence[Any], symbol: Symbol, axis: int) -> Any:
-    """Return values along a new axis; of no round as ONNX Runtime does, unknown extents are 0."""
+def _stack_rounds(rows: Sequence[Any], symbol: Symbol, axis: int) -> Any:
+    """Stack values along a new axis; without rounds, unknown extents are 0 as in ONNX Runtime."""
     if rows:
-        return np.stack([np.asarray(one) for one in rows], axis if axis >= 0 else axis + 1 + rows[0].ndim)
+        return np.stack([np.asarray(value) for value in rows], axis if axis >= 0 else axis + 1 + rows[0].ndim)
     extents = [extent or 0 for extent in symbol.shape or ()]
     extents.insert(axis if axis >= 0 else len(extents) + 1 + axis, 0)
     return np.zeros(extents, symbol.dtype or np.float32)
 
 
 def nodes_within(nodes: Iterable[NodeProto]) -> Iterable[NodeProto]:
-    """The nodes of a graph, and those in their bodies."""
+    """Yield the nodes of a graph, and those in their bodies."""
     for node in nodes:
         yield node
         for body in bodies_of(node):

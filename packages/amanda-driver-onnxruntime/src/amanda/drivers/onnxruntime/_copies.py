@@ -11,14 +11,14 @@ import onnx
 from amanda.backend import Execution, Uninstrumented
 
 from ._control_flow import nodes_within
+from ._graph_runner import GraphRunner
 from ._model import Model
 from ._rewrite import ModelRewriting
-from ._sessions import Sessions
-from ._steps import Steps
+from ._sessions import SessionFactory
 from ._symbols import Symbol
 from ._values import as_array
 
-_DRAWING = (
+_RANDOM_OPS = (
     "Bernoulli",
     "Multinomial",
     "RandomNormal",
@@ -28,8 +28,8 @@ _DRAWING = (
 )
 
 
-class Copy:
-    """The instrumented copy of a session's model: routines, and sessions of the nodes between them.
+class ModelCopy:
+    """The instrumented copy of a session's model: routines, and sessions for the nodes between them.
 
     Raises Uninstrumented where ONNX Runtime refuses the copy.
     """
@@ -37,17 +37,23 @@ class Copy:
     def __init__(self, session: Any, rewriting: ModelRewriting) -> None:
         model, symbol = rewriting.model, rewriting.symbol
         for node in nodes_within(model.proto.graph.node):
-            if node.op_type in _DRAWING:
-                what = f"the state of {node.name or node.op_type}"
-                rewriting.report(what, "its kernel holds it, and a copy's begins anew")
+            if node.op_type in _RANDOM_OPS:
+                state = f"the state of {node.name or node.op_type}"
+                rewriting.report(state, "its kernel holds it, and a copy's begins anew")
         constants = {**model.constants, **rewriting.constants}
-        sparse = [one.values.name for one in model.proto.graph.sparse_initializer]
-        held = {*constants, *sparse} - model.overridable
+        sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
+        constant_names = {*constants, *sparse} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         fetched = set(self.outputs.values())
         try:
-            self._steps = Steps(
-                Sessions(session, model), rewriting.items, constants, held, fetched, symbol, rewriting.free
+            self._steps = GraphRunner(
+                SessionFactory(session, model),
+                rewriting.items,
+                constants,
+                constant_names,
+                fetched,
+                symbol,
+                rewriting.free,
             )
         except Exception as error:
             raise Uninstrumented("a session", f"ONNX Runtime refuses the copy: {error}") from error
@@ -55,7 +61,7 @@ class Copy:
         self._defaults = {name: constants[name] for name in model.overridable}
 
     def fits(self, names: Sequence[str], feed: Mapping[str, Any]) -> bool:
-        """Return True if a run asks for outputs that exist, and gives all inputs, of types that fit."""
+        """Return True if all requested outputs exist, and all inputs are fed with values that fit."""
         if not (set(names) <= self.outputs.keys() and feed.keys() <= self._inputs.keys()):
             return False
         missing = self._inputs.keys() - feed.keys() - self._defaults.keys()
@@ -64,22 +70,22 @@ class Copy:
     def run(
         self, execution: Execution, names: Sequence[str], feed: Mapping[str, Any], options: Any
     ) -> list[Any]:
-        """The outputs of these names."""
+        """Run the copy; return the outputs of these names."""
         values = {**self._defaults, **feed}
         with execution.under_way():
             return self._steps.run(execution, values, [self.outputs[name] for name in names], options)
 
 
 def model_of(session: Any) -> Model:
-    """The model of a session, from where the session has it.
+    """Read the model of a session, from its path or its bytes.
 
-    Raises Uninstrumented where it is out of reach.
+    Raises Uninstrumented where the model is out of reach.
     """
     path, data = session._model_path, session._model_bytes
-    overridable = [one.name for one in session.get_overridable_initializers()]
+    overridable = [argument.name for argument in session.get_overridable_initializers()]
     if path is not None and (not Path(path).exists() or str(path).endswith(".ort")):
-        found = "in ORT format" if Path(path).exists() else "not there any more"
-        raise Uninstrumented("a session", f"its model {path} is {found}")
+        state = "in ORT format" if Path(path).exists() else "not there any more"
+        raise Uninstrumented("a session", f"its model {path} is {state}")
     try:
         model = (
             Model.of_file(path, overridable)
@@ -88,10 +94,15 @@ def model_of(session: Any) -> Model:
         )
     except Exception as error:
         raise Uninstrumented("a session", f"its model cannot be read: {error}") from error
-    mine = model.inputs, model.outputs
-    theirs = [one.name for one in session.get_inputs()], [one.name for one in session.get_outputs()]
-    if mine != theirs:
-        why = f"its model {path} has changed since the session was made: {mine}, not {theirs}"
-        raise Uninstrumented("a session", why)
-    model.infer_types(Sessions(session, model).types)
+    names_in_model = model.inputs, model.outputs
+    names_in_session = (
+        [argument.name for argument in session.get_inputs()],
+        [argument.name for argument in session.get_outputs()],
+    )
+    if names_in_model != names_in_session:
+        reason = f"{names_in_model}, not {names_in_session}"
+        raise Uninstrumented(
+            "a session", f"its model {path} has changed since the session was made: {reason}"
+        )
+    model.infer_types(SessionFactory(session, model).types)
     return model

@@ -9,7 +9,7 @@ from amanda import interceptor
 from amanda.backend import Execution, GraphAnalysis, GraphDriver, State, Uninstrumented, digest
 
 from ._boundary import Boundary
-from ._copies import Copy, model_of
+from ._copies import ModelCopy, model_of
 from ._model import Model
 from ._reads import NumpyReads
 from ._requirements import check
@@ -17,8 +17,8 @@ from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
 
 
-class OnnxRuntimeDriver(GraphDriver[ModelRewriting, Copy]):
-    """Sessions of ONNX Runtime: their models are analysed, and an instrumented copy runs instead."""
+class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
+    """Instruments ONNX Runtime's sessions: analyses their models, and runs instrumented copies instead."""
 
     api = 1
     framework = "onnxruntime"
@@ -28,35 +28,35 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, Copy]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._boundary = Boundary(self._prepared)
+        self._boundary = Boundary(self._prepare_session)
         self._models: WeakKeyDictionary[Any, Model | Uninstrumented] = WeakKeyDictionary()
 
     def attach(self) -> None:
-        """Stand where runs of sessions begin."""
+        """Patch the methods through which sessions run."""
         check()
         self._boundary.attach(self.attributes)
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
         """Rewrite the model of a session."""
-        known = self._models.get(graph)
-        if known is None:
+        model = self._models.get(graph)
+        if model is None:
             try:
-                known = model_of(graph)
+                model = model_of(graph)
             except Uninstrumented as error:
-                known = error
-            self._models[graph] = known
-        if isinstance(known, Uninstrumented):
-            raise Uninstrumented(*known.args)
+                model = error
+            self._models[graph] = model
+        if isinstance(model, Uninstrumented):
+            raise Uninstrumented(*model.args)
         identity = digest("onnxruntime/graph", interceptor.ordinal(graph))
         rewriting = ModelRewriting(
-            analysis=analysis, namespace=self.namespace, model=known, identity=identity
+            analysis=analysis, namespace=self.namespace, model=model, identity=identity
         )
         rewriting.run()
         return rewriting
 
-    def runnable(self, graph: Any, rewriting: ModelRewriting) -> Copy:
-        """Make sessions of the rewritten model."""
-        return Copy(graph, rewriting)
+    def runnable(self, graph: Any, rewriting: ModelRewriting) -> ModelCopy:
+        """Create the sessions of the rewritten model."""
+        return ModelCopy(graph, rewriting)
 
-    def _prepared(self, session: Any, state: State) -> tuple[Copy, Execution] | None:
+    def _prepare_session(self, session: Any, state: State) -> tuple[ModelCopy, Execution] | None:
         return self.prepare(session, state, tuple(session.get_providers()))

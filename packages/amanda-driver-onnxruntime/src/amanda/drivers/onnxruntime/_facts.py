@@ -30,32 +30,35 @@ def facts_of(
     graph: Hashable,
     original: Callable[[], Any] | None,
 ) -> OpFacts:
-    """Facts of a node; names: of its inputs.  graph: the identity of the graph that it is in."""
-    told = {entry.key: entry.value for entry in node.metadata_props}
+    """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph."""
+    metadata = {entry.key: entry.value for entry in node.metadata_props}
     operation = Operation(node, name, graph)
-    read = tuple(one.root for one in inputs.symbols if one is not None and one.root is not None)
-    held = [i for i, value in enumerate(inputs.values) if _holder(graph, value) is not None]
+    roots = tuple(symbol.root for symbol in inputs.symbols if symbol is not None and symbol.root is not None)
+    parameter_positions = [
+        i for i, value in enumerate(inputs.values) if _initializer_key(graph, value) is not None
+    ]
     return OpFacts(
-        operation, op_id, namespace, names, inputs.values, attributes=Attributes(node),
-        scope=scope_of(name, told), source=source_of(told), read_value=read_value, op_type=operation.type,
-        graph=graph, read_variables=lambda: read, original=original, parameters=held,
-        variable_of=lambda value: _holder(graph, value), aliases=[name.lstrip("/")],
+        operation, op_id, namespace, names, inputs.values, attributes=OnnxAttributes(node),
+        scope=scope_of(name, metadata), source=source_of(metadata), read_value=read_value,
+        op_type=operation.type, graph=graph, read_variables=lambda: roots, original=original,
+        parameters=parameter_positions, variable_of=lambda value: _initializer_key(graph, value),
+        aliases=[name.lstrip("/")],
     )  # fmt: skip
 
 
-def _holder(graph: Hashable, value: Any) -> tuple[Hashable, str] | None:
-    """Return a name, for every session, of the initializer that a value is or is made of: graph and name."""
+def _initializer_key(graph: Hashable, value: Any) -> tuple[Hashable, str] | None:
+    """Return a key of the initializer that a value is computed from alone: graph and name; else None."""
     return (graph, value.root) if isinstance(value, Symbol) and value.root is not None else None
 
 
-def scope_of(name: str, told: Mapping[str, str]) -> str:
-    """The path of the module that a node was exported from, else of the node's name.
+def scope_of(name: str, metadata: Mapping[str, str]) -> str:
+    """Return the path of the module that a node was exported from, or the path in the node's name.
 
-    told: the node's metadata: torch.onnx writes `pkg.torch.onnx.name_scopes`, the paths of the modules from
-    the outermost one, and the op's own name.
+    metadata: torch.onnx writes `pkg.torch.onnx.name_scopes`, the paths of the modules from the outermost in,
+    and then the op's name.
     """
     try:
-        scopes = ast.literal_eval(told.get("pkg.torch.onnx.name_scopes", "[]"))
+        scopes = ast.literal_eval(metadata.get("pkg.torch.onnx.name_scopes", "[]"))
     except (ValueError, SyntaxError):
         scopes = []
     if isinstance(scopes, list) and len(scopes) > 1:
@@ -63,18 +66,20 @@ def scope_of(name: str, told: Mapping[str, str]) -> str:
     return name.partition(";")[0].rpartition("/")[0].lstrip("/")  # tf2onnx joins the names of what it folds
 
 
-def source_of(told: Mapping[str, str]) -> str:
-    """ "file:line" of the innermost user's line that an exporter tells; "" where it tells none."""
-    frames = _FRAME.findall(told.get("pkg.torch.onnx.stack_trace", ""))
-    own = [frame for frame in frames if not _FRAMEWORK.search(frame[0])]
-    return ":".join((own or frames)[-1]) if frames else ""
+def source_of(metadata: Mapping[str, str]) -> str:
+    """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none."""
+    frames = _FRAME.findall(metadata.get("pkg.torch.onnx.stack_trace", ""))
+    user_frames = [frame for frame in frames if not _FRAMEWORK.search(frame[0])]
+    return ":".join((user_frames or frames)[-1]) if frames else ""
 
 
-class Attributes(Mapping[str, Any]):
-    """A node's attributes in Python's terms, made when they are asked for; graphs among them are left out."""
+class OnnxAttributes(Mapping[str, Any]):
+    """The attributes of a node as Python values, converted when they are read; without graphs."""
 
     def __init__(self, node: NodeProto) -> None:
-        self._attributes = {one.name: one for one in node.attribute if one.type not in _GRAPHS}
+        self._attributes = {
+            attribute.name: attribute for attribute in node.attribute if attribute.type not in _GRAPHS
+        }
 
     def __getitem__(self, name: str) -> Any:
         return python_value(self._attributes[name])
@@ -90,7 +95,7 @@ _GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
 def python_value(attribute: AttributeProto) -> Any:
-    """A number, text, an array, or a list of those."""
+    """Return an attribute as a number, text, an array, or a list of these."""
     value: Any = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, bytes):
         return value.decode(errors="replace")
@@ -98,4 +103,4 @@ def python_value(attribute: AttributeProto) -> Any:
         return np.asarray(numpy_helper.to_array(value))
     if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
         return value
-    return [one.decode(errors="replace") if isinstance(one, bytes) else one for one in value]
+    return [element.decode(errors="replace") if isinstance(element, bytes) else element for element in value]

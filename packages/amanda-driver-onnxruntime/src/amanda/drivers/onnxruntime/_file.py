@@ -15,21 +15,21 @@ from amanda.errors import ArtefactError
 
 from ._instrument import namespace
 from ._model import Model, read_proto
+from ._model_writing import write_model
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
-from ._written import written
 
 ABOUT = "amanda"
 LARGE = 1 << 30
-"""Bytes of values above which they are written beside a model: protocol buffers end at 2 GB."""
+"""Bytes of values above which a model is written with external data: protocol buffers end at 2 GB."""
 
 
 class OnnxFile(Artefact):
     """An ONNX model, with its external data.
 
-    Opsets, metadata, names of inputs and outputs, and what is not touched are kept. What a routine makes of
-    initializers alone is stored instead of them.
+    Opsets, metadata, names of inputs and outputs, and nodes without routines are kept. The result of a
+    routine on initializers is stored instead of these.
     """
 
     api = 1
@@ -45,15 +45,15 @@ class OnnxFile(Artefact):
         except OSError as error:
             reason = error.strerror or error
             raise ArtefactError(f"{error.filename or path} cannot be read: {reason}") from error
-        except Exception as error:  # of protocol buffers, whose classes have changed, and of ONNX
+        except Exception as error:  # the errors of protocol buffers differ between their versions
             reason = str(error).partition("\n")[0]
             raise ArtefactError(f"{path} is no whole ONNX model: {reason}") from error
         self._is_external = any(map(external_data_helper.uses_external_data, self._source.graph.initializer))
         self._model.infer_types(types_by_onnxruntime)
-        self._made: ModelProto | None = None
+        self._instrumented: ModelProto | None = None
 
     def instrument(self, inlining: Inlining) -> None:
-        """Rewrite the graph, with its bodies of control flow and local functions."""
+        """Rewrite the graph, its bodies of control flow and its local functions."""
         graph = self._model.proto.graph
         identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
         tags = Namespace(f"{namespace()}/static")
@@ -66,25 +66,25 @@ class OnnxFile(Artefact):
         finally:
             rewriting.analysis.finish()
         inlining.take_over(rewriting)
-        self._made = None if rewriting.refused else written(self._source, rewriting)
+        self._instrumented = None if rewriting.refused else write_model(self._source, rewriting)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the model; its data beside it, in one file, where they were beside it or are large."""
-        assert self._made is not None
-        _note(self._made, about)
-        external_data_helper.load_external_data_for_model(self._made, str(self._path.parent))
-        size = sum(len(one.raw_data) for one in self._made.graph.initializer)
+        """Write the model, with external data in one file if the source has external data, or large data."""
+        assert self._instrumented is not None
+        _append_description(self._instrumented, about)
+        external_data_helper.load_external_data_for_model(self._instrumented, str(self._path.parent))
+        size = sum(len(tensor.raw_data) for tensor in self._instrumented.graph.initializer)
         if not self._is_external and size < LARGE:
-            onnx.save_model(self._made, path)
+            onnx.save_model(self._instrumented, path)
             return
         onnx.save_model(
-            self._made, path, save_as_external_data=True, all_tensors_to_one_file=True,
+            self._instrumented, path, save_as_external_data=True, all_tensors_to_one_file=True,
             location=f"{path.name}.data",
         )  # fmt: skip
 
 
-def _note(model: ModelProto, about: Mapping[str, Any]) -> None:
-    """Say in the metadata what was done, after what is said there already."""
-    told = {one.key: one.value for one in model.metadata_props}
-    notes = [*json.loads(told.get(ABOUT, "[]")), about]
-    onnx.helper.set_model_props(model, {**told, ABOUT: json.dumps(notes)})
+def _append_description(model: ModelProto, about: Mapping[str, Any]) -> None:
+    """Append a description of the tools to those in the model's metadata."""
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    descriptions = [*json.loads(properties.get(ABOUT, "[]")), about]
+    onnx.helper.set_model_props(model, {**properties, ABOUT: json.dumps(descriptions)})

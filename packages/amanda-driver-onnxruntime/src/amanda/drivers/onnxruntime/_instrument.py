@@ -1,4 +1,4 @@
-"""Routines written into a model, which then runs without Amanda."""
+"""The function `instrument`, which writes routines into a model that then runs without Amanda."""
 
 from __future__ import annotations
 
@@ -15,58 +15,59 @@ from amanda.errors import ArtefactError, NotTraceableError
 from amanda.options import File, checked
 
 from ._model import Model, read_proto
+from ._model_writing import copy_model, write_model
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
-from ._written import copied, written
 
 
 @checked(error=ArtefactError)
 def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
-    """A model that computes what `model` would in a scope of the tools, in any runtime, without Amanda.
+    """Return a copy of a model with the routines of tools written into it; it runs without Amanda.
 
-    Traceable routines become nodes.  Routines that are given constants alone, such as weights, are called
-    once, traceable or not, and what they give is written in the model.  Inputs, outputs and what is not
-    touched keep their names; local functions are inlined.  `model` is left as it is.
+    In any runtime the copy computes what `model` computes in a scope of the tools.  Traceable routines become
+    nodes.  A routine on constants alone, such as weights, is called once, traceable or not, and its result is
+    stored.  Inputs, outputs and other values keep their names; local functions are inlined.
 
-    Raises NotTraceableError, which lists every routine that cannot be written, and why, and ArtefactError for
-    a file whose external data lie outside of its folder.
+    Raises NotTraceableError, which lists each routine that cannot be written, with the reason, and
+    ArtefactError for a file whose external data lie outside of its folder.
     """
-    source = model if isinstance(model, ModelProto) else _read(Path(model))
-    read = Model(source)
-    read.infer_types(types_by_onnxruntime)
-    identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in read.proto.graph.node))
+    source = model if isinstance(model, ModelProto) else _read_with_data(Path(model))
+    parsed = Model(source)
+    parsed.infer_types(types_by_onnxruntime)
+    identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in parsed.proto.graph.node))
     with amanda.apply(*tools):
         activation = interceptor.active()
         assert activation is not None
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, GraphTensors())
             rewriting = ModelRewriting(
-                analysis=analysis, namespace=namespace(), written=True, model=read, identity=identity
+                analysis=analysis, namespace=namespace(), written=True, model=parsed, identity=identity
             )
             try:
                 rewriting.run()
             finally:
                 rewriting.analysis.finish()
     if rewriting.refused:
-        raise _not_traceable([_refusal(*one) for one in rewriting.refused])
-    return written(source, rewriting) if rewriting.changed else copied(source)
+        raise _not_traceable([_refusal(*refusal) for refusal in rewriting.refused])
+    return write_model(source, rewriting) if rewriting.changed else copy_model(source)
 
 
-def _read(path: Path) -> ModelProto:
+def _read_with_data(path: Path) -> ModelProto:
     proto = read_proto(path)
     external_data_helper.load_external_data_for_model(proto, str(path.parent))
     return proto
 
 
 def namespace() -> Namespace:
-    """`onnxruntime/<version>/graph`."""
+    """Return the namespace `onnxruntime/<version>/graph`."""
     import onnxruntime
 
     return Namespace(f"onnxruntime/{onnxruntime.__version__}/graph")
 
 
 def _not_traceable(refusals: Sequence[tuple[str, str, str, str, str]]) -> NotTraceableError:
+    """Return the error that lists the refused routines."""
     lines = [
         f"  {op} {path!r}: {routine} of {tool}: {reason}" for op, path, tool, routine, reason in refusals
     ]

@@ -1,4 +1,4 @@
-"""A model as it is read: its graph without large weights, these as arrays, and the types of all values."""
+"""A model: its graph without large weights, the weights as arrays, and the types of all values."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ from ._names import bodies_of, captured
 from ._symbols import Array, Symbol, tensor_type
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
-"""Gives the types of values by name, of a model whose initializers have these values."""
+"""Returns the types of named values of a model, whose large initializers are passed as arrays."""
 SMALL = 1024
-"""Bytes up to which a constant stays in the graph: shapes and axes, which type inference reads."""
+"""Bytes up to which a constant stays in the graph, such as shapes and axes, which type inference reads."""
 
 
 class Model:
     """A model whose nodes are analysed and rewritten.
 
-    proto: without functions, which are inlined, and without the data of large initializers.
-    constants: the value of each initializer and Constant node of the outermost graph.
-    opsets: version by domain.  overridable: names of inputs that have a default.
-    types: of the values of the outermost graph, by name, as far as they are known.
+    proto: the model with functions inlined, without the data of large initializers.
+    constants: values of the initializers and Constant nodes of the outermost graph, by name.
+    opsets: version by domain.  overridable: names of inputs with a default.
+    types: known types of the values of the outermost graph, by name.
     """
 
     def __init__(self, proto: ModelProto, folder: str = "", overridable: Iterable[str] | None = None) -> None:
         inlined = inliner.inline_local_functions(proto) if proto.functions else proto
         self.constants: dict[str, Array] = {}
-        self.proto = self._light(inlined, folder)
+        self.proto = self._copy_without_values(inlined, folder)
         graph = self.proto.graph
         for node in graph.node:
             value = constant_of(node, folder)
             if value is not None:
                 self.constants[node.output[0]] = value
-        self.opsets = {one.domain: one.version for one in self.proto.opset_import}
+        self.opsets = {entry.domain: entry.version for entry in self.proto.opset_import}
         self.opsets["ai.onnx"] = self.opsets.get("", 1)
-        given = {one.name for one in graph.input}
-        inherent = given & self.constants.keys() if self.proto.ir_version >= 4 else set()
-        self.overridable = set(inherent if overridable is None else overridable)
-        self.inputs = [one.name for one in graph.input if one.name not in self.constants]
-        self.outputs = [one.name for one in graph.output]
+        input_names = {entry.name for entry in graph.input}
+        with_default = input_names & self.constants.keys() if self.proto.ir_version >= 4 else set()
+        self.overridable = set(with_default if overridable is None else overridable)
+        self.inputs = [entry.name for entry in graph.input if entry.name not in self.constants]
+        self.outputs = [entry.name for entry in graph.output]
         self.types: dict[str, TypeProto] = {}
 
     @classmethod
     def of_file(cls, path: str, overridable: Iterable[str] | None = None) -> Model:
-        """The model in a file, whose external data stay there until they are read."""
+        """Return the model in a file, whose external data are mapped and read when needed."""
         return cls(read_proto(Path(path)), str(Path(path).parent), overridable)
 
-    def infer_types(self, others: TypesOf) -> None:
-        """Find the types of all values; `others` gives those, by name, that ONNX' own inference does not."""
+    def infer_types(self, other_types: TypesOf) -> None:
+        """Find the types of all values; `other_types` infers those that ONNX cannot infer."""
         graph = infer_shapes(self.proto).graph
         self.proto.graph.CopyFrom(graph)
         self.types = types_in(graph)
@@ -74,41 +74,43 @@ class Model:
             name for node in graph.node for name in node.output if name and not is_typed(self.types.get(name))
         ]
         if unknown:
-            self.types.update(others(self.proto, unknown, self.constants))
-        self._infer_in_bodies(self.proto.graph, self.types, others)
+            self.types.update(other_types(self.proto, unknown, self.constants))
+        self._infer_in_bodies(self.proto.graph, self.types, other_types)
 
-    def _infer_in_bodies(self, graph: GraphProto, outer: Mapping[str, TypeProto], others: TypesOf) -> None:
-        """Write the types of values in bodies there, as far as `others` gives them."""
+    def _infer_in_bodies(
+        self, graph: GraphProto, outer: Mapping[str, TypeProto], other_types: TypesOf
+    ) -> None:
+        """Add types to the values in bodies, as far as `other_types` infers them."""
         for node in graph.node:
             for body in bodies_of(node):
                 types = {**outer, **types_in(body)}
-                made = [name for inner in body.node for name in inner.output if name]
-                unknown = [name for name in made if not is_typed(types.get(name))]
+                computed = [name for inner in body.node for name in inner.output if name]
+                unknown = [name for name in computed if not is_typed(types.get(name))]
                 if unknown:
-                    found = others(self._alone(body, types), unknown, self.constants)
+                    inferred = other_types(self._model_of_body(body, types), unknown, self.constants)
                     body.value_info.extend(
-                        ValueInfoProto(name=name, type=type) for name, type in found.items()
+                        ValueInfoProto(name=name, type=type) for name, type in inferred.items()
                     )
-                    types.update(found)
-                self._infer_in_bodies(body, types, others)
+                    types.update(inferred)
+                self._infer_in_bodies(body, types, other_types)
 
-    def _alone(self, body: GraphProto, types: Mapping[str, TypeProto]) -> ModelProto:
-        """Return a model of a body, which is given what the body reads of the graphs around."""
-        made = ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
-        made.graph.name = "body"
-        made.graph.node.extend(body.node)
-        made.graph.initializer.extend(body.initializer)
-        made.graph.input.extend(body.input)
-        held = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+    def _model_of_body(self, body: GraphProto, types: Mapping[str, TypeProto]) -> ModelProto:
+        """Return a model of a body, whose inputs include the values that it reads of graphs around."""
+        model = ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
+        model.graph.name = "body"
+        model.graph.node.extend(body.node)
+        model.graph.initializer.extend(body.initializer)
+        model.graph.input.extend(body.input)
+        initializers = {tensor.name: tensor for tensor in self.proto.graph.initializer}
         for name in dict.fromkeys(captured(body)):
-            if name in held:
-                made.graph.initializer.append(held[name])
+            if name in initializers:
+                model.graph.initializer.append(initializers[name])
             elif name in types:
-                made.graph.input.append(ValueInfoProto(name=name, type=types[name]))
-        return made
+                model.graph.input.append(ValueInfoProto(name=name, type=types[name]))
+        return model
 
     def symbol(self, name: str) -> Symbol:
-        """The symbol of a value of the outermost graph."""
+        """Return the symbol of a value of the outermost graph."""
         constant = self.constants.get(name)
         type = self.types.get(name)
         if constant is None:
@@ -118,26 +120,27 @@ class Model:
             return Symbol(name, type, default=constant, root=name)
         return Symbol(name, type, constant, root=name)
 
-    def _light(self, proto: ModelProto, folder: str) -> ModelProto:
-        made = ModelProto()
-        made.CopyFrom(proto)
-        forget_negative_extents(made.graph)
-        for tensor in made.graph.initializer:
+    def _copy_without_values(self, proto: ModelProto, folder: str) -> ModelProto:
+        """Copy a model; move the values of its initializers into `constants`."""
+        model = ModelProto()
+        model.CopyFrom(proto)
+        forget_negative_extents(model.graph)
+        for tensor in model.graph.initializer:
             self.constants[tensor.name] = array = array_of(tensor, folder)
             if array.nbytes > SMALL and is_shared(array):
-                refer(tensor)
-        for sparse in made.graph.sparse_initializer:
+                move_values_out(tensor)
+        for sparse in model.graph.sparse_initializer:
             self.constants[sparse.values.name] = dense(sparse)
-        return made
+        return model
 
 
 def read_proto(path: Path) -> ModelProto:
     """Read a model without its external data.
 
-    Raises ArtefactError, before anything is read of them, where these are no regular files in its folder.
+    Raises ArtefactError if external data are not in regular files in the model's folder; none is read.
     """
     proto = onnx.load(path, load_external_data=False)
-    sparse = (part for one in proto.graph.sparse_initializer for part in (one.values, one.indices))
+    sparse = (part for entry in proto.graph.sparse_initializer for part in (entry.values, entry.indices))
     for tensor in (*external_data_helper._get_all_tensors(proto), *sparse):
         if external_data_helper.uses_external_data(tensor):
             file_beside(path, ExternalDataInfo(tensor).location, f"the data of {tensor.name}")
@@ -145,9 +148,9 @@ def read_proto(path: Path) -> ModelProto:
 
 
 def array_of(tensor: TensorProto, folder: str = "") -> Array:
-    """A tensor's values, which cannot be written; external ones are mapped from their file."""
+    """Return a tensor's values as a read-only array; external data are mapped from their file."""
     if tensor.data_location == TensorProto.EXTERNAL:
-        array = _mapped(tensor, folder)
+        array = _map_external(tensor, folder)
     else:
         array = np.asarray(numpy_helper.to_array(tensor))
     array.flags.writeable = False
@@ -155,7 +158,7 @@ def array_of(tensor: TensorProto, folder: str = "") -> Array:
 
 
 def dense(tensor: SparseTensorProto) -> Array:
-    """The values of a sparse tensor, which cannot be written."""
+    """Return the values of a sparse tensor as a read-only array."""
     values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
     array = np.zeros(tuple(tensor.dims), values.dtype)
     array[np.unravel_index(indices, array.shape) if indices.ndim == 1 else tuple(indices.T)] = values
@@ -163,22 +166,23 @@ def dense(tensor: SparseTensorProto) -> Array:
     return array
 
 
-def _mapped(tensor: TensorProto, folder: str) -> Array:
+def _map_external(tensor: TensorProto, folder: str) -> Array:
+    """Map an external tensor from its file; read it if NumPy cannot map its dtype."""
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
     if dtype.kind not in "fiub" or not prod(tensor.dims):
         return np.array(numpy_helper.to_array(tensor, folder))
-    where = ExternalDataInfo(tensor)
-    path = Path(folder, where.location)
-    return np.memmap(path, dtype, "r", where.offset or 0, tuple(tensor.dims))
+    location = ExternalDataInfo(tensor)
+    path = Path(folder, location.location)
+    return np.memmap(path, dtype, "r", location.offset or 0, tuple(tensor.dims))
 
 
 def is_shared(array: Array) -> bool:
-    """Return True if sessions can use an array as it is."""
+    """Return True if sessions can use an array without a copy."""
     return array.dtype.kind in "fiub" and array.dtype.type.__module__ == "numpy"
 
 
-def refer(tensor: TensorProto) -> None:
-    """Take the values out of an initializer; a session is given them apart."""
+def move_values_out(tensor: TensorProto) -> None:
+    """Remove the values from an initializer; a session gets them as external values."""
     for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
         tensor.ClearField(field)
     tensor.data_location = TensorProto.EXTERNAL
@@ -186,20 +190,20 @@ def refer(tensor: TensorProto) -> None:
     tensor.external_data.add(key="location", value="in memory")
 
 
-def referred(name: str, array: Array) -> TensorProto:
-    """An initializer of an array, whose values a session is given apart where it is large."""
+def initializer_of(name: str, array: Array) -> TensorProto:
+    """Return an initializer of an array; the values of a large one are passed apart."""
     if array.nbytes <= SMALL or not is_shared(array):
         return numpy_helper.from_array(np.asarray(array), name)
     element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
     tensor = TensorProto(name=name, data_type=element, dims=array.shape)
-    refer(tensor)
+    move_values_out(tensor)
     return tensor
 
 
 def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
-    """Return what a Constant node gives; None of another node, and where it is no dense tensor.
+    """Return the value of a Constant node; None for other nodes, and for values that are no dense tensor.
 
-    folder: that of its external data.
+    folder: the folder with its external data.
     """
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return None
@@ -207,37 +211,37 @@ def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
     value: Any = onnx.helper.get_attribute_value(attribute)
     if attribute.name == "value":
         return array_of(value, folder)
-    dtype = _CONSTANTS.get(attribute.name)
+    dtype = _CONSTANT_DTYPES.get(attribute.name)
     return None if dtype is None else np.array(value, dtype)
 
 
-_CONSTANTS: dict[str, Any] = {
+_CONSTANT_DTYPES: dict[str, Any] = {
     "value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64,
 }  # fmt: skip
 
 
 def infer_shapes(proto: ModelProto) -> ModelProto:
-    """The model with the types of its values, as far as ONNX infers them."""
+    """Return the model with the types that ONNX infers."""
     try:
         return onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except Exception:  # what a model says of itself may contradict what is inferred: it runs all the same
+    except Exception:  # declared types may contradict inferred ones, in a model that runs all the same
         return proto
 
 
 def types_in(graph: GraphProto) -> dict[str, TypeProto]:
-    """The types that a graph tells, by the name of the value."""
-    told = [*graph.value_info, *graph.output, *graph.input]
-    types = {one.name: one.type for one in told if one.HasField("type")}
+    """Return the types that a graph declares, by the name of the value."""
+    declared = [*graph.value_info, *graph.output, *graph.input]
+    types = {value.name: value.type for value in declared if value.HasField("type")}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
     return types
 
 
 def forget_negative_extents(graph: GraphProto) -> None:
-    """Leave out extents below 0, by which some exporters mean one that is known at execution alone."""
-    for told in (*graph.input, *graph.output, *graph.value_info):
-        if told.type.WhichOneof("value") == "tensor_type":
-            for extent in told.type.tensor_type.shape.dim:
+    """Clear negative extents, by which some exporters mean an unknown extent."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.WhichOneof("value") == "tensor_type":
+            for extent in value.type.tensor_type.shape.dim:
                 if extent.dim_value < 0:
                     extent.ClearField("value")
     for node in graph.node:
@@ -246,15 +250,15 @@ def forget_negative_extents(graph: GraphProto) -> None:
 
 
 def is_typed(type: TypeProto | None) -> bool:
-    """Return True if a type is known, its shape apart."""
+    """Return True if a type is known, apart from its shape."""
     if type is None or type.WhichOneof("value") is None:
         return False
     return type.WhichOneof("value") != "tensor_type" or bool(type.tensor_type.elem_type)
 
 
 def is_all_typed(graph: GraphProto) -> bool:
-    """Return True if the type of each value that a graph makes or is given is known."""
+    """Return True if the types of all inputs and computed values of a graph are known."""
     types = types_in(graph)
-    names = [one.name for one in graph.input]
+    names = [value.name for value in graph.input]
     names += [name for node in graph.node for name in node.output if name]
     return all(is_typed(types.get(name)) for name in names)

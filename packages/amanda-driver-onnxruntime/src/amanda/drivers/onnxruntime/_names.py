@@ -8,42 +8,43 @@ from onnx import GraphProto, NodeProto
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """The values of the graph around it that a node reads, in its bodies too."""
+    """Yield the values of its graph that a node reads, also in its bodies."""
     yield from (name for name in node.input if name)
     for body in bodies_of(node):
         yield from captured(body)
 
 
 def captured(graph: GraphProto) -> Iterator[str]:
-    """The values of graphs around it that a graph reads."""
-    own = {one.name for one in (*graph.input, *graph.initializer)}
-    own |= {one.values.name for one in graph.sparse_initializer}
+    """Yield the values of graphs around that a graph reads."""
+    inner_names = {entry.name for entry in (*graph.input, *graph.initializer)}
+    inner_names |= {entry.values.name for entry in graph.sparse_initializer}
     for node in graph.node:
-        yield from (name for name in reads(node) if name not in own)
-        own.update(node.output)
-    yield from (one.name for one in graph.output if one.name not in own)
+        yield from (name for name in reads(node) if name not in inner_names)
+        inner_names.update(node.output)
+    yield from (entry.name for entry in graph.output if entry.name not in inner_names)
 
 
 def renamed_nodes(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
-    """Copies of nodes in which values have other names."""
-    made = []
+    """Return copies of nodes with renamed values."""
+    copies = []
     for node in nodes:
         copy = NodeProto()
         copy.CopyFrom(node)
         _rename(copy, names)
-        made.append(copy)
-    return made
+        copies.append(copy)
+    return copies
 
 
 def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
+    """Rename the values of a node, and in its bodies those of graphs around."""
     if not names:
         return
     node.input[:] = [names.get(name, name) for name in node.input]
     node.output[:] = [names.get(name, name) for name in node.output]
     for body in bodies_of(node):
-        own = {one.name for one in (*body.input, *body.initializer)}
-        own |= {name for inner in body.node for name in inner.output}
-        outer = {name: new for name, new in names.items() if name not in own}
+        inner_names = {value.name for value in (*body.input, *body.initializer)}
+        inner_names |= {name for inner in body.node for name in inner.output}
+        outer = {name: new for name, new in names.items() if name not in inner_names}
         for inner in body.node:
             _rename(inner, outer)
         for output in body.output:
@@ -51,7 +52,7 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
 
 
 def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
-    """The graphs that a node holds."""
+    """Yield the bodies of a node."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g

@@ -10,14 +10,14 @@ import onnx
 from amanda import backend
 
 OWN_DOMAINS = ("", "ai.onnx", "com.microsoft")
-"""Domains whose types are called by their names alone."""
+"""Domains whose op types have no prefix."""
 
 
 class Operation(backend.Operation):
-    """One node: equal to another that stands for the same one.
+    """A node; equal to each other object for the same node.
 
-    type: ONNX' name of what it computes ("Conv"); one of another domain is "domain::type".
-    name: the node's, or a made one where it has none.  domain: "" for ONNX' own.  __name__: the type.
+    type: ONNX' name for the computation ("Conv"), or "domain::type" for a custom op.
+    name: the node's name, or a generated one.  domain: "" for ONNX' own ops.  __name__: the type.
     node: the NodeProto, without the values of large constants.
     """
 
@@ -25,16 +25,16 @@ class Operation(backend.Operation):
 
     def __init__(self, node: onnx.NodeProto, name: str, key: Hashable = None) -> None:
         self.domain = node.domain
-        own = node.domain in OWN_DOMAINS
-        self.type = node.op_type if own else f"{node.domain}::{node.op_type}"
+        is_plain_name = node.domain in OWN_DOMAINS
+        self.type = node.op_type if is_plain_name else f"{node.domain}::{node.op_type}"
         self.name = name
         self.node = node
         super().__init__(self.type, name, key)
 
     def get_attr(self, name: str) -> Any:
-        """An attribute that the node has.
+        """Return an attribute of the node.
 
-        Raises ValueError where it has none of that name.
+        Raises ValueError if the node has none of that name.
         """
         for attribute in self.node.attribute:
             if attribute.name == name:

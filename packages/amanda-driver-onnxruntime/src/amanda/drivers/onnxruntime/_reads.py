@@ -8,7 +8,7 @@ from amanda.backend import Reads
 
 
 class NumpyReads(Reads):
-    """`Reads` that knows NumPy's plain values."""
+    """Reads with the plain values of NumPy."""
 
     plain: ClassVar[Any] = (*Reads.plain, np.dtype, np.generic)
     opaque: ClassVar[frozenset[str]] = Reads.opaque | {"ml_dtypes", "onnx", "onnxruntime"}

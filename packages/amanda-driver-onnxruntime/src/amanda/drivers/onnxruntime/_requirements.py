@@ -11,7 +11,7 @@ _METHODS = ("run", "run_with_ort_values", "run_async", "run_with_iobinding")
 
 
 def check() -> None:
-    """Raises DriverError, which names what is missing, where sessions cannot be instrumented."""
+    """Raise DriverError, which names what is missing, if sessions cannot be instrumented."""
     session = getattr(collection, "Session", None)
     lacking = [f"Session.{name}" for name in _METHODS if not hasattr(session, name)]
     if not hasattr(onnxruntime.SessionOptions, "add_external_initializers"):

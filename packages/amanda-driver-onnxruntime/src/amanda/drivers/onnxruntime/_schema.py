@@ -15,20 +15,20 @@ Layout = tuple[tuple[str, ...], tuple[int | None, ...]]
 
 
 def input_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
-    """Names and sizes of a node's inputs; a variadic one is a list."""
+    """Return names and lengths of a node's inputs; a variadic input is a list."""
     schema = schema_of(node.op_type, node.domain, opsets.get(node.domain, 0))
     return _layout(schema.inputs if schema else (), len(node.input))
 
 
 def output_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
-    """The same of its outputs."""
+    """Return names and lengths of a node's outputs; a variadic output is a list."""
     schema = schema_of(node.op_type, node.domain, opsets.get(node.domain, 0))
     return _layout(schema.outputs if schema else (), len(node.output))
 
 
 @cache
 def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
-    """The schema of a type; None where ONNX has none, as of custom ops."""
+    """Return the schema of an op type; None if ONNX has none, as for custom ops."""
     try:
         schema: OpSchema = onnx.defs.get_schema(op_type, version, domain)
     except SchemaError:
@@ -37,13 +37,14 @@ def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
 
 
 def _layout(parameters: Sequence[Any], count: int) -> Layout:
+    """Return names and lengths of `count` values, with numbers as names of those without a parameter."""
     names: list[str] = []
     sizes: list[int | None] = []
     for parameter in parameters:
-        left = count - len(sizes)
+        remaining = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
-            return (*names, parameter.name), (*sizes, left)
-        if left <= 0:
+            return (*names, parameter.name), (*sizes, remaining)
+        if remaining <= 0:
             break
         names.append(parameter.name)
         sizes.append(None)

@@ -1,4 +1,4 @@
-"""Tensor primitives: symbols at analysis, NumPy's arrays while a graph runs, recorded ones while traced."""
+"""Tensor primitives of symbols at analysis, of NumPy arrays at execution, and of traced arrays."""
 
 from __future__ import annotations
 
@@ -17,25 +17,22 @@ _TENSORS = (np.ndarray, np.generic, TracedArray, Symbol)
 
 
 class GraphTensors(UnwrittenTensors):
-    """ONNX Runtime has no backward pass, so nothing of autodiff has to be kept."""
+    """Tensor primitives of ONNX Runtime, which has no backward pass."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True if a value is a tensor, symbolic, traced or real."""
+        """Return True for an array, a traced array or a symbol."""
         return isinstance(value, _TENSORS)
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype and rank of each tensor, also in lists."""
-        return tuple([_told(value, rank_alone=True) for value in inputs])
+        """Return dtype and rank of each tensor, also in lists."""
+        return tuple([_describe(value, rank_alone=True) for value in inputs])
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each tensor, as far as it is known, also in lists."""
-        return tuple([_told(value, rank_alone=False) for value in inputs])
+        """Return the known shape of each tensor, also in lists."""
+        return tuple([_describe(value, rank_alone=False) for value in inputs])
 
     def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a routine; one that writes into what it was given has made a mistake.
-
-        Raises MutationError.
-        """
+        """Call a routine.  Raises MutationError if it writes into an argument."""
         try:
             return func(*values, **kwargs)
         except ValueError as error:
@@ -47,47 +44,46 @@ class GraphTensors(UnwrittenTensors):
             ) from error
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` in the type of `original`, whose shape it must have.
-
-        Raises RoutineError otherwise.
-        """
-        if not _agree(original.shape, value.shape):
+        """Return `value` in the type of `original`.  Raises RoutineError for another shape or kind."""
+        if not _shapes_agree(original.shape, value.shape):
             raise RoutineError(
                 f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
                 "@amanda.differentiable if it is meant to change shapes"
             )
-        if isinstance(value, np.generic):  # what NumPy makes of arrays without axes
+        if isinstance(value, np.generic):  # NumPy's functions return scalars for arrays without axes
             value = np.asarray(value)
-        wanted, found = original.dtype, value.dtype
-        if wanted == found:
+        original_dtype, value_dtype = original.dtype, value.dtype
+        if original_dtype == value_dtype:
             return value
-        if (wanted.kind == "c") != (found.kind == "c"):
+        if (original_dtype.kind == "c") != (value_dtype.kind == "c"):
             raise RoutineError(
-                f"a routine returned {found.name} where {wanted.name} was given; it may not turn real into "
-                "complex or back"
+                f"a routine returned {value_dtype.name} where {original_dtype.name} was given; it may not "
+                "turn real into complex or back"
             )
-        if not (is_floating(wanted) and is_floating(found)):
+        if not (is_floating(original_dtype) and is_floating(value_dtype)):
             raise RoutineError(
-                f"a routine returned {found.name} where {wanted.name} was given; return "
-                f"{'a floating type' if is_floating(wanted) else 'that type'}"
+                f"a routine returned {value_dtype.name} where {original_dtype.name} was given; return "
+                f"{'a floating type' if is_floating(original_dtype) else 'that type'}"
             )
-        return value.astype(wanted)
+        return value.astype(original_dtype)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Return True if a type is a floating or complex one, of ml_dtypes too."""
+    """Return True for a floating or complex dtype, also of ml_dtypes."""
     return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
 
 
-def _told(value: Any, rank_alone: bool) -> Hashable:
+def _describe(value: Any, rank_alone: bool) -> Hashable:
     if isinstance(value, Symbol):
         return (value.dtype and value.dtype.name, value.ndim) if rank_alone else value.shape
-    return tuple([_told(one, rank_alone) for one in value]) if isinstance(value, list) else None
+    return tuple([_describe(element, rank_alone) for element in value]) if isinstance(value, list) else None
 
 
-def _agree(one: Any, other: Any) -> bool:
-    if one is None or other is None:
+def _shapes_agree(shape: Any, other_shape: Any) -> bool:
+    """Return True if two shapes may be equal; None stands for anything."""
+    if shape is None or other_shape is None:
         return True
-    return len(one) == len(other) and all(
-        a is None or b is None or a == b for a, b in zip(one, other, strict=True)
+    return len(shape) == len(other_shape) and all(
+        extent is None or other_extent is None or extent == other_extent
+        for extent, other_extent in zip(shape, other_shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Types of values that ONNX does not infer, as ONNX Runtime does: of its own ops, and of custom ones."""
+"""Types of values that ONNX cannot infer, such as those of ONNX Runtime's own ops, from a session."""
 
 from __future__ import annotations
 
@@ -24,47 +24,50 @@ _TENSOR = re.compile(r"tensor\((\w+)\)")
 def types_by_onnxruntime(
     proto: ModelProto, names: Sequence[str], constants: Mapping[str, Any]
 ) -> dict[str, TypeProto]:
-    """Types of values of the outermost graph, as far as ONNX Runtime tells; {} of a model it refuses.
+    """Return types of values of the outermost graph, from ONNX Runtime; {} for a model that it refuses.
 
-    constants: values of initializers, of which large ones are apart.
+    constants: values of initializers; large ones are not in the model.
     """
     probe = ModelProto()
     probe.CopyFrom(proto)
     add_outputs(probe.graph, names)
     settings = session_options()
-    apart = {
+    external = {
         tensor.name: onnxruntime.OrtValue.ortvalue_from_numpy(constants[tensor.name])
         for tensor in probe.graph.initializer
         if tensor.data_location == onnx.TensorProto.EXTERNAL
     }
-    if apart:
-        settings.add_external_initializers(list(apart), list(apart.values()))
+    if external:
+        settings.add_external_initializers(list(external), list(external.values()))
     try:
         session = onnxruntime.InferenceSession(
             probe.SerializeToString(), settings, providers=["CPUExecutionProvider"]
         )
-    except Exception:  # what it refuses, it says when the model itself is loaded
+    except Exception:  # the error comes up again when the user loads the model
         return {}
-    return types_told(session, names)
+    return output_types(session, names)
 
 
 def add_outputs(graph: GraphProto, names: Sequence[str]) -> None:
     """Add values of these names to the outputs of a graph."""
-    known = {one.name for one in graph.output}
-    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in known)
+    present = {output.name for output in graph.output}
+    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in present)
 
 
-def types_told(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
-    """Types of a session's outputs, of those that are tensors."""
-    told = {one.name: _type(one) for one in session.get_outputs()}
-    return {name: type for name in names if (type := told.get(name)) is not None}
+def output_types(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
+    """Return the types of a session's outputs that are tensors."""
+    types = {output.name: _type_of_argument(output) for output in session.get_outputs()}
+    return {name: type for name in names if (type := types.get(name)) is not None}
 
 
-def _type(argument: Any) -> TypeProto | None:
-    found = _TENSOR.fullmatch(argument.type)
-    if found is None or found[1] not in _ELEMENTS:
+def _type_of_argument(argument: Any) -> TypeProto | None:
+    """Return the type of a session's output; None if it is no tensor."""
+    match = _TENSOR.fullmatch(argument.type)
+    if match is None or match[1] not in _ELEMENTS:
         return None
-    element = onnx.TensorProto.DataType.Value(_ELEMENTS[found[1]])
-    known = argument.shape or None  # that of a scalar is told as one that is not known
-    shape = known and [one if isinstance(one, str) or (one or 0) > -1 else None for one in known]
+    element = onnx.TensorProto.DataType.Value(_ELEMENTS[match[1]])
+    extents = argument.shape or None  # ONNX Runtime reports a scalar like an unknown shape
+    shape = extents and [
+        extent if isinstance(extent, str) or (extent or 0) > -1 else None for extent in extents
+    ]
     return onnx.helper.make_tensor_type_proto(element, shape)

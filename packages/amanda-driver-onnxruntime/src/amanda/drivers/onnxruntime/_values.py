@@ -12,7 +12,7 @@ from onnxruntime import OrtValue
 
 
 def as_array(value: Any) -> Any:
-    """A tensor as an array; what is none, or of elements smaller than a byte, as it is."""
+    """Return a tensor as an array; other values, and elements smaller than a byte, unchanged."""
     if isinstance(value, np.generic):
         return np.asarray(value)
     if not isinstance(value, OrtValue) or not value.is_tensor():
@@ -20,10 +20,11 @@ def as_array(value: Any) -> Any:
     try:
         return value.numpy()
     except RuntimeError:
-        return _of_memory(value)
+        return _array_of_memory(value)
 
 
-def _of_memory(value: Any) -> Any:
+def _array_of_memory(value: Any) -> Any:
+    """Copy the memory of an OrtValue whose dtype `OrtValue.numpy` does not support."""
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.element_type()))
     shape = tuple(value.shape())
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -33,7 +34,7 @@ def _of_memory(value: Any) -> Any:
 
 
 def as_ort_value(value: Any) -> Any:
-    """A value as `run_with_ort_values` gives it."""
+    """Return a value in the form that `run_with_ort_values` returns."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.type.__module__ == "numpy":

@@ -16,19 +16,19 @@ _OPTION = "disable_meta_optimizer"
 
 @contextmanager
 def without_fusion() -> Iterator[None]:
-    """Call functions within as they are written: no operator is fused, folded or moved.
+    """Return a context in which TensorFlow fuses, folds and moves no operator of a function.
 
-    What routines change nothing of is then the same to the bit as without them, where that is also called
-    within. For functions, also those traced before; `session_config` is the same for sessions. Slower.
+    In it, functions with routines that change nothing give the same bits as functions without routines.
+    Functions that were traced before are included. For sessions, use `session_config`. Execution is slower.
 
-    Raises DriverError where oneDNN fuses operators, which only the environment of the process turns off.
+    Raises DriverError if oneDNN fuses operators; only an environment variable of the process turns that off.
 
     >>> with without_fusion():  # doctest: +SKIP
     ...     expected = model(x)
     ...     with amanda.apply(tool):
     ...         assert (model(x) == expected).numpy().all()
     """
-    _check()
+    _check_that_onednn_does_not_fuse()
     before = tf.config.optimizer.get_experimental_options().get(_OPTION, False)
     tf.config.optimizer.set_experimental_options({_OPTION: True})
     try:
@@ -39,19 +39,19 @@ def without_fusion() -> Iterator[None]:
 
 @checked
 def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
-    """A ConfigProto for a session that fuses nothing: a copy of `config`, else of the default one.
+    """Return a ConfigProto for sessions without fusion: a copy of `config`, or of the default.
 
-    Raises DriverError where oneDNN fuses operators, which only the environment of the process turns off.
+    Raises DriverError if oneDNN fuses operators; only an environment variable of the process turns that off.
     """
-    _check()
-    made = tf.compat.v1.ConfigProto()
+    _check_that_onednn_does_not_fuse()
+    unfused = tf.compat.v1.ConfigProto()
     if config is not None:
-        made.CopyFrom(config)
-    made.graph_options.rewrite_options.disable_meta_optimizer = True
-    return made
+        unfused.CopyFrom(config)
+    unfused.graph_options.rewrite_options.disable_meta_optimizer = True
+    return unfused
 
 
-def _check() -> None:
+def _check_that_onednn_does_not_fuse() -> None:
     if _pywrap_util_port.IsMklEnabled():
         raise DriverError(
             "oneDNN fuses operators in a pass of its own; set TF_ENABLE_ONEDNN_OPTS=0 in the environment, "

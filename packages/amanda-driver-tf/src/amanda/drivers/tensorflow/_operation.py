@@ -8,11 +8,11 @@ from amanda import backend
 
 
 class Operation(backend.Operation):
-    """One operation: equal to another that stands for the same one, whatever its mode.
+    """An operation; equal to each other object for the same operation, in any mode.
 
-    type: TensorFlow's name of what it computes ("Conv2D").  name: the node's name, or the type where
-    there is no node.  __name__: the type.  An operation of a graph has the attributes of the `tf.Operation`,
-    too: `inputs`, `outputs`, `node_def`.
+    type: TensorFlow's name for the computation ("Conv2D").  name: the node's name, or the type where there is
+    no node.  __name__: the type.  An operation of a graph also has the attributes of its `tf.Operation`:
+    `inputs`, `outputs`, `node_def`.
     """
 
     __slots__ = ("_attributes", "_graph_op", "name", "type")
@@ -37,7 +37,8 @@ class Operation(backend.Operation):
         return None if self._graph_op is None else self._graph_op()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also of a copy that is being made, which cannot be printed
+        """Return an attribute of the `tf.Operation`; raise AttributeError if there is none."""
+        if name.startswith("_"):  # `copy` asks for these before the object has attributes
             raise AttributeError(f"an operation has no {name!r}")
         graph_op = None if self._graph_op is None else self._graph_op()
         if graph_op is None:
@@ -45,9 +46,9 @@ class Operation(backend.Operation):
         return getattr(graph_op, name)
 
     def get_attr(self, name: str) -> Any:
-        """An attribute of a graph's operation, or of a backward op.
+        """Return an attribute of an operation of a graph, or of a backward op.
 
-        Raises ValueError where it has none of that name, or where there is no graph any more.
+        Raises ValueError if there is no attribute of that name, or if the graph is gone.
         """
         if self._attributes is not None and name in self._attributes:
             return self._attributes[name]

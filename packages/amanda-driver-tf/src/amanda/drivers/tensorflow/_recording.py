@@ -1,4 +1,4 @@
-"""Recording of tapes: not around routines, but the tapes that routines open themselves record."""
+"""Recording on tapes: tapes of the program do not record routines, tapes that a routine opens do."""
 
 import functools
 import threading
@@ -9,51 +9,51 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
 
 
-class _Here(threading.local):
-    """The number of contexts of ours that do not record and that this thread is in."""
+class _UnrecordedDepth(threading.local):
+    """The number of open `Unrecorded` contexts of a thread."""
 
     depth = 0
 
 
-_here = _Here()
+_unrecorded = _UnrecordedDepth()
 
 
 class Unrecorded:
-    """`stop_recording` without its generality: no gradient tape or forward accumulator hears of ops.
+    """Context in which no gradient tape or forward accumulator records; faster than `tape.stop_recording`."""
 
-    Left at the latest as it is freed: an interrupt may come as `__exit__` is called.
-    """
-
-    __slots__ = ("_stopped",)
+    __slots__ = ("_was_stopped",)
 
     def __enter__(self) -> None:
         stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-        self._stopped = stopped
-        _here.depth += 1
+        self._was_stopped = stopped
+        _unrecorded.depth += 1
         if not stopped:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
     def __exit__(self, *_: object) -> None:
-        stopped, self._stopped = self._stopped, None
-        _here.depth -= 1
+        stopped, self._was_stopped = self._was_stopped, None
+        _unrecorded.depth -= 1
         if not stopped:
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
 
     def __del__(self) -> None:
-        if getattr(self, "_stopped", None) is not None:
+        # An interrupt may come between the end of the body and `__exit__`, and would leave recording off.
+        if getattr(self, "_was_stopped", None) is not None:
             self.__exit__()
 
 
 def allow_tapes_in_routines(attributes: Attributes) -> None:
-    """Make a tape that a routine opens record as long as it is open.
+    """Make a tape that a routine opens record while it is open.
 
-    The tapes around hear of it then, in vain: what a routine gives back is cut off from how it was made.
+    TensorFlow stops and restarts recording for all tapes of a thread at once. So the program's tapes record
+    the routine's ops, too; these do not count, since the routine's result is cut off from the ops that
+    computed it.
     """
     push, pop = backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
 
     @functools.wraps(push)
     def _push_tape(tape: Any) -> None:
-        if _here.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
+        if _unrecorded.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
             tape._amanda_restarted = True
         push(tape)

@@ -106,18 +106,18 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "pywrap_tfe:TFE_Py_TapeSetStopOnThread",
     ),
 }
-"""For each mode, module below `tensorflow.python` and attribute: without one of these it is off."""
+"""By mode, the private names below `tensorflow.python` that it needs, as "module:attribute"."""
 
 
 @cache
 def missing(mode: str) -> tuple[str, ...]:
-    """The names of a mode's table that this TensorFlow lacks."""
+    """Return the names of a mode's table that this version of TensorFlow lacks."""
     root = "tensorflow.python."
     return tuple(name.removeprefix(root) for name in lacking(f"{root}{name}" for name in REQUIRED[mode]))
 
 
 def check(mode: str) -> None:
-    """Raises DriverError, which names what is missing, where the mode cannot be served."""
+    """Raise DriverError, which names what is missing, if a mode cannot be instrumented."""
     absent = missing(mode)
     if absent:
         raise DriverError(

@@ -12,74 +12,77 @@ from ._recording import Unrecorded
 
 
 class TensorFlowTensors:
-    """`TensorOps` of TensorFlow: of eager tensors, and what those of graphs share with them."""
+    """`TensorOps` for eager tensors; `GraphTensors` derives from it."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True if a value is a tensor, or a variable, which stands for what it holds."""
+        """Return True if a value is a tensor or a variable."""
         return isinstance(value, (tf.Tensor, tf.Variable))
 
     def isolated(self) -> Unrecorded:
-        """Context in which no tape records."""
+        """Return a context in which no tape records."""
         return Unrecorded()
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine where no tape records; a hot path."""
+        """Call a routine while no tape records; a hot path."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty() or pywrap_tfe.TFE_Py_TapeSetIsStopped():
             return func(*values, **kwargs)
         with Unrecorded():
             return func(*values, **kwargs)
 
     def version(self, value: Any) -> None:
-        """None: a tensor holds what it held."""
+        """Return None: TensorFlow's tensors are immutable."""
 
     def versions(self, values: Sequence[Any]) -> list[None]:
-        """None for each value."""
+        """Return None for each value."""
         return [None] * len(values)
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` for `original`, in its floating type, with its gradient passed straight through."""
+        """Return `value` in the floating type of `original`, which gets its gradient straight through."""
         recording = not pywrap_tfe.TFE_Py_TapeSetIsEmpty() and not pywrap_tfe.TFE_Py_TapeSetIsStopped()
         if not recording:
-            return fitting(original, value)
+            return cast_like(original, value)
         with Unrecorded():
-            fresh = tf.raw_ops.Identity(input=fitting(original, value))  # it may be on the tape itself
-        pywrap_tfe.TFE_Py_TapeSetRecordOperation("Identity", [fresh], [original], _passed, _passed)
-        return fresh
+            # The tape may watch `value` itself, so the edge to `original` starts at a new tensor.
+            alias = tf.raw_ops.Identity(input=cast_like(original, value))
+        pywrap_tfe.TFE_Py_TapeSetRecordOperation(
+            "Identity", [alias], [original], _gradient_unchanged, _gradient_unchanged
+        )
+        return alias
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Raises RoutineError: what an op writes into is a variable, whose handle is no value."""
+        """Raise RoutineError: an op writes into variables, whose handles a routine cannot replace."""
         raise RoutineError(
             "a routine returned another handle for a variable that the op writes; change the value that is "
             "assigned instead"
         )
 
     def kept(self, value: Any) -> Any:
-        """The value itself: a tensor does not hold the tape that it is on."""
+        """Return the value: a tensor does not hold the tape that it is on."""
         return value
 
     def copied(self, value: Any) -> Any:
-        """A differentiable copy; a variable's handle as it is, for there is no other."""
+        """Return a differentiable copy of a tensor, or the same handle of a variable."""
         return tf.identity(value) if isinstance(value, tf.Tensor) and value.dtype != tf.resource else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype, rank and device of each tensor, also in lists."""
+        """Return dtype, rank and device of each tensor, also in lists."""
         return tuple(
             [
                 (value._datatype_enum(), value._rank(), value.device) if type(value) is EagerTensor
-                else tuple([_signature(one) for one in value]) if isinstance(value, (list, tuple))
+                else tuple([_signature(element) for element in value]) if isinstance(value, (list, tuple))
                 else _signature(value)
                 for value in inputs
             ]
         )  # fmt: skip
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each tensor, also in lists; None for an extent or a rank that is not known."""
+        """Return the shape of each tensor, also in lists; None for an unknown extent or rank."""
         return tuple([_shape(value) for value in inputs])
 
 
-def _passed(*grads: Any) -> list[Any]:
+def _gradient_unchanged(*grads: Any) -> list[Any]:
     return list(grads)
 
 
@@ -93,14 +96,14 @@ def _shape(value: Any) -> Hashable:
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return None if value.shape.rank is None else tuple(value.shape.as_list())
     if isinstance(value, (list, tuple)):
-        return tuple([_shape(one) for one in value])
+        return tuple([_shape(element) for element in value])
     return None
 
 
-def fitting(original: Any, value: Any) -> Any:
-    """`value` for `original`: of its shape and kind, in its floating type.
+def cast_like(original: Any, value: Any) -> Any:
+    """Return `value` as a tensor of the floating type of `original`.
 
-    Raises RoutineError otherwise.
+    Raises RoutineError for another shape, for a real value instead of a complex one, and for the reverse.
     """
     value = tf.convert_to_tensor(value)
     if not original.shape.is_compatible_with(value.shape):
@@ -108,16 +111,17 @@ def fitting(original: Any, value: Any) -> Any:
             f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
             "@amanda.differentiable if it is meant to change shapes"
         )
-    wanted, found = original.dtype, value.dtype
-    if wanted.is_complex != found.is_complex:
+    original_dtype, value_dtype = original.dtype, value.dtype
+    if original_dtype.is_complex != value_dtype.is_complex:
         raise RoutineError(
-            f"a routine returned {found.name} where {wanted.name} was given; it may not turn real into "
-            "complex or back"
+            f"a routine returned {value_dtype.name} where {original_dtype.name} was given; it may not turn "
+            "real into complex or back"
         )
-    if wanted != found and (wanted.is_floating or wanted.is_complex):
-        if not (found.is_floating or found.is_complex):
+    if original_dtype != value_dtype and (original_dtype.is_floating or original_dtype.is_complex):
+        if not (value_dtype.is_floating or value_dtype.is_complex):
             raise RoutineError(
-                f"a routine returned {found.name} where {wanted.name} was given; return a floating type"
+                f"a routine returned {value_dtype.name} where {original_dtype.name} was given; return a "
+                "floating type"
             )
-        return tf.cast(value, wanted)
+        return tf.cast(value, original_dtype)
     return value

@@ -1,4 +1,4 @@
-"""The backward pass: which nodes an op made, and hooks where a tool wants them."""
+"""Backward passes: which nodes of autograd each op made, and hooks at the nodes that tools instrument."""
 
 import functools
 import operator
@@ -24,33 +24,37 @@ from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
 from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
-from ._graphs import relieve
-from ._hooks import Hooks, place_hooks_quickly, remove_all
-from ._leaves import tell
-from ._overrides import Unseen, reading
-from ._requirements import found
-from ._saved import end_traceback_in_torch
+from ._leaves import report_leaves
+from ._nodes import QuickHooks, free_without_recursion, place_hooks_quickly, remove_all
+from ._overrides import WithoutTorchFunction, reading_context
+from ._requirements import torch_attribute
+from ._saved_tensors import end_traceback_in_torch
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+# A backward op's place among those of its op is its sequence number after the op's first. Leaves have none,
+# so their places begin far above; places of backward ops of backward ops begin above those, by order.
 LEAF_PLACE = 1 << 32
 _ORDER_STEP = 1 << 40
 
 _sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-_graphs = Graphs(
+_marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
-    notes="metadata", number="_sequence_nr", key="amanda", met=relieve,
+    notes="metadata", number="_sequence_nr", key="amanda", met=free_without_recursion,
 )  # fmt: skip
 
 
-class Made:
-    """Context that brackets the nodes made within it, and those made since it was itself."""
+class NodeBracket:
+    """Context that notes autograd's sequence numbers as it is made, entered and left.
+
+    Nodes with numbers from `start` to before `end` were made within the context.
+    """
 
     __slots__ = ("begin", "end", "start")
 
     def __init__(self) -> None:
         self.begin = _sequence()
 
-    def __enter__(self) -> "Made":
+    def __enter__(self) -> "NodeBracket":
         self.start = self.end = _sequence()
         return self
 
@@ -63,52 +67,61 @@ class Autograd(EagerDriver):
 
     @property
     @abstractmethod
-    def seen(self) -> "Autograd":
-        """This driver for calls under no dispatch mode."""
+    def outside_overrides(self) -> "Autograd":
+        """Return this driver for calls under overrides of tensor subclasses, but no dispatch mode."""
 
-    def tracing(self) -> Made:
-        """Context that brackets the nodes made by an op."""
-        return Made()
+    def tracing(self) -> NodeBracket:
+        """Return a context that brackets the nodes made by an op."""
+        return NodeBracket()
 
-    def made_between(self, begin: int, start: int, end: int) -> Made:
-        """The bracket of these sequence numbers."""
-        made = Made.__new__(Made)
-        made.begin, made.start, made.end = begin, start, end
-        return made
+    def made_between(self, begin: int, start: int, end: int) -> NodeBracket:
+        """Return the bracket of these sequence numbers, which native code has read."""
+        bracket = NodeBracket.__new__(NodeBracket)
+        bracket.begin, bracket.start, bracket.end = begin, start, end
+        return bracket
 
-    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
-        """Leave the trace at the nodes of the op's results; the rest is found from there."""
-        if made.start != made.end:
-            _graphs.mark(values, Mark(trace, made.begin, made.start, made.end))
+    def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
+        """Attach the trace to the nodes of the op's results; from there a backward pass finds the others."""
+        if bracket.start != bracket.end:
+            _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
     def leaving(self, trace: Trace, writes: bool) -> Any:
-        """Marks the nodes of executions; a view's base has a new node where the view was written."""
-        return _graphs.leaving(trace, writes)
+        """Return a marker of the nodes of executions; writes: whether views are written.
+
+        The base of a written view has a new node, which is marked too.
+        """
+        return _marked_graphs.leaving(trace, writes)
 
     def follow_backward(self, attributes: Attributes) -> None:
         """Make every backward pass bring its nodes to the tools."""
+        # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
-            attributes.set(module, _RUN, self._followed(getattr(module, _RUN)))
+            attributes.set(module, _RUN_BACKWARD, self._bring_nodes_to_tools(getattr(module, _RUN_BACKWARD)))
         place_hooks_quickly(attributes)
 
-    def _followed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _bring_nodes_to_tools(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
+
+        # `remove_abandoned_hooks` looks for frames of this function by its name, and reads `backward` there.
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if (around := of_pass()) is not None:
+            # A pass within a pass may run on a thread of the engine, to which no context variable comes.
+            if (around := activation_of_pass()) is not None:
                 with in_force(around):
                     return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
             if activation is not None:
-                tell(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
+                report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
             if activation is not None and create_graph:
                 _expect_second_order(activation.state)
+            # The fast way for programs that no tool has a backward routine for: no node carries a mark.
             if activation is None or not Mark.alive():
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
-            backward = _Backward(self.seen, activation.state, create_graph, keeps_graph)
+            backward = _BackwardPass(self.outside_overrides, activation.state, create_graph, keeps_graph)
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
@@ -124,24 +137,32 @@ class Autograd(EagerDriver):
         return run_backward
 
 
-_RUN = "_engine_run_backward"
-_is_kept, _kept = found("_C._is_key_in_tls"), found("_C._get_obj_in_tls")
+_RUN_BACKWARD = "_engine_run_backward"
+_has_caller_object, _caller_object = (
+    torch_attribute("_C._is_key_in_tls"),
+    torch_attribute("_C._get_obj_in_tls"),
+)
 
 
-def of_pass() -> interceptor.Activation | None:
-    """Return what is in force where the backward pass of a thread began that the engine has started.
+def activation_of_pass() -> interceptor.Activation | None:
+    """Return the activation of the caller of a backward pass, on a thread that autograd's engine started.
 
-    None on other threads, and of a torch that does not bring the caller's context to these.
+    None on other threads, and where torch does not bring the caller's context to the engine's threads.
     """
-    if interceptor.ACTIVATION.get(None) is not None or _is_kept is None or not _is_kept("context"):
+    if (
+        interceptor.ACTIVATION.get(None) is not None
+        or _has_caller_object is None
+        or not _has_caller_object("context")
+    ):
         return None
-    activation: interceptor.Activation | None = _kept("context").get(interceptor.ACTIVATION)
+    activation: interceptor.Activation | None = _caller_object("context").get(interceptor.ACTIVATION)
     return activation
 
 
 def _expect_second_order(state: State) -> None:
+    """Enable double backward in the plans, and report that passes before this one had none."""
     stack = state.stack
-    if stack is None or not any(one.wants_backward for one in stack.chain):
+    if stack is None or not any(tools.wants_backward for tools in stack.chain):
         return
     if stack.enable_double_backward():
         state.report(
@@ -150,15 +171,15 @@ def _expect_second_order(state: State) -> None:
         )
 
 
-class _Backward:
-    """One backward pass: its nodes, mapped and hooked.
+class _BackwardPass:
+    """One backward pass: its nodes, mapped to ops and hooked.
 
-    Hooks at a node act in every pass through it. What one pass has hooked another that is under way at the
-    same time, around it or on another thread, leaves as it is, and keeps if it is the one that ends last.
+    Hooks at a node act in every pass through it. So a pass adds no hooks where another pass under way at the
+    same time, around it or on another thread, has them; the pass that ends last removes them.
     """
 
-    under_way: ClassVar[list["_Backward"]] = []
-    _changing: ClassVar[threading.Lock] = threading.Lock()
+    under_way: ClassVar[list["_BackwardPass"]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool) -> None:
         self._driver = driver
@@ -169,25 +190,29 @@ class _Backward:
         self._handles: list[tuple[Any, Any]] = []
         self._shared: set[int] = set()
         self._steps: list[Trace] = []
-        self._found: list[tuple[Any, Mark, int]] = []
+        self._marked_nodes: list[tuple[Any, Mark, int]] = []
         self.thread = threading.get_ident()
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
-        """Hook the nodes that a tool wants of the graph from `outputs`."""
-        with Unseen():
-            roots = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
-            found = _graphs.marked(roots)
-        with self._changing:
-            self._found = found
+        """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path."""
+        with WithoutTorchFunction():
+            roots = [
+                output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
+            ]
+            marked_nodes = _marked_graphs.marked(roots)
+        # Passes on other threads may add their hooks now: what is shared is decided under the lock.
+        with self._lock:
+            self._marked_nodes = marked_nodes
             if self.under_way:
-                self._shared = {id(node) for node, *_ in found}.intersection(
-                    id(node) for other in self.under_way for node, *_ in other._found
+                self._shared = {id(node) for node, *_ in marked_nodes}.intersection(
+                    id(node) for running in self.under_way for node, *_ in running._marked_nodes
                 )
             self.under_way.append(self)
+        # Looked up once, since the loop runs for every node of every pass.
         settling = self._state.settles and not self._create_graph
         stack, shared, keep = self._state.stack, self._shared, self._handles.append
-        others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
-        for node, mark, number in found:
+        leaf_counts: dict[int, int] = {}  # of leaves that are no parameters, by the op that used them first
+        for node, mark, number in marked_nodes:
             kind, trace = type(node), mark.trace
             leaf = kind is AccumulateGrad
             if not leaf:
@@ -195,8 +220,8 @@ class _Backward:
             elif isinstance(node.variable, torch.nn.Parameter):
                 place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
-                others[id(mark)] = others.get(id(mark), -1) + 1
-                place = 2 * LEAF_PLACE + others[id(mark)]
+                leaf_counts[id(mark)] = leaf_counts.get(id(mark), -1) + 1
+                place = 2 * LEAF_PLACE + leaf_counts[id(mark)]
             if shared and id(node) in shared:
                 continue
             if mark.order:
@@ -207,6 +232,7 @@ class _Backward:
                     self._driver, trace, kind, place
                 )
                 if settled is not None:
+                    # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, at = settled
                     if at is not None:
                         before, after, _ = at(mark.shapes or trace.shapes)
@@ -220,30 +246,32 @@ class _Backward:
             step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, order, mark.shapes)
             if step.wanted or self._create_graph:
                 self._expected[id(trace)] += 1
-                hooks = _Hooks(step, mark, self._driver, self._is_done)
+                hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)
                 keep((node, node.register_prehook(hooks.before)))
                 keep((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
-        """Leave the graph without hooks of ours but those that another pass needs.
+        """Remove the pass's hooks; another pass under way takes over those at nodes that both pass through.
 
-        What an exception leaves undone is done when it is called again.
+        An interrupt may come at any step: another call then does the rest.
         """
-        with self._changing:
-            others = [one for one in self.under_way if one is not self]
-            if not others:  # to remove a hook once more does nothing
+        with self._lock:
+            running = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
+            if not running:  # an interrupted call may have removed some: to remove a hook twice does nothing
                 remove_all(self._handles)
             while self._handles:
                 node, handle = self._handles[-1]
-                heir = next((one for one in others if id(node) in one._shared), None)
+                heir = next(
+                    (backward_pass for backward_pass in running if id(node) in backward_pass._shared), None
+                )
                 if heir is None:
                     remove_all([(node, handle)])
                 else:
                     heir._handles.append((node, handle))
-                self._handles.pop()
-            self.under_way[:] = others
+                self._handles.pop()  # last, so that an interrupt before it only repeats the step
+            self.under_way[:] = running
 
-    def _is_done(self, trace: Trace) -> None:
+    def _drop_values_after_last(self, trace: Trace) -> None:
         """Drop the inputs and outputs of an op as soon as the last of its backward ops has run."""
         self._expected[id(trace)] -= 1
         if self._is_last and not self._expected[id(trace)] and trace.facts is not None:
@@ -252,13 +280,13 @@ class _Backward:
     def finish(self, keeps_graph: bool) -> None:
         """Settle the plans of ops whose backward ops have all been analysed.
 
-        keeps_graph: whether another pass may come through it.
-
-        Under create_graph there will be more of them, and once there were, wherever none was met.
+        keeps_graph: whether another pass may come through the graph.
+        Under create_graph an op gets more backward ops later. Once a stack differentiates twice, an op that
+        no second-order pass has reached may still get them, so its plan is not settled.
         """
         if self._create_graph:
             return
-        deep = {id(mark.trace.plan) for _, mark, _ in self._found if mark.order}
+        deep = {id(mark.trace.plan) for _, mark, _ in self._marked_nodes if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
             if not trace.pending and (not trace.stack.double_backward or id(trace.plan) in deep):
                 self._driver.finish(trace, keeps_graph)
@@ -267,21 +295,24 @@ class _Backward:
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
     thread = threading.get_ident()
-    begun = [one for one in _Backward.under_way if one.thread == thread]
-    if not begun:
+    unfinished = [
+        backward_pass for backward_pass in _BackwardPass.under_way if backward_pass.thread == thread
+    ]
+    if not unfinished:
         return
+    # A pass is alive if its frame is on this thread's stack; an interrupt may have skipped its `finally`.
     running = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "run_backward":
             running.add(id(frame.f_locals.get("backward")))
         frame = frame.f_back
-    for one in begun:
-        if id(one) not in running:
-            uninterrupted(one.remove_hooks)
+    for backward_pass in unfinished:
+        if id(backward_pass) not in running:
+            uninterrupted(backward_pass.remove_hooks)
 
 
-class _Hooks(Hooks):
+class _StepHooks(QuickHooks):
     """The two hooks of one node."""
 
     def __init__(
@@ -294,28 +325,29 @@ class _Hooks(Hooks):
         self._start = 0
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        with Suspension(), reading():
+        with Suspension(), reading_context():
             grads = self._step.before(grad_outputs)
         self._start = _sequence()
-        return _changed(grad_outputs, grads)
+        return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        # Before the routines run, whose own ops would take sequence numbers too.
         self._map_second_order(grad_inputs)
-        with Suspension(), reading():
+        with Suspension(), reading_context():
             grads = self._step.after(grad_inputs, grad_outputs)
         self._done(self._mark.trace)
-        return _changed(grad_inputs, grads)
+        return _tuple_if_changed(grad_inputs, grads)
 
     def _map_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
-        """Under create_graph the node made nodes of its own: they are backward ops of the same op."""
+        """Mark the nodes that a node made under create_graph as further backward ops of the same op."""
         end = _sequence()
         if end == self._start or not torch.is_grad_enabled():
             return
         trace = self._mark.trace.again(self._mark.shapes)
         mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
-        with Unseen():
-            _graphs.mark(grad_inputs, mark, False)
+        with WithoutTorchFunction():
+            _marked_graphs.mark(grad_inputs, mark, False)
 
 
-def _changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
+def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
     return None if len(old) == len(new) and all(map(operator.is_, old, new)) else tuple(new)

@@ -1,4 +1,4 @@
-"""Calls of torch's ops: the inputs in schema order, and how to make the call with others."""
+"""Calls of torch's ops: their inputs in schema order, and how to repeat a call with other inputs."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,16 +10,16 @@ from amanda.interceptor import Site
 
 from ._schema import Binding
 from ._storages import in_memory_like, is_strided, laid_out_like
-from ._views import Written
+from ._views import WrittenElements
 
 
 class TorchCall(Call):
     """One call, bound to the op's schema.
 
-    head: what comes before the op's own arguments (an OpOverload, a Function subclass).
+    head: the callee, where it is the first argument of the site (an OpOverload, a Function subclass).
     """
 
-    __slots__ = ("_binding", "_given", "_head", "_make", "_site")
+    __slots__ = ("_arguments", "_binding", "_head", "_invoke_site", "_site")
 
     def __init__(
         self,
@@ -30,44 +30,45 @@ class TorchCall(Call):
         kwargs: dict[str, Any],
         binding: Binding,
         in_place: bool,
-        make: Callable[[Site, tuple[Any, ...], dict[str, Any]], Any],
+        invoke_site: Callable[[Site, tuple[Any, ...], dict[str, Any]], Any],
     ) -> None:
-        """make: makes the call as the program would."""
+        """Bind a call to its inputs; invoke_site: makes the call as the program would."""
         self._site = site
-        self._make = make
+        self._invoke_site = invoke_site
         self._head = head
-        self._given = args, kwargs
+        self._arguments = args, kwargs
         self._binding = binding
         self.op = op
         self.inputs = binding.inputs(args, kwargs)
         self.names: Sequence[str] = binding.names
-        self.mutable = binding.written(self.inputs) if binding.mutable or binding._trained else ()
-        self.targets = _targets(binding, self.inputs, in_place) if binding.mutable else ()
+        # Most ops write nothing: the test spares them a call.
+        self.mutable = binding.written(self.inputs) if binding.mutable or binding._statistics else ()
+        self.targets = _target_positions(binding, self.inputs, in_place) if binding.mutable else ()
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op; with the arguments as the user gave them where nothing changed."""
-        if inputs is self.inputs:
-            args, kwargs = self._given
+        if inputs is self.inputs:  # the very objects of the program, so that identity tests of torch hold
+            args, kwargs = self._arguments
         else:
             args, kwargs = self._binding.call_arguments(inputs)
-        return self._make(self._site, (*self._head, *args), kwargs)
+        return self._invoke_site(self._site, (*self._head, *args), kwargs)
 
     def fitted(self, inputs: list[Any]) -> list[Any]:
         """Lay a tensor out like the original where the op may make a view of it, or read all its memory.
 
         Of another layout `reshape` would make a view where it copies, or the other way round.
         """
-        own, given = self.inputs[0], inputs[0]
-        if given is own or not _depends_on_layout(self._site.key):
+        original, value = self.inputs[0], inputs[0]
+        if value is original or not _depends_on_layout(self._site.key):
             return inputs
         if self._site.key == "as_strided":
-            return [in_memory_like(own, given), *inputs[1:]]
-        if not (is_strided(own) and is_strided(given)) or own.stride() == given.stride():
+            return [in_memory_like(original, value), *inputs[1:]]
+        if not (is_strided(original) and is_strided(value)) or original.stride() == value.stride():
             return inputs
-        return [laid_out_like(own, given), *inputs[1:]] if own.shape == given.shape else inputs
+        return [laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
-        """Runs the op on inputs like this call's."""
+        """Return a function that runs the op on inputs like this call's."""
         op, head, binding = self._site.op, self._head, self._binding
 
         def compute(inputs: Sequence[Any]) -> Any:
@@ -77,13 +78,20 @@ class TorchCall(Call):
         return compute
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Of an autograd.Function: those that it marked dirty, which alone it gives back themselves."""
+        """Return the tensors that the op wrote and returned.
+
+        An autograd.Function returns an input itself only if it marked the input dirty.
+        """
         if self._site.key != "Function.apply":
             return super().written(inputs, outputs) if self.targets else []
-        return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
+        return [
+            tensor
+            for tensor in inputs
+            if isinstance(tensor, torch.Tensor) and any(tensor is output for output in outputs)
+        ]
 
     def unreturned(self, outputs: Any) -> Sequence[int]:
-        """Return all that the schema says is written if nothing was returned, else what is apart."""
+        """Return the positions of written inputs that the op does not return: all if it returned None."""
         binding = self._binding
         if not binding.mutable:
             return ()
@@ -104,28 +112,31 @@ class TorchCall(Call):
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
+        # The schema says that `x[index] = y` writes all of x; tools and views need the elements.
         if self._site.key != "setitem":
             return super().writes(inputs, outputs)
-        return [Written.at(inputs[0], inputs[1])]
+        return [WrittenElements.at(inputs[0], inputs[1])]
 
     def formed(self, result: Any) -> Any:
-        """A plain tuple as the named tuple of the op's results, where it has one of that length."""
+        """Return a plain tuple as the op's named tuple, if torch has one of that length."""
         name = f"{self._site.key}_out" if self.targets else self._site.key
-        named = getattr(torch.return_types, name, None)
-        if type(result) not in (tuple, list) or named is None or named.n_sequence_fields != len(result):
+        named_tuple = getattr(torch.return_types, name, None)
+        if type(result) not in (tuple, list) or named_tuple is None:
             return result
-        return named(result)
+        return named_tuple(result) if named_tuple.n_sequence_fields == len(result) else result
 
     def sources(self) -> tuple[int | tuple[int, int], ...] | None:
         """Return which argument each input is; None for a call through an object, such as a custom op's."""
-        return None if self._head else self._binding.sources(len(self._given[0]), tuple(self._given[1]))
+        return (
+            None if self._head else self._binding.sources(len(self._arguments[0]), tuple(self._arguments[1]))
+        )
 
     def attributes(self) -> dict[str, Any]:
-        """The non-tensor arguments by name, defaults included."""
+        """Return the arguments that are not tensors by name, defaults included."""
         return self._binding.attributes(self.inputs)
 
     def op_type(self) -> str:
-        """The ATen operator, without its overload; "library::name" of a custom op, a Function's name."""
+        """Return ATen's operator without overload, a custom op's "library::name", or a Function's name."""
         if not self._head:
             return self._site.key
         name = getattr(self.op, "_qualified_op_name", None) or getattr(self.op, "__name__", str(self.op))
@@ -139,25 +150,26 @@ _OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
 @cache
 def _depends_on_layout(key: str) -> bool:
     """Return True for an op that may return a view of its first input."""
+    # A result that aliases an input without writing it is a view, by any overload.
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{key}")
     aliases = [result.alias_info for schema in schemas for result in schema.returns]
     return key == "getitem" or any(alias and not alias.is_write for alias in aliases)
 
 
 class CollectiveCall(TorchCall):
-    """One call of a process group's method: a list of lists of tensors is one list, as every input is."""
+    """One call of a process group's method; a list of lists of tensors becomes one flat list of tensors."""
 
     __slots__ = ("_lengths",)
 
-    def __init__(self, *told: Any) -> None:
-        super().__init__(*told)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._lengths = {
-            i: [len(one) for one in value]
+            i: [len(tensors) for tensors in value]
             for i, value in enumerate(self.inputs)
-            if isinstance(value, (list, tuple)) and value and all(isinstance(one, list) for one in value)
+            if isinstance(value, (list, tuple)) and value and all(isinstance(item, list) for item in value)
         }
         for i in self._lengths:
-            self.inputs[i] = [one for part in self.inputs[i] for one in part]
+            self.inputs[i] = [tensor for tensors in self.inputs[i] for tensor in tensors]
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Make the call, with lists as they were."""
@@ -168,23 +180,24 @@ class CollectiveCall(TorchCall):
         return False
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
-        """The call of inputs like this call's."""
+        """Return a function that makes the call with inputs like this call's."""
         compute, nested = super().computation(), self._nested
         return lambda inputs: compute(nested(inputs))
 
     def _nested(self, inputs: Sequence[Any]) -> list[Any]:
         return [
-            _divided(value, self._lengths[i]) if i in self._lengths else value
+            _split_by_lengths(value, self._lengths[i]) if i in self._lengths else value
             for i, value in enumerate(inputs)
         ]
 
 
-def _divided(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    rest = iter(flat)
-    return [[next(rest) for _ in range(length)] for length in lengths]
+def _split_by_lengths(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    values = iter(flat)
+    return [[next(values) for _ in range(length)] for length in lengths]
 
 
-def _targets(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
+def _target_positions(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
     if in_place:
         return (0,)
+    # rrelu's `noise` is written, but is no result: the op fills it for its backward op.
     return tuple(i for i in binding.mutable if binding.names[i] != "noise" and inputs[i] is not None)

@@ -9,12 +9,12 @@ from amanda import interceptor
 from amanda.backend import Attributes
 from amanda.interceptor import Suspension
 
-_GATHERED = "Any group, Tensor(a!)[][] output_tensors, Tensor[] input_tensors, Any? opts=None"
+_GATHER = "Any group, Tensor(a!)[][] output_tensors, Tensor[] input_tensors, Any? opts=None"
 _INTO = "Any group, Tensor(a!) output, Tensor input, Any? opts=None"
 _INTO_EACH = "Any group, Tensor(a!)[] outputs, Tensor[] inputs, Any? opts=None"
 _IN_PLACE = "Any group, Tensor(a!)[] tensors, Any? opts=None"
-_SCATTERED = "Any group, Tensor(a!)[] output_tensors, Tensor[][] input_tensors, Any? opts=None"
-_EXCHANGED = "Any group, Tensor(a!)[] output_tensors, Tensor[] input_tensors, Any? opts=None"
+_SCATTER = "Any group, Tensor(a!)[] output_tensors, Tensor[][] input_tensors, Any? opts=None"
+_EXCHANGE = "Any group, Tensor(a!)[] output_tensors, Tensor[] input_tensors, Any? opts=None"
 _SPLIT = (
     "Any group, Tensor(a!) output, Tensor input, int[] output_split_sizes, int[] input_split_sizes, "
     "Any? opts=None"
@@ -25,73 +25,76 @@ METHODS = {
     "allreduce_coalesced": ("all_reduce", _IN_PLACE),
     "broadcast": ("broadcast", _IN_PLACE),
     "reduce": ("reduce", _IN_PLACE),
-    "allgather": ("all_gather", _GATHERED),
-    "allgather_coalesced": ("all_gather", _GATHERED),
+    "allgather": ("all_gather", _GATHER),
+    "allgather_coalesced": ("all_gather", _GATHER),
     "all_gather_single": ("all_gather_into_tensor", _INTO),
     "_allgather_base": ("all_gather_into_tensor", _INTO),
     "all_gather_single_coalesced": ("all_gather_into_tensor", _INTO_EACH),
     "allgather_into_tensor_coalesced": ("all_gather_into_tensor", _INTO_EACH),
-    "gather": ("gather", _GATHERED),
-    "scatter": ("scatter", _SCATTERED),
-    "reduce_scatter": ("reduce_scatter", _SCATTERED),
+    "gather": ("gather", _GATHER),
+    "scatter": ("scatter", _SCATTER),
+    "reduce_scatter": ("reduce_scatter", _SCATTER),
     "reduce_scatter_single": ("reduce_scatter_tensor", _INTO),
     "_reduce_scatter_base": ("reduce_scatter_tensor", _INTO),
     "reduce_scatter_single_coalesced": ("reduce_scatter_tensor", _INTO_EACH),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor", _INTO_EACH),
     "all_to_all_single": ("all_to_all_single", _SPLIT),
     "alltoall_base": ("all_to_all_single", _SPLIT),
-    "alltoall": ("all_to_all", _EXCHANGED),
+    "alltoall": ("all_to_all", _EXCHANGE),
     "send": ("send", "Any group, Tensor[] tensors, int dstRank, int tag"),
     "recv": ("recv", "Any group, Tensor(a!)[] tensors, int srcRank, int tag"),
     "recv_anysource": ("recv", "Any group, Tensor(a!)[] tensors, int tag"),
 }  # fmt: skip
 """By the names of `ProcessGroup`: what `torch.distributed` calls it, and its signature."""
 
+# Builds of torch without distributed support lack the class.
 PROCESS_GROUP = getattr(getattr(torch._C, "_distributed_c10d", None), "ProcessGroup", None)
 
-REDUCED = (
+REDUCER_ENTRY = (
     "collectives of DistributedDataParallel",
     "its reducer calls them in C++; ops read the gradients before, and find the reduced ones after",
 )
 
 
 def collectives() -> Iterator[tuple[str, str, Any]]:
-    """Method, operator and native callable of each collective of process groups; none without c10d."""
+    """Yield method, operator and native callable of each collective of process groups; none without c10d."""
     members = vars(PROCESS_GROUP) if PROCESS_GROUP else {}
     for method, (name, _) in METHODS.items():
+        # pybind11 wraps a native method into an instancemethod: the callable proper is within.
         function = getattr(members.get(method), "__func__", None)
         if type(function).__name__ == "builtin_function_or_method":
             yield method, f"c10d::{name}", function
 
 
 def is_functional(op: Any) -> bool:
-    """Return True if an op gives a result that is not there before `wait_tensor`."""
+    """Return True if an op returns results that have no values before `wait_tensor`."""
     name: str = getattr(op, "_qualified_op_name", "")
     return name.startswith("_c10d_functional") and not name.endswith(("wait_tensor", "_wrap_tensor_autograd"))
 
 
-def wait(values: Sequence[Any]) -> None:
+def wait_for_results(values: Sequence[Any]) -> None:
     """Wait for the results of a functional collective."""
     wait_tensor = torch.ops._c10d_functional.wait_tensor
-    with Suspension():
+    with Suspension():  # a wait is no op of the program
         for value in values:
             if isinstance(value, torch.Tensor):
                 wait_tensor(value)
 
 
-def tell_of_reducers(attributes: Attributes) -> None:
-    """Say of DistributedDataParallel that its reducer's collectives are not seen."""
-    kind: Any = getattr(torch.nn.parallel, "DistributedDataParallel", None)
-    before: Callable[..., Any] | None = getattr(kind, "_pre_forward", None)
-    if before is None:
+def report_reducers(attributes: Attributes) -> None:
+    """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented."""
+    parallel_class: Any = getattr(torch.nn.parallel, "DistributedDataParallel", None)
+    original: Callable[..., Any] | None = getattr(parallel_class, "_pre_forward", None)
+    if original is None:
         return
 
-    @functools.wraps(before)
+    @functools.wraps(original)
     def pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
+        # Under `no_sync` the reducer does nothing; a comm hook is Python, whose collectives tools see.
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         if activation is not None and synchronises and not getattr(self, "_comm_hooks", ()):
-            activation.state.report(*REDUCED)
-        return before(self, *inputs, **kwargs)
+            activation.state.report(*REDUCER_ENTRY)
+        return original(self, *inputs, **kwargs)
 
-    attributes.set(kind, "_pre_forward", pre_forward)
+    attributes.set(parallel_class, "_pre_forward", pre_forward)

@@ -10,19 +10,19 @@ from amanda import interceptor
 from amanda.backend import Attributes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ._asked import asks_for_graphs
+from ._compiled_callables import asks_for_graphs
 
 UTILS = "torch._higher_order_ops.utils"
-_RUN = "_maybe_compile_and_run_fn"
+_RUN_FUNCTION = "_maybe_compile_and_run_fn"
 
 
 def run_map_op_by_op(attributes: Attributes) -> None:
-    """Give `map` the flat results that it has from compiled code.
+    """Make torch's `map` run its body op by op, on flat results as compiled code returns them.
 
-    Without them it takes a result that is one tensor for a list of tensors, where gradients are recorded.
+    Otherwise `map` takes a single result tensor for a list of tensors when gradients are recorded.
     """
     module = sys.modules[UTILS]
-    original = getattr(module, _RUN, None)
+    original = getattr(module, _RUN_FUNCTION, None)
     if original is None:  # before torch 2.7
         return
 
@@ -31,10 +31,10 @@ def run_map_op_by_op(attributes: Attributes) -> None:
         if torch.compiler.is_dynamo_compiling():  # dynamo would trace what follows
             return original(fn, *args)
         activation = interceptor.active()
-        by_ops = activation is not None and not asks_for_graphs(activation.state)
-        if getattr(fn, "__name__", "") != "run_flattened_map" or not by_ops:
+        runs_op_by_op = activation is not None and not asks_for_graphs(activation.state)
+        if getattr(fn, "__name__", "") != "run_flattened_map" or not runs_op_by_op:
             return original(fn, *args)
-        body, *rest = args
+        body, *operands = args
         spec: Any = None
 
         def flat(*inputs: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def run_map_op_by_op(attributes: Attributes) -> None:
             leaves, spec = tree_flatten(body(*inputs))
             return leaves
 
-        results = original(fn, flat, *rest)
+        results = original(fn, flat, *operands)
         return results if spec is None else tree_unflatten(results, spec)
 
-    attributes.set(module, _RUN, run)
+    attributes.set(module, _RUN_FUNCTION, run)

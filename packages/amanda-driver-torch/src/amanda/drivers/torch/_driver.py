@@ -1,4 +1,4 @@
-"""The driver itself: which calls it intercepts and how each reaches the core."""
+"""The driver of PyTorch's eager mode: which calls it intercepts, and how each call reaches the core."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,25 @@ from amanda.plan import spread
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
-from ._collectives import PROCESS_GROUP, is_functional, wait
+from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
 from ._kernels import is_dispatched_again, is_part_of_op
-from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
-from ._overrides import SEEN, Modes, Unseen, call_alone, current, is_recorded, left, of_class, overridden
-from ._reader import reader
-from ._requirements import check
+from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of
+from ._overrides import (
+    WITH_SUBCLASSES,
+    ProgramModes,
+    WithoutTorchFunction,
+    as_class_of,
+    call_alone,
+    current_overrides,
+    is_recorded,
+    leave_overrides,
+    overridden,
+)
+from ._patches import TorchPatches, forget_torch_callables
+from ._reader import make_reader
+from ._requirements import check_requirements
 from ._schema import binding
 from ._straight_through import plain_straight_through
-from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
 from ._tensors import TorchTensors
 from ._views import TorchViews
@@ -39,45 +49,47 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def __init__(self) -> None:
         super().__init__()
-        self._surroundings = Surroundings(self)
+        self._patches = TorchPatches(self)
         self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
 
     @cached_property
     def namespace(self) -> Namespace:
-        """`pytorch/<version>/eager`."""
+        """Return the namespace of the ops, `pytorch/<version>/eager`."""
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
     def introduce(self) -> None:
-        """Add the callables that tell ops apart; leave the frames of checkpoints out of the places."""
+        """Tell the interceptor which types enter op ids, and that frames of checkpoints enter no place."""
         super().introduce()
         self.skip(torch.utils.checkpoint.__file__)
-        for kind in _CALLED:
-            interceptor.add_identity_type(kind)
-        interceptor.set_leaf_type(torch.Tensor, _is_trained)
+        for callable_type in _CALLABLE_TYPES:
+            interceptor.add_identity_type(callable_type)
+        interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
 
     def attach(self) -> None:
-        """Place every site, enclose module calls, and follow torch where it leaves the thread."""
-        check()
+        """Intercept every target, enclose module calls, and patch torch where it leaves the thread."""
+        check_requirements()
         if interceptor.NATIVE:
             for site in self._native_sites:
                 site.place()
         else:
             self._replace_by_attribute()
+        # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
         self._detour_calls()
         enclose_modules(self.attributes)
         self.follow_backward(self.attributes)
-        self._surroundings.enter(self.attributes)
+        self._patches.install(self.attributes)
 
     def detach(self) -> None:
         """Leave torch as it was."""
-        remove_abandoned_hooks()
+        remove_abandoned_hooks()  # of passes that an interrupt ended: they would outlive the scope
         super().detach()
         if interceptor.NATIVE:
             for site in self._native_sites:
                 site.remove()
         else:
-            let_compiler_look_again()
+            # dynamo may have listed the stand-ins, and would not recognise torch's functions again.
+            forget_torch_callables()
 
     @cached_property
     def _native_sites(self) -> list[Site]:
@@ -86,21 +98,22 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return self._reading[0]
+        return self._reader_and_lack[0]
 
     @cached_property
-    def _reading(self) -> tuple[Reader | None, str]:
-        return reader(plain_straight_through) if interceptor.NATIVE else (None, "")
+    def _reader_and_lack(self) -> tuple[Reader | None, str]:
+        return make_reader(plain_straight_through) if interceptor.NATIVE else (None, "")
 
     def slowdown(self) -> str:
         """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
-        return self._reading[1]
+        return self._reader_and_lack[1]
 
     @cached_property
     def _targets(self) -> dict[Site, Target]:
         return {self._site(target): target for target in targets()}
 
     def _site(self, target: Target) -> Site:
+        """Return the site of a target: the callable with the op's type and how its calls are treated."""
         if target.kind == "classmethod":
             return Site(
                 target.callable, target.callable, "Function.apply", digest("Function.apply"),
@@ -109,33 +122,35 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         op = PropertyRead(target.callable) if target.kind == "getset" else target.callable
         # Inside another op it is how that op gives its result the class of a Tensor subclass.
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
-        flags |= ONE_PLACE if target.name in _MOVES else 0
+        flags |= ONE_PLACE if target.name in _TRANSFERS else 0
         return self.site(target.callable, op, target.canonical, flags)
 
     def _detour_calls(self) -> None:
         """Replace the calls by which torch runs what has no native callable of its own."""
-        holders: list[tuple[Any, int]] = [
+        flags_by_holder: list[tuple[Any, int]] = [
             (torch._ops.OpOverload, IMPLEMENTATION),
             (torch._ops.OpOverloadPacket, IMPLEMENTATION),
             (torch._C.ScriptFunction, 0),
             (torch._C.ScriptMethod, 0),
         ]
-        for holder, flags in holders:
+        for holder, flags in flags_by_holder:
             call = vars(holder)["__call__"]
+            # The same detour in each scope, unless the program has patched `__call__` in between.
             if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
                 site = Site(call, call, holder.__name__, digest(holder.__name__), self.handle, flags)
                 self._detours[holder] = Detour(site)
             self.attributes.set(holder, "__call__", self._detours[holder])
 
     def _replace_by_attribute(self) -> None:
+        """Replace the targets in the modules and classes of torch, where there is no native interceptor."""
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
         native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
         holders = [torch, torch.functional, torch.nn.functional, *special, *native]
         detours = {site.target: Detour(site) for site in self._native_sites}
         self.attributes.replace(
-            detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_GROUPS]
+            detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_PROCESS_GROUPS]
         )
-        functions = Functions(torch._C._VariableFunctions, detours)
+        functions = DetouredFunctions(torch._C._VariableFunctions, detours)
         self.attributes.set(torch._C, "_VariableFunctions", functions)
         self.attributes.set(torch._VF, "vf", functions)
 
@@ -150,12 +165,17 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         key: int = 0,
         done: tuple[Any, ...] | None = None,
     ) -> Any:
-        """Bring a call to the core; what the driver reads of tensors reaches no override of the user's."""
+        """Bring a call to the core, outside of the overrides and modes of the program.
+
+        So what the driver reads of tensors calls no `__torch_function__` of the user's.
+        """
         if type(state) is not State:
-            return state.record(self.bind, site, args, kwargs)  # a graph is run to see what its nodes come to
-        if site.key in _HEADED and _is_machinery(args[0]):
+            # A recorder of graph mode, not a state: it collects the ops of a graph's nodes.
+            return state.record(self.bind, site, args, kwargs)
+        if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
             return site.invoke(args, kwargs)
         caller = sys._getframe(1)
+        # `done` says that native code has begun the op: then it is known to be an op.
         if done is None and (
             is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
         ):
@@ -163,28 +183,32 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
         if overridden(args, kwargs) and any(
-            isinstance(one, torch.fx.Proxy) for one in (*args, *kwargs.values())
+            isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
         ):
-            state.report("torch.fx.symbolic_trace", RECORDED)
+            state.report("torch.fx.symbolic_trace", RECORDED_AS_IS)
             return site.invoke(args, kwargs)
-        if is_functional(args[0]) if site.key in _HEADED else site.key.startswith("c10d::"):
+        if is_functional(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
-        told = state, memo, op_id, site, args, kwargs, key, done
-        within = Incomplete if site.key == "alias" and site.target is _AS_SUBCLASS else Within
+        arguments = state, memo, op_id, site, args, kwargs, key, done
+        unfinished = site.key == "alias" and site.target is _AS_SUBCLASS
+        driver_class = DriverForUnfinishedResult if unfinished else DriverOutsideModes
+        # The common cases need no context manager: no override in force, or only those of subclasses.
         if torch._C._len_torch_dispatch_stack():
-            with left() as modes:
-                return EagerDriver.handle(within(self, modes), *told)
-        overrides = current()
+            with leave_overrides() as modes:
+                return EagerDriver.handle(driver_class(self, modes), *arguments)
+        overrides = current_overrides()
         if overrides is None:
-            return EagerDriver.handle(self, *told)
-        with Unseen():
-            shared = overrides is SEEN and within is Within
-            return EagerDriver.handle(self.seen if shared else within(self, overrides), *told)
+            return EagerDriver.handle(self, *arguments)
+        with WithoutTorchFunction():
+            shared = overrides is WITH_SUBCLASSES and driver_class is DriverOutsideModes
+            return EagerDriver.handle(
+                self.outside_overrides if shared else driver_class(self, overrides), *arguments
+            )
 
     @cached_property
-    def seen(self) -> "TorchDriver":
-        """This driver for calls under no dispatch mode."""
-        return Within(self, SEEN)
+    def outside_overrides(self) -> "TorchDriver":
+        """Return this driver for calls under overrides of tensor subclasses, but no dispatch mode."""
+        return DriverOutsideModes(self, WITH_SUBCLASSES)
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -199,111 +223,116 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return call_alone(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with its inputs in schema order."""
+        """Return the call with its inputs in schema order."""
         target = self._targets.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
             kind = CollectiveCall if site.key.startswith("c10d::") else TorchCall
             return kind(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
-        head, rest = args[:1], args[1:]
-        op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
-        return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False, self.invoke)
+        head, own_args = args[:1], args[1:]
+        op = ScriptedOp(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
+        return TorchCall(
+            site, op, head, own_args, kwargs, binding(head[0], own_args, kwargs), False, self.invoke
+        )
 
     def results(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's outputs as a list; those of a functional collective are waited for."""
+        """Return an op's outputs as a list, after waiting for those of a functional collective."""
         values, rebuild = super().results(call, outputs, inputs)
         if is_functional(call.op):
-            wait(values)
+            wait_for_results(values)
         return values, rebuild
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps ops from being instrumented at this moment, and why."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return TRANSFORM, WITHIN_TRANSFORM
+            return UNSEEN_TRANSFORM, RUNS_AS_IS
         if torch._C._get_tracing_state() is not None:
-            return "torch.jit.trace", RECORDED
+            return "torch.jit.trace", RECORDED_AS_IS
         if torch._C._len_torch_dispatch_stack() and is_recorded():
-            return "a graph by make_fx", RECORDED
+            return "a graph by make_fx", RECORDED_AS_IS
         return None
 
     def identities(self, call: Call) -> list[Any]:
-        """The parameters that tell the call from others; none of one that brings parameters elsewhere."""
-        if getattr(call.op, "__name__", "") in _MOVES:
+        """Return the parameters that enter the op's id; none for an op that moves parameters."""
+        if getattr(call.op, "__name__", "") in _TRANSFERS:
             return []
-        found = []
+        parameters = []
         for value in call.inputs:
-            kind = type(value)
-            if kind is torch.nn.Parameter:
-                found.append(value)
+            value_type = type(value)
+            if value_type is torch.nn.Parameter:
+                parameters.append(value)
             elif isinstance(value, (list, tuple)) or (
-                kind is not torch.Tensor and isinstance(value, torch.Tensor)
+                value_type is not torch.Tensor and isinstance(value, torch.Tensor)
             ):
-                found += [one for one in spread([value]) if isinstance(one, self.identity_types)]
-        return found
+                parameters += [item for item in spread([value]) if isinstance(item, self.identity_types)]
+        return parameters
 
     def variable_of(self, value: Any) -> Any:
-        """The parameter, or the leaf, that a tensor is or is a view of."""
+        """Return the parameter, or the leaf, that a tensor is or is a view of."""
         if not isinstance(value, torch.Tensor):
             return None
-        with Unseen():  # routines ask, too
+        with WithoutTorchFunction():  # routines ask, too
             base = value if value._base is None else value._base
             is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
             return base if is_held else None
 
     def part_of(self, value: Any, variable: Any) -> str:
-        """The part of a parameter that a view of it is."""
-        with Unseen():
+        """Return the name of the part of a parameter that a view of it reads."""
+        with WithoutTorchFunction():
             return part_of(value, variable)
 
-    def path_of(self, subjects: Any) -> Paths:
-        """Return what tells the paths of parameters in the enclosing modules."""
-        return Paths(subjects)
+    def path_of(self, subjects: Any) -> ParameterPaths:
+        """Return a function that finds the paths of parameters in the enclosing modules."""
+        return ParameterPaths(subjects)
 
     def scope_name(self, subjects: Any) -> str:
-        """Path of the calling module in the model."""
+        """Return the path of the calling module in the model."""
         return module_path(subjects)
 
 
 _AS_SUBCLASS: Any = torch.Tensor.as_subclass
-_CALLED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
-RECORDED = "the ops are recorded as they are"
-TRANSFORM = "a torch.func transform (vmap, grad, ...)"
-WITHIN_TRANSFORM = "the ops inside run as they are"
-_GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
+_CALLABLE_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
+RECORDED_AS_IS = "the ops are recorded as they are"
+UNSEEN_TRANSFORM = "a torch.func transform (vmap, grad, ...)"
+RUNS_AS_IS = "the ops inside run as they are"
+_PROCESS_GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
-_MOVES = frozenset({"to", "cpu", "cuda"})
-"""Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
+_TRANSFERS = frozenset({"to", "cpu", "cuda"})
+"""Ops by which libraries move parameters to a device anew for each call; each call is the same op."""
 _OVERLOADS = frozenset({"OpOverload", "OpOverloadPacket"})
-_HEADED = _OVERLOADS | {"Function.apply"}
-"""Sites whose first argument says what is called."""
+_CALLEE_FIRST = _OVERLOADS | {"Function.apply"}
+"""Sites whose first argument is the callee."""
 
 
 _tensor_class: Any = torch.Tensor  # its stubs show the values of properties, not the properties
 _REQUIRES_GRAD, _IS_LEAF = _tensor_class.requires_grad.__get__, _tensor_class.is_leaf.__get__
 
 
-def _is_trained(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is a leaf that needs a gradient, as what functions without modules train."""
-    with Unseen():
+def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a leaf that needs a gradient, such as weights of code without modules."""
+    with WithoutTorchFunction():
         return bool(_REQUIRES_GRAD(tensor) and _IS_LEAF(tensor))
 
 
-def _is_machinery(called: Any) -> bool:
-    """Return True if torch uses it to run hooks and profiles; it computes nothing."""
+def _is_internal_to_torch(called: Any) -> bool:
+    """Return True for a callable of torch that runs hooks or profiles, and computes nothing."""
     if called is torch.nn.modules._functions.BackwardHookFunction:
         return True
     return getattr(called, "_qualified_op_name", getattr(called, "_name", "")).startswith("profiler::")
 
 
-class Within(TorchDriver):
-    """The driver outside of modes of the program, which shares all that it holds."""
+class DriverOutsideModes(TorchDriver):
+    """The driver while it works outside of the program's modes; it shares the state of the driver proper.
+
+    Whatever runs for the program, ops and routines in the place of ops, runs under these modes again.
+    """
 
     __slots__ = ("_modes",)
 
-    def __init__(self, driver: TorchDriver, modes: Modes) -> None:
-        self.__dict__ = driver.__dict__
+    def __init__(self, driver: TorchDriver, modes: ProgramModes) -> None:
+        self.__dict__ = driver.__dict__  # shared, not copied: one set of sites and caches
         self._modes = modes
 
     def invoke(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -322,8 +351,8 @@ class Within(TorchDriver):
             return super().obstacle(site)
 
 
-class Incomplete(Within):
-    """The driver at an op whose result is of a class that may complete it later, in its own `__new__`."""
+class DriverForUnfinishedResult(DriverOutsideModes):
+    """The driver at `as_subclass`, whose result a class may complete later, in its own `__new__`."""
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -332,12 +361,12 @@ class Incomplete(Within):
         return call_alone(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`value` for `original`, of its class."""
-        return of_class(original, super().straight_through(original, value))  # type: ignore[no-any-return]
+        """Return `value` in the place of `original`, as an instance of its class."""
+        return as_class_of(original, super().straight_through(original, value))  # type: ignore[no-any-return]
 
 
-class Functions:
-    """Stands in for an object whose functions cannot be set: as they are, or detoured."""
+class DetouredFunctions:
+    """Stand-in for an object whose functions cannot be set: each function detoured, or as it is."""
 
     def __init__(self, functions: Any, detours: Mapping[Any, Detour]) -> None:
         self._functions = functions
@@ -351,8 +380,8 @@ class Functions:
         return dir(self._functions)
 
 
-class Scripted:
-    """The op that a call of a TorchScript function is."""
+class ScriptedOp:
+    """The op of a call of a TorchScript function, with the function's name."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -363,7 +392,7 @@ class Scripted:
 
 
 class PropertyRead:
-    """The op that reading a tensor's property is, such as `x.T`."""
+    """The op of reading a tensor's property, such as `x.T`."""
 
     def __init__(self, descriptor: Any) -> None:
         self._descriptor = descriptor

@@ -1,4 +1,4 @@
-"""Calls that torch makes itself while it runs an op, by the parts of torch that are written in Python."""
+"""Calls of the parts of torch that are written in Python, which are part of the op that torch runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 from amanda.interceptor import running
 
-from ._requirements import found
+from ._requirements import torch_attribute
 
 _KERNELS = (
     "torch._meta_registrations", "torch._refs", "torch._decomp", "torch._prims", "torch._prims_common",
@@ -15,14 +15,15 @@ _KERNELS = (
 )  # fmt: skip
 """Modules with kernels: for the device meta, for tensors without data, and for jagged tensors."""
 
-_graph_task = found("_C._current_graph_task_id") or (lambda: -1)
+_graph_task = torch_attribute("_C._current_graph_task_id") or (lambda: -1)
 
 
 def is_part_of_op(frame: FrameType | None) -> bool:
     """Return True for a call that a kernel in Python makes, in the forward or the backward pass.
 
-    frame: where the call is.  A program that calls a function of these modules itself calls ops.
+    frame: of the call.  If a program calls a function of these modules directly, its calls are ops.
     """
+    # Outside of an op and of a backward pass every call is the program's: no frame need be looked at.
     if running() is None and _graph_task() == -1:
         return False
     while frame is not None:
@@ -30,15 +31,16 @@ def is_part_of_op(frame: FrameType | None) -> bool:
         if name.startswith(_KERNELS):
             return True
         if not name.startswith(("torch.", "contextlib", "amanda.")):
-            return False
+            return False  # the program's code: it calls torch, not a kernel
         frame = frame.f_back
     return False
 
 
 def is_dispatched_again(frame: FrameType | None) -> bool:
-    """Return True for an operator that a mode, or a subclass, passes on in the backward pass.
+    """Return True for an operator that a dispatch mode, or a subclass, calls on in the backward pass.
 
-    In the forward pass the interceptor knows the op that the operator is a part of; nodes are none.
+    In the forward pass the interceptor knows the op that the operator belongs to; a node of autograd is no
+    call that it could know.
     """
     if _graph_task() == -1:
         return False

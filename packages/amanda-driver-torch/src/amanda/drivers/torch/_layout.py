@@ -1,4 +1,8 @@
-"""Where a tensor of this build of torch keeps what native code asks of each, found by trying."""
+"""Memory offsets of a tensor's version, dtype, rank and autograd state in this build of torch.
+
+Torch documents no layout, so each offset is searched for: samples that differ in one fact must differ in the
+word at that offset, and samples that share the fact must share the word.
+"""
 
 import ctypes
 import sys
@@ -8,13 +12,13 @@ from pathlib import Path
 import torch
 
 _LIBRARIES = {"linux": "lib{}.so", "darwin": "lib{}.dylib"}
-_SWITCHES = "_ZN3c1013AutogradState13get_tls_stateEv"  # c10::AutogradState &get_tls_state()
+_GET_SWITCHES = "_ZN3c1013AutogradState13get_tls_stateEv"  # c10::AutogradState &get_tls_state()
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _END = 22 * _WORD
-"""Bytes of a tensor that are looked at; it is longer in every version."""
+"""Length of the searched bytes of a tensor, which is longer in every version of torch."""
 
 
-class Functions:
+class Libraries:
     """Addresses of functions in torch's libraries."""
 
     def __init__(self) -> None:
@@ -23,7 +27,7 @@ class Functions:
         self._libraries = [ctypes.CDLL(str(home / name)) for name in names]
 
     def address(self, name: str) -> int:
-        """Return where a function lies; LookupError where it does not."""
+        """Return the address of a function; raise LookupError if the libraries lack the function."""
         for library in self._libraries:
             function = getattr(library, name, None)
             if function is not None:
@@ -31,40 +35,51 @@ class Functions:
         raise LookupError(name)
 
     def addresses(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Return where each of these functions lies."""
+        """Return the address of each of these functions."""
         return tuple(map(self.address, names))
 
 
 Layout = tuple[int, int, int, int, int, int, int, int]
 
 
-def layout(functions: Functions) -> tuple[Layout | None, str]:
-    """Return the layout of plain tensors as `interceptor.Reader` wants it, and what of it is not found.
+def find_layout(libraries: Libraries) -> tuple[Layout | None, str]:
+    """Return the layout of plain tensors for `interceptor.Reader`, and the part that was not found, or "".
 
-    None where something is not: functions of torch are called then, at twice the cost.
+    The layout is None if a part was not found: native code then calls functions of torch, at twice the cost.
     """
+    # The first scope may open under inference_mode or no_grad, where samples would lack versions and nodes.
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            switches = functions.address(_SWITCHES)
-            found = (*_counter(), _kind(), _rank(), _autodiff(), switches, *_switch(switches))
+            switches = libraries.address(_GET_SWITCHES)
+            offsets = (
+                *_version_offsets(),
+                _dtype_offset(),
+                _rank_offset(),
+                _autograd_offset(),
+                switches,
+                *_grad_mode_bit(switches),
+            )
         except LookupError as error:
             return None, str(error)
-    return found, ""
+    return offsets, ""
 
 
-def _read(kind: "type[ctypes._SimpleCData[int]]", samples: Iterable[torch.Tensor], offset: int) -> list[int]:
-    return [kind.from_address(sample._cdata + offset).value for sample in samples]
+def _words_at(
+    word_type: "type[ctypes._SimpleCData[int]]", samples: Iterable[torch.Tensor], offset: int
+) -> list[int]:
+    return [word_type.from_address(sample._cdata + offset).value for sample in samples]
 
 
-def _first(fits: Callable[[int], bool], step: int = _WORD, start: int = _WORD) -> int:
+def _first_offset(fits: Callable[[int], bool], step: int = _WORD, start: int = _WORD) -> int:
     for offset in range(start, _END, step):
         if fits(offset):
             return offset
     raise LookupError("a part of a tensor")
 
 
-def _counter() -> tuple[int, int]:
-    """Return where the pointer to a tensor's version counter lies, and where the version in that."""
+def _version_offsets() -> tuple[int, int]:
+    """Return the offset of the pointer to a tensor's version counter, and of the version in the counter."""
+    # Versions that differ from each other and from small constants, so that no other word equals them.
     samples = [torch.zeros(2) for _ in range(3)]
     for times, sample in enumerate(samples):
         for _ in range(300 + 77 * times):
@@ -75,69 +90,79 @@ def _counter() -> tuple[int, int]:
     versions = [sample._version for sample in samples]
     numbers = range(2 * _WORD, 3 * _WORD, 4)
 
-    def numbered(offset: int) -> int | None:
-        counters = _read(ctypes.c_uint64, samples, offset)
+    def offset_in_counter(offset: int) -> int | None:
+        counters = _words_at(ctypes.c_uint64, samples, offset)
         # A tensor and what is detached from it share an object for this, and one for their memory: both are
         # on the heap and longer than `numbers`.
-        if counters != _read(ctypes.c_uint64, detached, offset) or len({0, *counters}) != 4:
+        if counters != _words_at(ctypes.c_uint64, detached, offset) or len({0, *counters}) != 4:
             return None
-        if any(_read(ctypes.c_uint64, [unversioned], offset)):
+        if any(_words_at(ctypes.c_uint64, [unversioned], offset)):
             return None
-        held = {n: [ctypes.c_uint32.from_address(one + n).value for one in counters] for n in numbers}
-        return next((n for n in numbers if held[n] == versions), None)
+        words = {
+            number: [ctypes.c_uint32.from_address(counter + number).value for counter in counters]
+            for number in numbers
+        }
+        return next((number for number in numbers if words[number] == versions), None)
 
-    offset = _first(lambda offset: offset < 8 * _WORD and numbered(offset) is not None)
-    number = numbered(offset)
-    assert number is not None
-    return offset, number
+    offset = _first_offset(lambda offset: offset < 8 * _WORD and offset_in_counter(offset) is not None)
+    version_offset = offset_in_counter(offset)
+    assert version_offset is not None
+    return offset, version_offset
 
 
-def _kind() -> int:
-    """Return where 32 bits lie that tell the dtype, in the first two bytes, and then the device."""
+def _dtype_offset() -> int:
+    """Return the offset of 32 bits with the dtype, in the first two bytes, and the device after it."""
     dtypes = (torch.float32, torch.float64, torch.int8, torch.int64, torch.bool, torch.bfloat16)
-    on = {device: [torch.zeros(2, dtype=one, device=device) for one in dtypes] for device in ("cpu", "meta")}
-    alike = [torch.zeros(3, 4, dtype=one).t() for one in dtypes]
+    samples_by_device = {
+        device: [torch.zeros(2, dtype=dtype, device=device) for dtype in dtypes] for device in ("cpu", "meta")
+    }
+    transposed = [torch.zeros(3, 4, dtype=dtype).t() for dtype in dtypes]
 
     def fits(offset: int) -> bool:
-        cpu, meta = (_read(ctypes.c_uint32, samples, offset) for samples in on.values())
-        same = cpu == _read(ctypes.c_uint32, alike, offset)
+        cpu, meta = (_words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values())
+        same = cpu == _words_at(ctypes.c_uint32, transposed, offset)
         numbers = [word & 0xFFFF for word in cpu]
         devices = {word >> 16 & 0xFF for word in cpu}, {word >> 16 & 0xFF for word in meta}
         apart = len(set(numbers)) == len(dtypes) and devices[0] != devices[1]
         no_index = all(word >> 24 == 0xFF for word in (*cpu, *meta))
         return same and apart and no_index and numbers == [word & 0xFFFF for word in meta]
 
-    return _first(fits, step=4)
+    return _first_offset(fits, step=4)
 
 
-def _rank() -> int:
-    """Return where the number of a tensor's dimensions lies."""
+def _rank_offset() -> int:
+    """Return the offset of the number of a tensor's dimensions."""
     shapes = ((), (7,), (7, 3), (2, 5, 2), (1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 3))
     samples = [torch.zeros(shape) for shape in shapes]
-    return _first(lambda offset: _read(ctypes.c_uint64, samples, offset) == [s.dim() for s in samples])
+    return _first_offset(
+        lambda offset: _words_at(ctypes.c_uint64, samples, offset) == [s.dim() for s in samples]
+    )
 
 
-def _autodiff() -> int:
-    """Return where a pointer lies that is NULL unless autograd knows the tensor."""
-    plain = [torch.zeros(2), torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)]  # views have one
-    known = [torch.zeros(2, requires_grad=True), torch.nn.Parameter(torch.zeros(1))]
-    known.append(known[0] * 2)
+def _autograd_offset() -> int:
+    """Return the offset of a pointer that is NULL unless autograd knows the tensor."""
+    # No view among the plain samples: views have autograd metadata even without a gradient.
+    plain = [torch.zeros(2), torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)]
+    recorded = [torch.zeros(2, requires_grad=True), torch.nn.Parameter(torch.zeros(1))]
+    recorded.append(recorded[0] * 2)
 
     def fits(offset: int) -> bool:
-        none = not any(_read(ctypes.c_uint64, plain, offset))
-        return none and len({0, *_read(ctypes.c_uint64, known, offset)}) == len(known) + 1
+        none = not any(_words_at(ctypes.c_uint64, plain, offset))
+        return none and len({0, *_words_at(ctypes.c_uint64, recorded, offset)}) == len(recorded) + 1
 
-    return _first(fits)
+    return _first_offset(fits)
 
 
-def _switch(switches: int) -> tuple[int, int]:
-    """Return which byte of a thread's switches, and which bit of that, is set while gradients are on."""
+def _grad_mode_bit(switches: int) -> tuple[int, int]:
+    """Return the byte of a thread's switches, and the bit in it, that is set while gradients are on."""
+    # The switches are thread-local: native code calls this function once per thread, then reads the byte.
     address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(switches)() or 0
     with torch.no_grad():
         off = ctypes.string_at(address, 4 * _WORD)
     with torch.enable_grad():
         on = ctypes.string_at(address, 4 * _WORD)
-    changed = [(i, one ^ other) for i, (one, other) in enumerate(zip(on, off, strict=True)) if one != other]
+    pairs = zip(on, off, strict=True)
+    changed = [(i, byte_on ^ byte_off) for i, (byte_on, byte_off) in enumerate(pairs) if byte_on != byte_off]
     if len(changed) != 1 or changed[0][1].bit_count() != 1 or not on[changed[0][0]] & changed[0][1]:
         raise LookupError("autograd's switches")
     return changed[0]

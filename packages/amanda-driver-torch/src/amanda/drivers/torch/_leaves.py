@@ -8,13 +8,13 @@ import torch
 from amanda.backend import State
 from torch.autograd.graph import GradientEdge
 
-from ._asked import asks_for_graphs
+from ._compiled_callables import asks_for_graphs
 
-_NOTES = "amanda_leaves"
+_NOTES_KEY = "amanda_leaves"
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
-class Leaf(NamedTuple):
+class WatchedLeaf(NamedTuple):
     """A leaf that a graph is given, what to call it, and the tools with routines at its AccumulateGrad."""
 
     tensor: torch.Tensor
@@ -22,48 +22,52 @@ class Leaf(NamedTuple):
     tools: Sequence[Any]
 
 
-def note(values: Iterable[Any], start: int, leaves: Sequence[Leaf]) -> None:
-    """Note the leaves of a compiled graph at the nodes of autograd, numbered from `start`, that it made."""
+def note_leaves(values: Iterable[Any], start: int, leaves: Sequence[WatchedLeaf]) -> None:
+    """Note the leaves of a compiled graph at the nodes of autograd that it made, numbered from `start`."""
+    # The sequence number tells nodes of this run from those that lead to inputs of the graph.
     for value in values:
         node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
         if node is not None and node._sequence_nr() >= start:
-            node.metadata.setdefault(_NOTES, []).append(leaves)
+            node.metadata.setdefault(_NOTES_KEY, []).append(leaves)
 
 
-def tell(state: State, outputs: Sequence[Any], accumulates: bool) -> None:
-    """Report leaves of compiled graphs whose routines see another gradient in this pass than in eager mode.
+def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> None:
+    """Report leaves of compiled graphs whose routines see other gradients in this pass than in eager mode.
 
     accumulates: whether the pass stores gradients.
     """
     if not asks_for_graphs(state):
         return
-    leaves: dict[int, Leaf] = {}
+    leaves: dict[int, WatchedLeaf] = {}
     edges: Counter[Any] = Counter()
-    waiting: list[Any] = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
-    met = set(waiting)
+    roots = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+    waiting: list[Any] = roots
+    visited = set(roots)
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        for noted in node.metadata.get(_NOTES, ()):
-            leaves.update({id(leaf.tensor): leaf for leaf in noted if any(map(state.is_open, leaf.tools))})
+        for noted_leaves in node.metadata.get(_NOTES_KEY, ()):
+            open_leaves = [leaf for leaf in noted_leaves if any(map(state.is_open, leaf.tools))]
+            leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
         for child, _ in node.next_functions:
             if type(child) is _AccumulateGrad:
                 edges[child] += 1
-            elif child not in met:
-                met.add(child)
+            elif child not in visited:
+                visited.add(child)
                 waiting.append(child)
     for node, count in edges.items():
+        # By `id`, since the notes hold the tensors and so keep their addresses in use.
         leaf = leaves.get(id(node.variable))
         if leaf is None:
             continue
-        what = f"AccumulateGrad of {leaf.name}"
+        subject = f"AccumulateGrad of {leaf.name}"
         if not accumulates:
-            state.report(what, "a compiled graph calls its routines, though this pass stores no gradient")
+            state.report(subject, "a compiled graph calls its routines, though this pass stores no gradient")
         elif count > 1:
             reason = (
                 "a compiled graph calls its routines for each gradient that it hands over, not for their sum"
             )
-            state.report(what, reason)
+            state.report(subject, reason)
         if leaf.tensor._backward_hooks:
-            state.report(what, "a compiled graph calls its routines before hooks on the tensor")
+            state.report(subject, "a compiled graph calls its routines before hooks on the tensor")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from amanda.backend import Attributes, digest
-from amanda.drivers.torch._overrides import Unseen
+from amanda.drivers.torch._overrides import WithoutTorchFunction
 from amanda.drivers.torch._wrappers import without_wrappers
 from amanda.interceptor import Enclosure
 
@@ -17,16 +17,16 @@ _METHODS = ("_wrapped_call_impl", "_call_impl")
 
 def enclose_modules(attributes: Attributes) -> None:
     """Make each call of a module a region: the ops in it belong to that module."""
-    attributes.enclose(torch.nn.Module, _place_within, _METHODS)
+    attributes.enclose(torch.nn.Module, _hash_in_caller, _METHODS)
 
 
 @contextmanager
 def plain_module_calls() -> Iterator[None]:
-    """Context in which module calls are torch's own, for what looks into them."""
+    """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it."""
     module = torch.nn.Module
-    with _changing:
+    with _patch_lock:
         before = vars(module)["__call__"]
-        if type(before) is Enclosure:  # and no patch of the program's
+        if type(before) is Enclosure:  # a patch of the program's stays
             module.__call__ = before.__wrapped__  # type: ignore[method-assign]
         try:
             yield
@@ -35,28 +35,30 @@ def plain_module_calls() -> Iterator[None]:
                 module.__call__ = before  # type: ignore[method-assign]
 
 
-_changing = threading.RLock()
+_patch_lock = threading.RLock()
 
 
 def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
-    """Name and shape of a parameter that a module holds; None of any other object."""
+    """Return name and shape of a parameter that a module holds; None for any other object."""
     if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
-        for name, one in module._parameters.items():
-            if one is parameter and not torch.nn.parameter.is_lazy(parameter):
-                with Unseen():  # modes of the program hear of no read of ours
+        for name, held_parameter in module._parameters.items():
+            if held_parameter is parameter and not torch.nn.parameter.is_lazy(parameter):
+                with (
+                    WithoutTorchFunction()
+                ):  # modes of the program must not see that the driver reads a shape
                     return name, tuple(parameter.shape)
     return None
 
 
 def module_path(subjects: Sequence[Any]) -> str:
-    """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1".
+    """Return the path of the last module in the first, as `named_modules` spells it: "layer1.0.conv1".
 
-    What libraries wrap around a model, such as DDP, is no part of it.
+    Wrappers that libraries put around a model, such as DDP, are no part of the path.
     """
     parts: list[str] = []
     outer = None
     for inner in subjects:
-        if not isinstance(inner, torch.nn.Module):
+        if not isinstance(inner, torch.nn.Module):  # a module of another framework encloses these
             continue
         if outer is not None and inner is not outer:
             parts.append(without_wrappers(outer, _name_within(outer, inner)))
@@ -65,16 +67,16 @@ def module_path(subjects: Sequence[Any]) -> str:
 
 
 def part_of(value: Any, variable: Any) -> str:
-    """Name the part of a parameter that a view of it is by its offset, "@16"; "" for all elements."""
+    """Return the part of a parameter that a view reads, as its offset: "@16"; "" for all elements."""
     if value is variable or value.layout is not torch.strided or value.numel() >= variable.numel():
         return ""
     return f"@{value.storage_offset()}"
 
 
-class Paths:
-    """Paths of parameters in the outermost of the modules that enclose an op: "layer1.0.conv1.weight".
+class ParameterPaths:
+    """Find paths of parameters in the outermost of the modules that enclose an op: "layer1.0.conv1.weight".
 
-    It keeps no module alive.
+    The modules are held weakly.
     """
 
     _names: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
@@ -82,29 +84,31 @@ class Paths:
     )
 
     def __init__(self, subjects: Sequence[Any]) -> None:
-        self._modules = [weakref.ref(one) for one in subjects if isinstance(one, torch.nn.Module)]
+        self._modules = [weakref.ref(module) for module in subjects if isinstance(module, torch.nn.Module)]
 
     def __call__(self, variable: Any) -> str | None:
-        """The first name of a parameter in the outermost module that has it; None of any other tensor."""
-        modules = [one for one in (reference() for reference in self._modules) if one is not None]
-        for count, module in enumerate(modules, 1):
+        """Return the path of a parameter in the outermost module that holds it; None for any other tensor."""
+        living = [module for module in (reference() for reference in self._modules) if module is not None]
+        for count, module in enumerate(living, 1):
             name = self._name(module, variable)
             if name is not None:
-                parts = module_path(modules[:count]), without_wrappers(module, name)
+                parts = module_path(living[:count]), without_wrappers(module, name)
                 return ".".join(part for part in parts if part)
         return None
 
     def _name(self, module: torch.nn.Module, variable: Any) -> str | None:
-        known = self._names.setdefault(module, {})
-        name = known.get(id(variable))
-        if name is None or _held_at(module, name) is not variable:
-            known.clear()
-            known.update((id(one), path) for path, one in module.named_parameters())
-            name = known.get(id(variable))
+        # Names are cached by `id`, which another object may have by now: each use looks whether the
+        # parameter still lies there, and reads all names again if not.
+        names = self._names.setdefault(module, {})
+        name = names.get(id(variable))
+        if name is None or _parameter_at(module, name) is not variable:
+            names.clear()
+            names.update((id(parameter), path) for path, parameter in module.named_parameters())
+            name = names.get(id(variable))
         return name
 
 
-def _held_at(module: torch.nn.Module, path: str) -> Any:
+def _parameter_at(module: torch.nn.Module, path: str) -> Any:
     holder, _, name = path.rpartition(".")
     try:
         return getattr(module.get_submodule(holder), name)
@@ -113,29 +117,31 @@ def _held_at(module: torch.nn.Module, path: str) -> Any:
 
 
 def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
-    """Return the first path of a module in another, or its type where that does not hold it."""
-    names = _names.get(outer)
-    name = None if names is None else names.get(id(inner))
-    if name is None or not _is_at(outer, name, inner):
+    """Return the first path of a module in another; "(Type)" if the other module does not hold it."""
+    paths = _submodule_paths.get(outer)
+    name = None if paths is None else paths.get(id(inner))
+    if name is None or not _holds_at(outer, name, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
             return f"({type(inner).__name__})"
-        names = _names[outer] = {id(one): path for path, one in reversed([*outer.named_modules()])}
-        name = names.get(id(inner))
+        paths = _submodule_paths[outer] = {
+            id(module): path for path, module in reversed([*outer.named_modules()])
+        }
+        name = paths.get(id(inner))
     return f"({type(inner).__name__})" if name is None else name
 
 
-_names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-"""Paths in each module by the `id` of what lies there; used after a look whether it still does."""
+_submodule_paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+"""Paths of submodules by `id`, for each module; a path is used only if the submodule still lies there."""
 
 
-def _is_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
+def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
     module: torch.nn.Module | None = outer
     for name in path.split(".") if path else ():
         module = None if module is None else module._modules.get(name)
     return module is inner
 
 
-def _place_within(outer: Any, inner: Any) -> tuple[int, bool]:
-    """Hash of a module's path in the one that calls it; one made for this call lies there by its type."""
+def _hash_in_caller(outer: Any, inner: Any) -> tuple[int, bool]:
+    """Return the hash of a module's path in its caller, and False for a module made for this call alone."""
     name = _name_within(outer, inner)
     return digest(name), not name.startswith("(")

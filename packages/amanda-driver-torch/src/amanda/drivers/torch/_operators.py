@@ -5,23 +5,24 @@ from typing import Any
 
 import torch
 
-from ._requirements import found
+from ._requirements import torch_attribute
 
 
-def _made(f: Any, wrapped: Any = None) -> FunctionType:
-    """Return what torch makes of `f`, except that a tool's TypeError stays what it is.
+def _as_torch_wraps(f: Any, wrapped: Any = None) -> FunctionType:
+    """Wrap a method of Tensor as torch does, but let the TypeErrors of tools through.
 
-    Its names are those of torch's own, so that its code can serve torch's functions: it finds its globals
-    in torch.
+    Torch's functions get the code of this wrapper. So its free variables and globals have torch's names, and
+    torch's module provides the globals.
     """
 
     def operator(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            given = self, *args
-            if has_torch_function(given):  # type: ignore[name-defined] # noqa: F821
-                return handle_torch_function(wrapped, given, self, *args, **kwargs)  # type: ignore[name-defined] # noqa: F821
+            operands = self, *args
+            if has_torch_function(operands):  # type: ignore[name-defined] # noqa: F821
+                return handle_torch_function(wrapped, operands, self, *args, **kwargs)  # type: ignore[name-defined] # noqa: F821
             return f(self, *args, **kwargs)
         except TypeError as error:
+            # Imported here: the code runs with torch's globals, which lack Amanda's names.
             from amanda.interceptor import failure
 
             if failure() is error:
@@ -32,24 +33,29 @@ def _made(f: Any, wrapped: Any = None) -> FunctionType:
 
 
 class Operators:
-    """Lets the exceptions of tools through torch's operators, which stay the functions that they are."""
+    """Exchange of the code of torch's operators, so that exceptions of tools pass through.
+
+    The operators stay the function objects that they are: programs may hold references to them.
+    """
 
     def __init__(self) -> None:
-        self._before: list[tuple[FunctionType, CodeType]] = []
+        self._changed_operators: list[tuple[FunctionType, CodeType]] = []
 
-    def open(self) -> None:
-        """Put the code in place; nothing happens where torch's operators are made otherwise."""
-        code = _made(None).__code__
-        theirs = getattr(found("Tensor.__rsub__"), "__code__", code)
-        if (theirs.co_freevars, theirs.co_name) != (code.co_freevars, "wrapped"):
+    def install(self) -> None:
+        """Exchange the code; do nothing if this torch wraps its operators in another way."""
+        # Code can be exchanged only between functions with the same free variables. If torch's wrapper has
+        # others, or another name, it is not the wrapper that this code was copied from.
+        code = _as_torch_wraps(None).__code__
+        torch_code = getattr(torch_attribute("Tensor.__rsub__"), "__code__", code)
+        if (torch_code.co_freevars, torch_code.co_name) != (code.co_freevars, "wrapped"):
             return
         for operator in vars(torch.Tensor).values():
-            if isinstance(operator, FunctionType) and operator.__code__ is theirs:
-                self._before.append((operator, theirs))
-                operator.__code__ = code.replace(co_name=theirs.co_name)
+            if isinstance(operator, FunctionType) and operator.__code__ is torch_code:
+                self._changed_operators.append((operator, torch_code))
+                operator.__code__ = code.replace(co_name=torch_code.co_name)
 
-    def close(self) -> None:
-        """Put torch's own code back."""
-        while self._before:
-            operator, code = self._before.pop()
+    def restore(self) -> None:
+        """Put torch's code back."""
+        while self._changed_operators:
+            operator, code = self._changed_operators.pop()
             operator.__code__ = code

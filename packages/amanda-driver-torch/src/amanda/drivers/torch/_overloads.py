@@ -1,4 +1,4 @@
-"""Overloads of a callable: the signature that a call means, and where it puts each argument."""
+"""Overloads of a callable: the signature that fits a call best, and the input that each argument fills."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from ._signatures import Argument, Signature
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArgumentLayout:
     """The sources of the inputs of one form of call. Indices are positions among the inputs.
 
     positional: the input of each positional argument, the spread ones left out.
@@ -35,7 +35,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Form:
+class CallForm:
     """One signature laid over one form of call.
 
     bound: the argument that each positional and keyword argument gives, None where the
@@ -50,24 +50,24 @@ class Form:
     @cached_property
     def missing(self) -> int:
         required = (not argument.has_default for argument in self.signature.arguments)
-        return sum(each and i not in self.bound for i, each in enumerate(required))
+        return sum(is_required and i not in self.bound for i, is_required in enumerate(required))
 
     @cached_property
     def unknown(self) -> int:
         return self.bound.count(None)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ArgumentLayout:
         return _layout(self)
 
 
-def forms(candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]) -> tuple[Form, ...]:
-    """The forms that a call with nargs positional arguments and these keywords may have.
+def forms(candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]) -> tuple[CallForm, ...]:
+    """Return the forms that a call with `nargs` positional arguments and these keywords may have.
 
-    Where no signature takes the call, its one form is the order of the call itself.
+    If no signature takes the call, its only form is the order of the call itself.
     """
-    fitting = [form for each in candidates for form in _laid_over(each, nargs, keywords)]
-    fitting = _least(fitting, "missing")
+    fitting = [form for signature in candidates for form in _forms_of_signature(signature, nargs, keywords)]
+    fitting = _with_least(fitting, "missing")
     # An `out=` of several tensors is spelled otherwise in the schema: types will tell.
     slack = 1 if "out" in keywords else 0
     fewest = min((form.unknown for form in fitting), default=0)
@@ -75,71 +75,73 @@ def forms(candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]
     return tuple(fitting) or (_in_call_order(nargs, keywords),)
 
 
-def pick(candidates: Sequence[Form], kinds: str) -> Form:
-    """The form whose signature fits argument kinds best; the first among equals."""
-    return max(candidates, key=lambda form: _fit(form, kinds))
+def pick(candidates: Sequence[CallForm], kinds: str) -> CallForm:
+    """Return the form whose signature fits the kinds of the arguments best; the first among equals."""
+    return max(candidates, key=lambda form: _fitness(form, kinds))
 
 
 def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
-    """One letter for each argument: what overloads are told apart by."""
+    """Return one letter for each argument, its kind; overloads differ in the kinds that they accept."""
     values = (*args, *kwargs.values()) if kwargs else args
     return "".join([_KINDS.get(type(value)) or _kind(value) for value in values])
 
 
-def _least(found: list[Form], quality: str) -> list[Form]:
-    least = min((getattr(form, quality) for form in found), default=0)
-    return [form for form in found if getattr(form, quality) == least]
+def _with_least(candidates: list[CallForm], quality: str) -> list[CallForm]:
+    least = min((getattr(form, quality) for form in candidates), default=0)
+    return [form for form in candidates if getattr(form, quality) == least]
 
 
-def _laid_over(signature: Signature, nargs: int, keywords: tuple[str, ...]) -> Iterator[Form]:
+def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, ...]) -> Iterator[CallForm]:
+    """Yield the form of a call by one signature, and the form with a size spread over the last arguments."""
     by_name = tuple(signature.index(keyword) for keyword in keywords)
     positional = signature.positional
     if nargs <= len(positional):
-        yield from _without_repeats(Form(signature, positional[:nargs] + by_name, keywords))
+        yield from _without_repeats(CallForm(signature, positional[:nargs] + by_name, keywords))
     if signature.spreads and nargs >= len(positional):
         sizes = (positional[-1],) * (nargs - len(positional))
         bound = positional + sizes + by_name
-        yield Form(signature, bound, keywords, spread=True)
+        yield CallForm(signature, bound, keywords, spread=True)
 
 
-def _without_repeats(form: Form) -> Iterator[Form]:
-    given = [i for i in form.bound if i is not None]
-    if len(set(given)) == len(given):
+def _without_repeats(form: CallForm) -> Iterator[CallForm]:
+    indices = [i for i in form.bound if i is not None]
+    if len(set(indices)) == len(indices):
         yield form
 
 
-def _in_call_order(nargs: int, keywords: tuple[str, ...]) -> Form:
+def _in_call_order(nargs: int, keywords: tuple[str, ...]) -> CallForm:
     arguments = tuple(Argument(f"arg{i}", "Any") for i in range(nargs))
     order = tuple(range(nargs))
-    return Form(Signature(arguments, order), order + (None,) * len(keywords), keywords)
+    return CallForm(Signature(arguments, order), order + (None,) * len(keywords), keywords)
 
 
-def _layout(form: Form) -> Layout:
+def _layout(form: CallForm) -> ArgumentLayout:
+    """Return where a form puts each argument; keywords that the signature lacks become inputs at the end."""
     arguments, bound = form.signature.arguments, form.bound
     nargs = len(bound) - len(form.keywords)
-    given = {i for i in bound if i is not None}
-    length = max(given, default=-1) + 1
+    bound_indices = {i for i in bound if i is not None}
+    length = max(bound_indices, default=-1) + 1
     appended = [name for name, i in zip(form.keywords, bound[nargs:], strict=True) if i is None]
-    places = iter(range(length, length + len(appended)))
-    named = ((next(places) if i is None else i) for i in bound[nargs:])
-    written = [i for i in range(length) if i in given and arguments[i].is_written]
+    appended_indices = iter(range(length, length + len(appended)))
+    keyword_indices = ((next(appended_indices) if i is None else i) for i in bound[nargs:])
+    written = [i for i in range(length) if i in bound_indices and arguments[i].is_written]
     written += [length + i for i, name in enumerate(appended) if name == "out"]
     positional = form.signature.positional[:nargs]
-    return Layout(
+    return ArgumentLayout(
         names=(*(argument.name for argument in arguments[:length]), *appended),
         positional=positional[:-1] if form.spread else positional,
         spread=positional[-1] if form.spread else None,
-        keywords=tuple(zip(form.keywords, named, strict=True)),
+        keywords=tuple(zip(form.keywords, keyword_indices, strict=True)),
         mutable=tuple(written),
         apart=tuple(i for i in written if i < length and arguments[i].is_apart),
         optional_tensors=frozenset(
             i for i in range(length) if arguments[i].type == "Tensor" and arguments[i].is_optional
         ),
-        filled={i: arguments[i].default for i in range(length) if i not in given},
+        filled={i: arguments[i].default for i in range(length) if i not in bound_indices},
         defaults={
             argument.name: argument.default
             for i, argument in enumerate(arguments)
-            if i not in given and argument.has_default and argument.type != "Tensor"
+            if i not in bound_indices and argument.has_default and argument.type != "Tensor"
         },
     )
 
@@ -195,15 +197,17 @@ _ACCEPTS_LISTS = {
 }
 
 
-def _fit(form: Form, kinds: str) -> tuple[int, int, int]:
+def _fitness(form: CallForm, kinds: str) -> tuple[int, int, int]:
+    """Rate a form for arguments of these kinds: fewest misfits, then unknown keywords, then best types."""
+    # A tuple, compared from the left: a misfit outweighs any number of less exact types.
     misfits, distance = 0, 0
     nargs = len(kinds) - len(form.keywords)
     first_size = len(form.signature.positional) - 1 if form.spread else nargs
-    for place, (i, kind) in enumerate(zip(form.bound, kinds, strict=True)):
+    for position, (i, kind) in enumerate(zip(form.bound, kinds, strict=True)):
         if i is None:
             continue
         argument = form.signature.arguments[i]
-        if first_size <= place < nargs:
+        if first_size <= position < nargs:  # a size that is spread over the arguments
             accepted = "ioT"
         elif kind == "n" and argument.is_optional:
             continue
@@ -229,6 +233,7 @@ def _kind(value: Any) -> str:
 
 
 def _list_kind(values: Sequence[Any]) -> str:
+    # Mixed lists count as the kind that only one schema type takes: tensors, then names.
     kinds = {_KINDS.get(type(value)) or _kind(value) for value in values}
     if not kinds:
         return "E"

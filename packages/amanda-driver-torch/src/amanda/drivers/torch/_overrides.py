@@ -1,7 +1,7 @@
-"""Overrides of the program's: its modes and tensor subclasses are not called for the driver and for tools.
+"""Modes and tensor subclasses of the program, which the driver and the tools must not trigger.
 
-The driver works outside of all modes and overrides, enters them again for the ops of the program, and runs
-an isolated routine outside of the modes, with the overrides of the subclasses that it is given.
+The driver works outside of all modes and overrides. It enters them again for the ops of the program. It runs
+an isolated routine outside of the modes, but with the overrides of the subclasses among its values.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from ._requirements import found
+from ._requirements import torch_attribute
 
 _native: Any = torch._C  # its stubs lack what is used here
 
 _RECORDERS = ("fx.experimental.proxy_tensor.get_proxy_mode", "_guards.TracingContext.try_get")
 
-Unseen: Any = _native.DisableTorchFunction
-"""Context in which no `__torch_function__` is called; native, so that no interrupt comes between."""
-_Seen: Any = _native._EnableTorchFunction
-_is_seen = _native._is_torch_function_enabled
-_is_unseen = getattr(_native, "_is_torch_function_all_disabled", lambda: False)
+WithoutTorchFunction: Any = _native.DisableTorchFunction
+"""Context in which no `__torch_function__` is called; native, so that no interrupt can divide it."""
+_WithTorchFunction: Any = _native._EnableTorchFunction
+_overrides_enabled = _native._is_torch_function_enabled
+_all_overrides_disabled = getattr(_native, "_is_torch_function_all_disabled", lambda: False)
 _count_dispatch_modes = _native._len_torch_dispatch_stack
 _count_function_modes = _native._len_torch_function_stack
 
@@ -33,15 +33,16 @@ def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a mode is active, or a tensor among the arguments overrides what functions do."""
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         return True
+    # Lists of tensors, as `torch.cat` takes, are not looked into by `has_torch_function`.
     return any(map(has_torch_function, [value for value in args if isinstance(value, (list, tuple))]))
 
 
 def is_recorded() -> bool:
-    """Return True if ops are being recorded into a graph, where those of routines have no place."""
-    return any(recorder is not None and recorder() for recorder in map(found, _RECORDERS))
+    """Return True if ops are being recorded into a graph, which ops of routines must not enter."""
+    return any(recorder is not None and recorder() for recorder in map(torch_attribute, _RECORDERS))
 
 
-class Modes:
+class ProgramModes:
     """Modes and overrides that the program has switched on around an op.
 
     dispatch: its dispatch modes, the innermost first.
@@ -54,14 +55,17 @@ class Modes:
         self._dispatch = dispatch
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Context for what is the program's: its ops, and what runs in the place of an op."""
-        if self._subclasses and not self._dispatch:
-            return _Seen()  # type: ignore[no-any-return]
+        """Return a context under these modes, for the ops of the program and for replacements of ops."""
+        if self._subclasses and not self._dispatch:  # native, and so cheaper than a context in Python
+            return _WithTorchFunction()  # type: ignore[no-any-return]
         return self._entered()
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        with _Seen(), nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass():
+        with (
+            _WithTorchFunction(),
+            nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass(),
+        ):
             push_all(self._dispatch)
             try:
                 yield
@@ -69,31 +73,31 @@ class Modes:
                 pop_all()
 
 
-SEEN, MODES_ONLY = Modes(), Modes(subclasses=False)
+WITH_SUBCLASSES, MODES_ONLY = ProgramModes(), ProgramModes(subclasses=False)
 
 
-def current() -> Modes | None:
-    """Return the overrides that are in force, without dispatch modes; None where there are none."""
-    if _is_seen():
-        return SEEN
-    return None if _is_unseen() else MODES_ONLY
+def current_overrides() -> ProgramModes | None:
+    """Return the function overrides that are in force; None if torch's functions call no override."""
+    if _overrides_enabled():
+        return WITH_SUBCLASSES
+    return None if _all_overrides_disabled() else MODES_ONLY
 
 
 @contextmanager
-def left() -> Iterator[Modes]:
-    """Context outside of all overrides and modes of the program; yields them."""
-    subclasses = _is_seen()
-    with Unseen():
+def leave_overrides() -> Iterator[ProgramModes]:
+    """Leave all overrides and modes of the program within the context, which yields them."""
+    subclasses = _overrides_enabled()
+    with WithoutTorchFunction():
         dispatch = pop_all()
         try:
-            yield Modes(subclasses, dispatch)
+            yield ProgramModes(subclasses, dispatch)
         finally:
             push_all(dispatch)
 
 
-def reading() -> AbstractContextManager[Any]:
-    """Context in which the driver, and analysis routines, read tensors: outside of overrides and modes."""
-    return left() if _count_dispatch_modes() else Unseen()
+def reading_context() -> AbstractContextManager[Any]:
+    """Return the context in which the driver and analysis routines read tensors, outside of overrides."""
+    return leave_overrides() if _count_dispatch_modes() else WithoutTorchFunction()
 
 
 def pop_all() -> list[Any]:
@@ -102,7 +106,7 @@ def pop_all() -> list[Any]:
 
 
 def push_all(modes: Sequence[Any]) -> None:
-    """Enter dispatch modes, of which the first is to be the innermost."""
+    """Enter dispatch modes; the first becomes the innermost."""
     for mode in reversed(modes):
         _push_mode(mode)
 
@@ -112,17 +116,18 @@ def call_alone(
 ) -> Any:
     """Call a routine outside of the program's autograd and modes; a hot path where there are no modes.
 
-    A default device holds, as in any code.  overrides: whether subclasses among the values override what the
-    routine calls.
+    A default device stays in force, as in any code.  overrides: whether subclasses among the values override
+    what the routine calls.
     """
     before = torch.is_grad_enabled()
     try:
+        # Not `torch.no_grad`, which costs three times as much.
         _native._set_grad_enabled(False)
         if _count_function_modes() or _count_dispatch_modes() or forward_ad._current_level >= 0:
             return _call_outside_of_modes(func, values, kwargs, overrides)
-        if overrides is _is_seen():
+        if overrides is _overrides_enabled():
             return func(*values, **kwargs)
-        with _Seen() if overrides else Unseen():
+        with _WithTorchFunction() if overrides else WithoutTorchFunction():
             return func(*values, **kwargs)
     finally:
         _native._set_grad_enabled(before)
@@ -131,23 +136,25 @@ def call_alone(
 def _call_outside_of_modes(
     func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any], overrides: bool
 ) -> Any:
+    """Call a routine outside of forward-mode AD, function modes and dispatch modes; the slow path."""
     with ExitStack() as stack:
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_without_function_modes())
         dispatch = pop_all()
         stack.callback(push_all, dispatch)
-        stack.enter_context(_Seen())
+        stack.enter_context(_WithTorchFunction())
         with nullcontext() if overrides else _native.DisableTorchFunctionSubclass():
             return func(*values, **kwargs)
 
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
+    """Leave all function modes but a default device within the context."""
     modes = [_native._pop_torch_function_stack() for _ in range(_count_function_modes())]
     try:
         for mode in modes[::-1]:
-            if isinstance(mode, DeviceContext):
+            if isinstance(mode, DeviceContext):  # `torch.set_default_device` is a mode too
                 _native._push_on_torch_function_stack(mode)
         yield
     finally:
@@ -157,14 +164,17 @@ def _without_function_modes() -> Iterator[None]:
             _native._push_on_torch_function_stack(mode)
 
 
-def of_class(like: torch.Tensor, value: Any) -> Any:
-    """`value` as the subclass that a tensor is of, with its attributes, after an op without overrides."""
-    kind = type(like)
-    if kind is torch.Tensor or type(value) is not torch.Tensor:
+def as_class_of(like: torch.Tensor, value: Any) -> Any:
+    """Return `value` as an instance of the subclass of another tensor, with that tensor's attributes.
+
+    Ops that run without overrides return plain tensors.
+    """
+    tensor_class = type(like)
+    if tensor_class is torch.Tensor or type(value) is not torch.Tensor:
         return value
-    if kind.__torch_function__ is torch._C._disabled_torch_function_impl:  # such as a Parameter
+    if tensor_class.__torch_function__ is torch._C._disabled_torch_function_impl:  # such as a Parameter
         return value
-    made: Any = value.as_subclass(kind)
-    if made is not like:
-        made.__dict__.update(like.__dict__)
-    return made
+    converted: Any = value.as_subclass(tensor_class)
+    if converted is not like:
+        converted.__dict__.update(like.__dict__)
+    return converted

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from amanda import interceptor
 
-from ._layout import Functions, layout
+from ._layout import Libraries, find_layout
 
 logger = logging.getLogger("amanda")
 
@@ -38,95 +38,100 @@ _VALUES = (
 )
 
 
-def reader(
+def make_reader(
     through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[interceptor.Reader | None, str]:
-    """Return a reader of this build of torch, and what it lacks, which a warning says too; "" for nothing.
+    """Return a reader of this build of torch, or None, and what the reader lacks, or ""; warn of a lack.
 
-    Without a reader Python does the same at a multiple of the time; without a layout native code calls
-    functions of torch where it would read memory.
-    through: gives a value with its gradient's way back to an original.
+    Without a reader Python does the same work at a multiple of the time. Without a layout native code calls
+    functions of torch instead of reading memory.
+    through: returns a value whose gradient goes to an original.
     """
     try:
-        functions = Functions()
-        known, lacking = layout(functions)
-        mode = functions.address(_FUNCTION_MODE)
-        included = functions.address(_KEY_INCLUDED)
-        found = interceptor.Reader(
+        libraries = Libraries()
+        tensor_layout, lacking = find_layout(libraries)
+        # In these modes native code hands calls to Python, which knows how to leave and enter them.
+        mode_is_enabled = libraries.address(_FUNCTION_MODE)
+        key_is_included = libraries.address(_KEY_INCLUDED)
+        reader = interceptor.Reader(
             tensors=(torch.Tensor, torch.nn.Parameter),
             plain=(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
-            offset=_offset(),
-            describe=functions.addresses(_DESCRIBE),
+            offset=_handle_offset(),
+            describe=libraries.addresses(_DESCRIBE),
             extents="shape",
-            modes=((mode, 0), *((included, int(_native._parse_dispatch_key(key))) for key in _KEYS)),
-            autodiff=functions.addresses(_AUTODIFF),
-            values=(*functions.addresses(_VALUES), _memory(), torch.empty(1), through),
-            layout=known,
+            modes=(
+                (mode_is_enabled, 0),
+                *((key_is_included, int(_native._parse_dispatch_key(key))) for key in _KEYS),
+            ),
+            autodiff=libraries.addresses(_AUTODIFF),
+            values=(*libraries.addresses(_VALUES), _storage_offset(), torch.empty(1), through),
+            layout=tensor_layout,
         )
-        if _reads(found):
+        # Symbols may exist and mean something else in another build: a trial on samples decides.
+        if _reads_correctly(reader):
             if lacking:
-                logger.warning(_SOME, torch.__version__, lacking)
-            return found, lacking
+                logger.warning(_READS_SLOWLY, torch.__version__, lacking)
+            return reader, lacking
         reason = "its tensors are not as this driver knows them"
     except (AttributeError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = f"it lacks {error}"
-    logger.warning(_NONE, torch.__version__, reason)
+    logger.warning(_READS_NOTHING, torch.__version__, reason)
     return None, reason
 
 
-_NONE = (
+_READS_NOTHING = (
     "native code cannot read the tensors of torch %s, so that routines take a multiple of the time: %s; "
     "a version of amanda-driver-torch for this torch can: pip install --upgrade amanda-driver-torch"
 )
-_SOME = (
+_READS_SLOWLY = (
     "native code reads the tensors of torch %s by function calls, so that routines take longer: it lacks %s"
 )
 
 
-def _offset() -> int:
-    """Return where in a tensor's object its handle lies: a pointer to what `_cdata` is the address of."""
+def _handle_offset() -> int:
+    """Return the offset, in a tensor's Python object, of the pointer to its TensorImpl (`_cdata`)."""
     samples = [torch.empty(0), torch.nn.Parameter(torch.empty(1)), torch.empty(2, dtype=torch.int8)]
     start, size = object.__basicsize__, torch.Tensor.__basicsize__
     for offset in range(start, size, ctypes.sizeof(ctypes.c_void_p)):
-        held = [ctypes.c_void_p.from_address(id(sample) + offset).value for sample in samples]
-        if held == [sample._cdata for sample in samples]:
+        pointers = [ctypes.c_void_p.from_address(id(sample) + offset).value for sample in samples]
+        if pointers == [sample._cdata for sample in samples]:
             return offset
     raise LookupError("the handle of a tensor")
 
 
-def _memory() -> int:
-    """Return where in what a handle points to lies the pointer to a tensor's storage."""
+def _storage_offset() -> int:
+    """Return the offset, in a TensorImpl, of the pointer to the tensor's storage."""
     samples = [torch.empty(1), torch.empty(3).view(3, 1), torch.empty(2, dtype=torch.int8)]
     storages = [sample.untyped_storage()._cdata for sample in samples]
     for offset in range(0, 8 * ctypes.sizeof(ctypes.c_void_p), ctypes.sizeof(ctypes.c_void_p)):
-        held = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
-        if held == storages:
+        pointers = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
+        if pointers == storages:
             return offset
     raise LookupError("the storage of a tensor")
 
 
-def _reads(found: interceptor.Reader) -> bool:
-    """Return True if the reader sees what it is there to see."""
+def _reads_correctly(reader: interceptor.Reader) -> bool:
+    """Return True if the reader reads keys, versions, memory and forms of sample tensors as they are."""
     with torch.inference_mode(False), torch.enable_grad():
-        one = torch.zeros(2, 3)
+        plain = torch.zeros(2, 3)
         trained = torch.zeros(2, 3, requires_grad=True)
-        different = [one.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
-        key = found.key((one, 1))
-        same = key and key == found.key((torch.ones(4, 5), 2))
-        apart = all(found.key((other, 1)) not in (0, key) for other in different)
-        sized = found.key((one, 1), {}, True)
-        apart = apart and sized == found.key((torch.ones(2, 3), 2), {}, True) != 0
-        apart = apart and sized != found.key((torch.ones(3, 2), 1), {}, True)
-        before = found.version(one)
-        one.zero_()
-        written = before == 0 and found.version(one) == 1
+        different = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
+        key = reader.key((plain, 1))
+        same = key and key == reader.key((torch.ones(4, 5), 2))
+        apart = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
+        sized = reader.key((plain, 1), {}, True)
+        apart = apart and sized == reader.key((torch.ones(2, 3), 2), {}, True) != 0
+        apart = apart and sized != reader.key((torch.ones(3, 2), 1), {}, True)
+        before = reader.version(plain)
+        plain.zero_()
+        written = before == 0 and reader.version(plain) == 1
         with torch.no_grad():
-            off = found.key((trained, 1)) == found.key((one, 1)) != key
+            off = reader.key((trained, 1)) == reader.key((plain, 1)) != key
         with torch.inference_mode():
-            inference = found.version(torch.zeros(1)) is None
-        view, other = one.view(6), torch.ones(2, 3)
-        shared = found.memory(one) == found.memory(view) != found.memory(other) != 0
-        fits = found.fits(one, other) and found.fits(trained, other)
-        kept = [other.double(), other.t(), trained, other.to_sparse(), torch.zeros(1), None]
-        fits = fits and not any(found.fits(one, wrong) for wrong in kept)
+            inference = reader.version(torch.zeros(1)) is None
+        view, equal = plain.view(6), torch.ones(2, 3)
+        shared = reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
+        fits = reader.fits(plain, equal) and reader.fits(trained, equal)
+        misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
+        fits = fits and not any(reader.fits(plain, misfit) for misfit in misfits)
     return bool(same and apart and written and off and inference and shared and fits)

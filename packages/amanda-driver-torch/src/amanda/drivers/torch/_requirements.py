@@ -14,6 +14,8 @@ from ._targets import missing_parts
 
 logger = logging.getLogger("amanda")
 
+# Every private name that the driver reads is listed here, which a test checks: so a torch that lacks a name
+# is refused, or served with less, when the first scope opens, and not by an AttributeError at some op.
 TESTED_VERSIONS = ("2.13",)
 
 ESSENTIAL = (
@@ -114,7 +116,7 @@ FOR_GRAPHS = (
 """Without one of these compiled callables run op by op, also where a scope asks for their graphs."""
 
 
-def found(path: str) -> Any:
+def torch_attribute(path: str) -> Any:
     """Return what torch has under a name; None where it lacks it."""
     try:
         return attrgetter(path)(torch)
@@ -126,23 +128,24 @@ def found(path: str) -> Any:
 def missing_for_graphs() -> tuple[str, ...]:
     """Return the names that graphs are instrumented with and that this torch lacks; imports dynamo."""
     importlib.import_module("torch._dynamo")
-    for path in FOR_GRAPHS:
+    for path in FOR_GRAPHS:  # submodules are attributes of torch only once they are imported
         with suppress(ImportError):
             importlib.import_module(f"torch.{path.rpartition('.')[0]}")
-    return tuple(path for path in FOR_GRAPHS if found(path) is None)
+    return tuple(path for path in FOR_GRAPHS if torch_attribute(path) is None)
 
 
-def check() -> None:
+def check_requirements() -> None:
     """Name what this torch lacks: in a warning, or in a DriverError where nothing can be instrumented."""
     tested = f"amanda-driver-torch was tested with torch {', '.join(TESTED_VERSIONS)}"
-    lacking = [path for path in ESSENTIAL if found(path) is None]
+    lacking = [path for path in ESSENTIAL if torch_attribute(path) is None]
     if lacking:
         raise DriverError(
             f"torch {torch.__version__} lacks {', '.join(lacking)}, without which no op can be "
             f'instrumented; {tested}: pip install "torch=={TESTED_VERSIONS[-1]}.*", or a newer driver'
         )
+    # Parts of torch's API differ between builds as well as versions: warn, and serve the rest.
     absent = dict.fromkeys(missing_parts(), "its calls are not seen")
-    absent |= {path: consequence for path, consequence in OPTIONAL.items() if found(path) is None}
+    absent |= {path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None}
     for path, consequence in absent.items():
         log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {tested}")
     if ".".join(torch.__version__.split(".")[:2]) not in TESTED_VERSIONS:

@@ -1,4 +1,4 @@
-"""Binding of a call of a torch callable to the inputs of its operator.
+"""Bindings: how the arguments of a call of torch become the inputs of its operator, and back.
 
     bound = binding(torch.conv2d, (x, weight), {"padding": 1})
     bound.names                                   # input, weight, bias, stride, padding
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._overloads import Form, Layout, forms, kinds_of, pick
+from ._overloads import ArgumentLayout, CallForm, forms, kinds_of, pick
 from ._signatures import signatures
 from ._targets import by_callable
 
@@ -23,7 +23,7 @@ Kwargs = Mapping[str, Any]
 
 
 class Binding:
-    """The way from the arguments of one form of call to inputs, and back. Immutable.
+    """Conversion of the arguments of calls of one form to inputs in schema order, and back. Immutable.
 
     names: the schema's name of each input.
     mutable: inputs that the operator writes: in place, `out=`, running statistics.
@@ -31,23 +31,23 @@ class Binding:
     defaults: arguments that the call left out and the schema gives a value.
     """
 
-    __slots__ = ("_indices", "_optional_tensors", "_trained", "apart", "defaults", "mutable", "names")
+    __slots__ = ("_indices", "_optional_tensors", "_statistics", "apart", "defaults", "mutable", "names")
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ArgumentLayout) -> None:
         self.names = layout.names
         self.mutable = layout.mutable
         self.apart = layout.apart
         self.defaults: Mapping[str, Any] = layout.defaults
         self._optional_tensors = layout.optional_tensors
         self._indices = {name: i for i, name in enumerate(self.names)}
-        self._trained = _running_statistics(self._indices)
+        self._statistics = _running_statistics(self._indices)
         if "self" in self._indices:
             self._indices.setdefault("input", self._indices["self"])
         elif "input" in self._indices:
             self._indices["self"] = self._indices["input"]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
-        """The inputs in the order of the schema."""
+        """Return the inputs in the order of the schema."""
         return list(args)
 
     def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
@@ -58,45 +58,46 @@ class Binding:
         return tuple(range(nargs))
 
     def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments in the form of the call, for possibly changed inputs."""
+        """Return arguments and keyword arguments in the form of the call, for inputs that may be others."""
         return tuple(inputs), {}
 
     def index(self, name: str) -> int:
-        """Position of the input called name; `self` and `input` are one."""
+        """Return the position of an input by its name; `self` and `input` are the same."""
         try:
             return self._indices[name]
         except KeyError:
             raise KeyError(f"no input {name!r}; inputs are {', '.join(self.names)}") from None
 
     def written(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """The inputs that this call writes, given their values."""
+        """Return the positions of the inputs that a call with these values writes."""
         mutable = self.mutable
-        if self._trained is not None and inputs[self._trained[0]]:
-            mutable += self._trained[1]
+        if self._statistics is not None and inputs[self._statistics[0]]:
+            mutable += self._statistics[1]
         return tuple(i for i in mutable if inputs[i] is not None)
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """The values that are not tensors, by name, defaults of absent arguments included."""
-        found = dict(self.defaults)
+        """Return the values that are not tensors by name, with the defaults of absent arguments."""
+        values_by_name = dict(self.defaults)
         for i, value in enumerate(inputs):
             if value is None and i in self._optional_tensors:
                 continue
             if not holds_tensor(value):
-                found[self.names[i]] = value
-        return found
+                values_by_name[self.names[i]] = value
+        return values_by_name
 
 
-class _Rearranged(Binding):
+class _ReorderedBinding(Binding):
     """A call with keywords, a spread size, or an order other than the schema's."""
 
     __slots__ = ("_filled", "_keywords", "_positional", "_spread", "_template")
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ArgumentLayout) -> None:
         super().__init__(layout)
         self._positional = layout.positional
         self._spread = layout.spread
         self._keywords = layout.keywords
         self._filled = tuple(layout.filled.items())
+        # Copied at each call: a list copy and the stores cost less than a build from a dict.
         self._template = [layout.filled.get(i) for i in range(len(layout.names))]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
@@ -126,37 +127,39 @@ class _Rearranged(Binding):
             size = inputs[self._spread]
             args += tuple(size) if isinstance(size, list | tuple) and size else (size,)
         kwargs = {keyword: inputs[i] for keyword, i in self._keywords}
+        # Defaults between given arguments are passed only if a routine changed them.
         for i, default in self._filled:
             if inputs[i] is not default:
                 kwargs[self.names[i]] = inputs[i]
         return args, kwargs
 
 
-class _Overloaded:
+class _OverloadedBinding:
     """A form of call in which the types of the arguments decide the overload."""
 
     __slots__ = ("_bindings", "_forms")
 
-    def __init__(self, candidates: tuple[Form, ...]) -> None:
+    def __init__(self, candidates: tuple[CallForm, ...]) -> None:
         self._forms = candidates
         self._bindings: dict[str, Binding] = {}
 
     def resolve(self, args: Args, kwargs: Kwargs | None) -> Binding:
+        """Return the binding for arguments of these types; each combination of types is resolved once."""
         kinds = kinds_of(args, kwargs)
-        found = self._bindings.get(kinds)
-        if found is None:
-            found = self._bindings[kinds] = _bound(pick(self._forms, kinds).layout)
-        return found
+        bound = self._bindings.get(kinds)
+        if bound is None:
+            bound = self._bindings[kinds] = _binding_of_layout(pick(self._forms, kinds).layout)
+        return bound
 
 
-_Calls = dict[Any, Binding | _Overloaded]
+_BindingCache = dict[Any, Binding | _OverloadedBinding]
 # Of torch's own callables, which live as long as torch, and of the user's, which may die.
-_native: _Calls = {}
-_others: "WeakKeyDictionary[Any, _Calls]" = WeakKeyDictionary()
+_torch_bindings: _BindingCache = {}
+_program_bindings: "WeakKeyDictionary[Any, _BindingCache]" = WeakKeyDictionary()
 
 
 def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
-    """Return the way in which this call binds to its operator's inputs.
+    """Return the binding of a call to its operator's inputs.
 
     called: the callable of a target (its args begin with self for a method, and leave the
     class out for a classmethod), an OpOverload or OpOverloadPacket, an autograd.Function or
@@ -164,42 +167,43 @@ def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
     Costs one look-up, and about a microsecond where argument types decide the overload.
     """
     key = (called, len(args), tuple(kwargs) if kwargs else ())
-    try:
-        found = _native[key]
+    try:  # the hot path is one look-up: `get` would cost another call
+        bound = _torch_bindings[key]
     except KeyError:
-        found = _look_up(called, args, kwargs)
-    if type(found) is _Overloaded:
-        return found.resolve(args, kwargs)
-    return found  # type: ignore[return-value]
+        bound = _cached_binding(called, args, kwargs)
+    if type(bound) is _OverloadedBinding:
+        return bound.resolve(args, kwargs)
+    return bound  # type: ignore[return-value]
 
 
-def _look_up(called: Any, args: Args, kwargs: Kwargs | None) -> Binding | _Overloaded:
+def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding | _OverloadedBinding:
+    """Return the binding of a callable for a form of call, and cache it as long as the callable lives."""
     nargs, keywords = len(args), tuple(kwargs or ())
     if called in by_callable():
-        return _native.setdefault((called, nargs, keywords), _made(called, nargs, keywords))
+        return _torch_bindings.setdefault((called, nargs, keywords), _new_binding(called, nargs, keywords))
     function = getattr(called, "__self__", None)
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         called = function
     try:
-        calls = _others.setdefault(called, {})
+        calls = _program_bindings.setdefault(called, {})
     except TypeError:  # no weak reference can be made
-        return _made(called, nargs, keywords)
-    found = calls.get((nargs, keywords))
-    if found is None:
-        found = calls[nargs, keywords] = _made(called, nargs, keywords)
-    return found
+        return _new_binding(called, nargs, keywords)
+    bound = calls.get((nargs, keywords))
+    if bound is None:
+        bound = calls[nargs, keywords] = _new_binding(called, nargs, keywords)
+    return bound
 
 
-def _made(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _Overloaded:
+def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _OverloadedBinding:
     candidates = forms(signatures(called), nargs, keywords)
     if len({candidate.layout for candidate in candidates}) == 1:
-        return _bound(candidates[0].layout)
-    return _Overloaded(candidates)
+        return _binding_of_layout(candidates[0].layout)
+    return _OverloadedBinding(candidates)
 
 
-def _bound(layout: Layout) -> Binding:
+def _binding_of_layout(layout: ArgumentLayout) -> Binding:
     in_order = layout.positional == tuple(range(len(layout.names)))
-    return Binding(layout) if in_order else _Rearranged(layout)
+    return Binding(layout) if in_order else _ReorderedBinding(layout)
 
 
 # Normalisations write their running statistics, if this flag is set, and no schema says so.
@@ -217,31 +221,30 @@ def holds_tensor(value: Any) -> bool:
     """Return True if value is a tensor or a list or tuple with a tensor in it."""
     if isinstance(value, torch.Tensor):
         return True
-    return isinstance(value, (list, tuple)) and any(holds_tensor(each) for each in value)
+    return isinstance(value, (list, tuple)) and any(holds_tensor(item) for item in value)
 
 
 OutputSpec = Callable[[Sequence[Any]], Any]
 
 
 def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
-    """An operator's outputs as a list, and how to put them together again.
-
+    """Return an operator's outputs as a list, and a function that puts a list back into their form.
     A tuple, a namedtuple and a list of tensors are their elements; None is no output.
     """
     if output is None:
-        return [], _nothing
+        return [], _no_output
     if isinstance(output, tuple):
         return list(output), getattr(output, "_make", type(output))
     if isinstance(output, list) and holds_tensor(output):
         return output.copy(), list
-    return [output], _single
+    return [output], _only_output
 
 
-def _nothing(outputs: Sequence[Any]) -> None:
+def _no_output(outputs: Sequence[Any]) -> None:
     if outputs:
         raise ValueError(f"expected no output, got {len(outputs)}")
 
 
-def _single(outputs: Sequence[Any]) -> Any:
+def _only_output(outputs: Sequence[Any]) -> Any:
     (output,) = outputs
     return output

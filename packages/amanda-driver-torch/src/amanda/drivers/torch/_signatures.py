@@ -44,7 +44,7 @@ class Signature:
     spreads: bool = False
 
     def index(self, keyword: str) -> int | None:
-        """The argument that a keyword names, NumPy's spellings included."""
+        """Return the position of the argument that a keyword names, NumPy's spellings included; or None."""
         for name in (keyword, *_SPELLINGS.get(keyword, ())):
             for i, argument in enumerate(self.arguments):
                 if argument.name == name:
@@ -64,8 +64,8 @@ _SPELLINGS = {
     "keepdims": ("keepdim",),
 }
 
-_WRITTEN_HERE = "amanda::"
-"""Namespace of the schemas of this module, which do not say what a call returns."""
+_LOCAL_NAMESPACE = "amanda::"
+"""Namespace of the schemas that this module writes, which do not say what a call returns."""
 
 # Callables whose Python signature is no ATen schema, by their Python name.
 _MOVE = "(Tensor self, Device? device=None, bool non_blocking=False, *, {})"
@@ -144,23 +144,24 @@ def signatures(called: Any) -> tuple[Signature, ...]:
         return tuple(_in_schema_order(_arguments(schema)) for schema in schemas)
     if isinstance(called, type) and issubclass(called, torch.autograd.Function):
         takes_context = called.setup_context is torch.autograd.Function.setup_context
-        return _inspected(called.forward, skipped=int(takes_context))
+        return _signature_of_function(called.forward, skipped=int(takes_context))
     return ()
 
 
 @cache
 def _target_signatures(target: Target) -> tuple[Signature, ...]:
-    written = PYTHON_SIGNATURES.get(target.name)
-    if written is not None:
-        parsed = (torch._C.parse_schema(f"{_WRITTEN_HERE}op{text} -> Any") for text in written)
+    """Return the signatures of a target: written here, or by ATen's schemas, or by torch's test overrides."""
+    texts = PYTHON_SIGNATURES.get(target.name)
+    if texts is not None:
+        parsed = (torch._C.parse_schema(f"{_LOCAL_NAMESPACE}op{text} -> Any") for text in texts)
         return tuple(_in_python_order(_arguments(schema), target) for schema in parsed)
-    known = [_arguments(schema) for schema in _aten_schemas(target.canonical)]
+    schemas = [_arguments(schema) for schema in _aten_schemas(target.canonical)]
     # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists.
-    known = [each for each in known if any(map(_concerns_tensors, each))] or known
-    if not known:
+    schemas = [arguments for arguments in schemas if any(map(_concerns_tensors, arguments))] or schemas
+    if not schemas:
         return _testing_signatures(target.callable)
-    found = [_in_python_order(arguments, target) for arguments in known]
-    return (*found, *_deprecated(known, target))
+    accepted = [_in_python_order(arguments, target) for arguments in schemas]
+    return (*accepted, *_deprecated_orders(schemas, target))
 
 
 def _concerns_tensors(argument: Argument) -> bool:
@@ -172,30 +173,32 @@ def _aten_schemas(name: str) -> list[Any]:
 
 
 def _arguments(schema: Any) -> tuple[Argument, ...]:
-    has_returns = bool(schema.returns) and not schema.name.startswith(_WRITTEN_HERE)
-    returned = {name for one in schema.returns if one.alias_info for name in one.alias_info.before_set}
+    has_returns = bool(schema.returns) and not schema.name.startswith(_LOCAL_NAMESPACE)
+    returned = {
+        name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
+    }
     return tuple(_argument(argument, returned if has_returns else None) for argument in schema.arguments)
 
 
 def _argument(argument: Any, returned: Set[str] | None) -> Argument:
-    """Read an argument; returned: names of the memory that the op returns, None where nothing says that."""
-    kind, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
-    while kind.kind() in ("OptionalType", "ListType"):
-        is_optional |= kind.kind() == "OptionalType" and not is_list
-        is_list |= kind.kind() == "ListType"
-        kind = kind.getElementType()
-    kind_name: str = kind.kind().removesuffix("Type")
+    """Convert an argument of a schema; returned: alias sets of the op's results, None if they are unknown."""
+    element_type, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
+    while element_type.kind() in ("OptionalType", "ListType"):
+        is_optional |= element_type.kind() == "OptionalType" and not is_list
+        is_list |= element_type.kind() == "ListType"
+        element_type = element_type.getElementType()
+    type_name: str = element_type.kind().removesuffix("Type")
     default = argument.default_value
-    if kind_name in _ENUMS and isinstance(default, int):
-        default = _ENUMS[kind_name][default]
-    written = argument.alias_info if argument.alias_info and argument.alias_info.is_write else None
+    if type_name in _ENUMS and isinstance(default, int):
+        default = _ENUMS[type_name][default]
+    alias = argument.alias_info if argument.alias_info and argument.alias_info.is_write else None
     return Argument(
         name=argument.name,
-        type=kind_name,
+        type=type_name,
         is_list=is_list,
         is_optional=is_optional,
-        is_written=written is not None,
-        is_apart=bool(written and returned is not None and returned.isdisjoint(written.before_set)),
+        is_written=alias is not None,
+        is_apart=bool(alias and returned is not None and returned.isdisjoint(alias.before_set)),
         keyword_only=argument.kwarg_only,
         has_default=argument.has_default_value(),
         default=tuple(default) if isinstance(default, list) else default,
@@ -222,6 +225,7 @@ def _in_schema_order(arguments: tuple[Argument, ...]) -> Signature:
 
 
 def _in_python_order(arguments: tuple[Argument, ...], target: Target) -> Signature:
+    """Return the signature of a schema as torch's parser takes it: methods put self first, a size spreads."""
     positional = list(_in_schema_order(arguments).positional)
     names = [argument.name for argument in arguments]
     is_method = target.kind != "function"
@@ -232,9 +236,10 @@ def _in_python_order(arguments: tuple[Argument, ...], target: Target) -> Signatu
     return Signature(arguments, tuple(positional), spreads)
 
 
-def _deprecated(known: Iterable[tuple[Argument, ...]], target: Target) -> Iterator[Signature]:
+def _deprecated_orders(schemas: Iterable[tuple[Argument, ...]], target: Target) -> Iterator[Signature]:
+    """Yield signatures of the deprecated positional orders that a target still takes."""
     for order in DEPRECATED_ORDERS.get(target.canonical.removesuffix("_"), ()):
-        for arguments in known:
+        for arguments in schemas:
             names = [argument.name for argument in arguments]
             if set(order) <= set(names) and arguments[names.index(order[-1])].type == "Tensor":
                 python = sorted(order, key="self".__ne__) if target.kind == "method" else order
@@ -248,21 +253,22 @@ def _testing_overrides() -> dict[Any, Any]:
 
 def _testing_signatures(called: Any) -> tuple[Signature, ...]:
     override = _testing_overrides().get(called)
-    return () if override is None else _inspected(override)
+    return () if override is None else _signature_of_function(override)
 
 
-def _inspected(function: Any, skipped: int = 0) -> tuple[Signature, ...]:
+def _signature_of_function(function: Any, skipped: int = 0) -> tuple[Signature, ...]:
+    """Return the signature of a Python function without its first parameters; none if it takes any number."""
     parameters = list(inspect.signature(function).parameters.values())[skipped:]
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return ()
     arguments = tuple(
         Argument(
-            each.name,
+            parameter.name,
             "Any",
-            keyword_only=each.kind is each.KEYWORD_ONLY,
-            has_default=each.default is not each.empty,
-            default=None if each.default is each.empty else each.default,
+            keyword_only=parameter.kind is parameter.KEYWORD_ONLY,
+            has_default=parameter.default is not parameter.empty,
+            default=None if parameter.default is parameter.empty else parameter.default,
         )
-        for each in parameters
+        for parameter in parameters
     )
     return (_in_schema_order(arguments),)

@@ -1,4 +1,4 @@
-"""Memory of tensors: strided parts, layouts in which elements are one, equal bits."""
+"""Memory of tensors: storages, strided parts, elements that share a memory cell, equal bits."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,8 +21,8 @@ _COMPRESSED = {
 }
 
 
-def storage(tensor: torch.Tensor) -> int | None:
-    """Return what tells the storage of a strided tensor from others; None where it has none."""
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return the address of the storage of a strided tensor; None for a tensor without a storage."""
     try:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (NotImplementedError, RuntimeError):  # a wrapper of functorch
@@ -45,12 +45,12 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
         return (value,)
     if not isinstance(value, torch.Tensor):
         return ()
-    try:
+    try:  # reads of a wrapper's parts are neither ops nor calls of its overrides
         with Suspension(), torch._C.DisableTorchFunctionSubclass():
             if hasattr(type(value), "__tensor_flatten__"):
                 wrapper: Any = value
                 inner = (getattr(value, name) for name in wrapper.__tensor_flatten__()[0])
-                return [part for one in inner for part in strided_parts(one)]
+                return [part for tensor in inner for part in strided_parts(tensor)]
             if type(value).__torch_dispatch__ is not _NO_DISPATCH:
                 return ()
             if value.layout is torch.sparse_coo:
@@ -69,8 +69,8 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def distinct(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a view with the elements of a tensor that are not one in the memory of `like`."""
+def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor that takes each memory cell of `like` once."""
     if not overlaps(like):
         return tensor
     pairs = zip(like.size(), like.stride(), strict=True)
@@ -86,73 +86,79 @@ def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
     if not overlaps(view):
         if view.stride() == value.stride():
-            return value.clone()
+            return value.clone()  # the usual case, and the cheapest op
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
     with torch.no_grad():
         data = value.detach()
-        once = distinct(data, view)
-        if same_bits(once.expand(view.shape), data):
-            own = data.new_empty_strided(once.size(), view.stride()).copy_(once)
-            copy = own.as_strided(view.size(), view.stride())
+        # If elements that share a cell are equal, the copy can be expanded as the view is.
+        distinct_values = distinct_elements(data, view)
+        if same_bits(distinct_values.expand(view.shape), data):
+            memory = data.new_empty_strided(distinct_values.size(), view.stride()).copy_(distinct_values)
+            copy = memory.as_strided(view.size(), view.stride())
         else:
-            copy = data.new_empty_strided(view.size(), _strides_apart(view)).copy_(data)
+            copy = data.new_empty_strided(view.size(), _strides_without_overlap(view)).copy_(data)
     return straight_through(value, copy)
 
 
-def _strides_apart(view: torch.Tensor) -> list[int]:
-    """Return strides that tell apart what is one in the memory of a view, and join no other dimensions."""
+def _strides_without_overlap(view: torch.Tensor) -> list[int]:
+    """Return strides that give each element of an expanded view a memory cell of its own.
+
+    The new steps differ from those of other dimensions, so that no two dimensions could be joined.
+    """
     sizes, strides = list(view.size()), list(view.stride())
-    taken = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
+    used_steps = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
     step = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     for i in reversed(range(len(sizes))):
         if sizes[i] > 1 and strides[i] == 0:
-            while step in taken:
+            while step in used_steps:
                 step += 1
             strides[i], step = step, sizes[i] * step
-            taken -= {step}
+            used_steps -= {step}
     return strides
 
 
 def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` where `original` lies, in a copy of that tensor's storage."""
+    """Return `value` at the offset and strides of `original`, in a copy of that tensor's storage."""
     with torch.no_grad():
-        own_storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
-        own = torch.empty(0, dtype=original.dtype, device=original.device)
-        own.set_(own_storage, original.storage_offset(), original.size(), original.stride())
-    return own.copy_(value)
+        storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        copy = torch.empty(0, dtype=original.dtype, device=original.device)
+        copy.set_(storage, original.storage_offset(), original.size(), original.stride())
+    return copy.copy_(value)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def same_bits(one: Any, other: Any) -> bool:
+def same_bits(first: Any, second: Any) -> bool:
     """Return True if two tensors are of one kind and hold the same bits, or are without data."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:
-        if (one.shape, one.dtype, one.device, one.layout) != (
-            other.shape,
-            other.dtype,
-            other.device,
-            other.layout,
+        if (first.shape, first.dtype, first.device, first.layout) != (
+            second.shape,
+            second.dtype,
+            second.device,
+            second.layout,
         ):
             return False
-        parts, others = strided_parts(one), strided_parts(other)
-        if not parts or len(parts) != len(others):
+        first_parts, second_parts = strided_parts(first), strided_parts(second)
+        if not first_parts or len(first_parts) != len(second_parts):
             return False
+        # Modes of the program must not see the comparison.
         with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-            return all(map(_same_strided, parts, others))
+            return all(map(_same_bits_of_strided, first_parts, second_parts))
     except (NotImplementedError, RuntimeError, TypeError):  # a tensor of a transform has no value to read
         return False
 
 
-def _same_strided(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or other.is_meta:
-        return one.shape == other.shape
-    return torch.equal(_bits(one), _bits(other))
+def _same_bits_of_strided(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.is_meta or second.is_meta:
+        return first.shape == second.shape
+    return torch.equal(_bits(first), _bits(second))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # As integers: NaN must equal NaN, and 0.0 differ from -0.0.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

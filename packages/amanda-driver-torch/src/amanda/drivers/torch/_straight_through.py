@@ -18,7 +18,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an absent gradient stays absent, and no zeros are allocated
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
@@ -45,7 +45,7 @@ class PlainStraightThrough(torch.autograd.Function):
 plain_straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = super(
     torch.autograd.Function, PlainStraightThrough
 ).apply
-"""`PlainStraightThrough.apply`, past the look for transforms and for tensors that have left one."""
+"""`PlainStraightThrough.apply` without the checks of `Function.apply` for transforms, which cost time."""
 
 
 class WriteThrough(torch.autograd.Function):
@@ -69,6 +69,7 @@ class WriteThrough(torch.autograd.Function):
 
 def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` with the identity as its gradient's way back to `original`."""
+    # An inference tensor can neither be saved nor enter a graph.
     recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
     if original.is_nested and original.layout is torch.strided:
         return _cloned_through(original, value) if recorded else value
@@ -90,6 +91,6 @@ def _cloned_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     """Return a clone of `original` that holds `value`: autograd.Function takes no strided nested tensor."""
     clone = original.clone()
     with torch.no_grad():
-        for own, one in zip(clone.detach().unbind(), value.unbind(), strict=True):
-            own.copy_(one)
+        for part, part_value in zip(clone.detach().unbind(), value.unbind(), strict=True):
+            part.copy_(part_value)
     return clone

@@ -1,4 +1,4 @@
-"""Targets: the native callables of the running torch that are operators, and what each is called.
+"""Targets: the native callables of the running torch that are operators, and the name of each.
 
 An operator reads or writes tensor data; a query of metadata, global state or
 autograd's bookkeeping does not. Pure-Python functions (`torch.einsum`,
@@ -147,54 +147,57 @@ def exclusion(called: Any) -> str | None:
 
 
 def targets() -> tuple[Target, ...]:
-    """Every operator of the running torch, each native callable once.
+    """Return every operator of the running torch, each native callable once.
 
-    By identity: `torch.mm` equals `torch.dsmm`, which calls the same C function, and is another callable.
+    Callables are told apart by identity: `torch.mm` equals `torch.dsmm`, which calls the same C function.
     """
-    by_callable()  # now, since a callable that is intercepted may have another hash
+    by_callable()  # filled before anything is intercepted, which may change the hash of a callable
     return _operators()
 
 
 @cache
 def _operators() -> tuple[Target, ...]:
-    found: dict[int, Target] = {}
+    targets_by_id: dict[int, Target] = {}
     for called in _native_callables():
+        # The types of native callables have no public names in Python.
         kind = _KINDS.get(type(called).__name__)
-        if kind is None or id(called) in found or exclusion(called) is not None:
+        if kind is None or id(called) in targets_by_id or exclusion(called) is not None:
             continue
         name = called.__name__
         canonical = CANONICAL.get(name, name)
-        found[id(called)] = Target(called, kind, name, canonical, _is_inplace(canonical))
+        targets_by_id[id(called)] = Target(called, kind, name, canonical, _is_inplace(canonical))
     groups = (
         Target(called, "function", f"ProcessGroup.{method}", canonical, False)
         for method, canonical, called in collectives()
     )
-    return *found.values(), *groups
+    return *targets_by_id.values(), *groups
 
 
 @cache
 def by_callable() -> dict[Any, Target]:
-    """The targets by their callable; of equal callables, the one that has the operator's name."""
-    found: dict[Any, Target] = {}
+    """Return the targets by their callable; of equal callables, the target with the operator's name."""
+    targets_by_callable: dict[Any, Target] = {}
     for target in _operators():
-        if target.callable not in found or target.name == target.canonical:
-            found[target.callable] = target
-    return found
+        # `torch.mm` equals `torch.dsmm`, so one of them gives the key its name.
+        if target.callable not in targets_by_callable or target.name == target.canonical:
+            targets_by_callable[target.callable] = target
+    return targets_by_callable
 
 
 def missing_parts() -> list[str]:
-    """Parts that this module looks for and the running torch lacks."""
+    """Return the paths that this module reads and the running torch lacks."""
     tensor = getattr(torch._C, "TensorBase", None)
     function = getattr(torch._C, "_FunctionBase", None)
-    wanted: list[tuple[str, Any, str]] = [
+    required: list[tuple[str, Any, str]] = [
         *(("torch._C", torch._C, name) for name in (*NAMESPACES, "TensorBase", "_FunctionBase")),
         *(("Tensor", tensor, name) for name in (*SLOTS, *TENSOR_PROPERTIES)),
         ("Function", function, "apply"),
     ]
-    return [f"{path}.{name}" for path, owner, name in wanted if not hasattr(owner, name)]
+    return [f"{path}.{name}" for path, owner, name in required if not hasattr(owner, name)]
 
 
 def _native_callables() -> Iterator[Any]:
+    """Yield the native callables of torch's namespaces, of tensors and of autograd functions."""
     native = torch._C
     for namespace in (getattr(native, name, None) for name in NAMESPACES):
         for name in dir(namespace):
@@ -209,4 +212,5 @@ _OBJECT_NAMES = frozenset(dir(object))
 
 
 def _is_inplace(canonical: str) -> bool:
+    # ATen's in-place operators end with one underscore; `__setitem__` and its like are Python's.
     return canonical == "setitem" or (canonical.endswith("_") and not canonical.endswith("__"))

@@ -10,18 +10,15 @@ from amanda.eager import Saved
 from amanda.errors import RoutineError
 from amanda.plan import spread
 
-from ._overrides import left, of_class, reading
-from ._saved import Reached, SavedTensors, has_hooks
+from ._overrides import as_class_of, leave_overrides, reading_context
+from ._saved_tensors import SavedAtNodes, SavingHooks, has_hooks
 from ._schema import flatten_outputs
 from ._storages import PLAIN, overlaps, same_bits
 from ._straight_through import StraightThrough, WriteThrough, has_tangent, straight_through
 
 
 class GradOff:
-    """`torch.no_grad` without its generality: a third of the cost.
-
-    Left at the latest as it is freed: an interrupt may come as `__exit__` is called.
-    """
+    """Context like `torch.no_grad`, without its generality and at a third of its cost."""
 
     __slots__ = ("_before",)
 
@@ -34,6 +31,7 @@ class GradOff:
         torch._C._set_grad_enabled(bool(before))
 
     def __del__(self) -> None:
+        # An interrupt may come as `__exit__` is called: freeing the context still restores the mode.
         if getattr(self, "_before", None) is not None:
             self.__exit__()
 
@@ -48,11 +46,11 @@ class TorchTensors:
         return isinstance(value, torch.Tensor)
 
     def isolated(self) -> GradOff:
-        """Context in which autograd records nothing."""
+        """Return a context in which autograd records nothing."""
         return GradOff()
 
     def version(self, value: Any) -> Any:
-        """The tensor's version counter; of each tensor, for a list."""
+        """Return a tensor's version; for a list, the version of each tensor in it."""
         if isinstance(value, torch.Tensor):
             return None if value.is_inference() else value._version
         if isinstance(value, (list, tuple)):
@@ -60,7 +58,7 @@ class TorchTensors:
         return None
 
     def versions(self, values: Sequence[Any]) -> list[Any]:
-        """The version of each value; a hot path, so the common case is spelt out."""
+        """Return the version of each value; a hot path, so the common case is spelt out."""
         try:
             return [value._version if type(value) in PLAIN else self.version(value) for value in values]
         except RuntimeError:  # an inference tensor has none
@@ -92,14 +90,14 @@ class TorchTensors:
         return func(*values, **kwargs)
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Context in which no mode and no override of the program's sees what is read."""
-        return reading()
+        """Return a context in which reads of tensors call no mode and no override of the program."""
+        return reading_context()
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`value` for `original`, in its floating type, with its gradient passed straight through."""
-        like, value = value, _detached(_fitting(original, value))
-        placed: torch.Tensor = of_class(like, straight_through(original, value))
-        return placed
+        """Return `value` in the type of `original`, to which its gradient passes straight through."""
+        like, value = value, _without_node(_cast_outside_autograd(original, value))
+        result: torch.Tensor = as_class_of(like, straight_through(original, value))
+        return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
@@ -108,10 +106,10 @@ class TorchTensors:
         if target.numel() == 0 and not target.requires_grad:
             target.resize_(value.shape)  # as `out=` does
         if not isolated:
-            _write_recorded(target, _same_shape(target, value))
+            _write_recorded(target, _check_shape(target, value))
             return
-        value = _detached(_fitting(target, value))
-        if overlaps(target):
+        value = _without_node(_cast_outside_autograd(target, value))
+        if overlaps(target):  # `copy_` refuses a target whose elements share memory
             _without_gradient(_write_each, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
@@ -123,49 +121,53 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> SavedTensors | None:
-        """Context around an op after which these tensors may be written once more, if `saved_of` may fail."""
+    def written_later(self, values: Sequence[Any]) -> SavingHooks | None:
+        """Return hooks to run an op under, if routines may write these tensors after it, else None.
+
+        They are needed where `saved_of` cannot reach what the op saves.
+        """
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
             return None
-        written = [one for one in spread(values) if isinstance(one, torch.Tensor)]
-        return SavedTensors(written) if any(map(self.saves_out_of_reach, written)) else None
+        written = [tensor for tensor in spread(values) if isinstance(tensor, torch.Tensor)]
+        return SavingHooks(written) if any(map(self.saves_out_of_reach, written)) else None
 
     def saves_out_of_reach(self, value: torch.Tensor) -> bool:
-        """Return True if the node is inside another, as a view's base has, or hooks of the user's save."""
+        """Return True for a view, whose node lies within its base's, and while the user has saving hooks."""
         return value._is_view() or has_hooks()
 
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
-        """Return what the nodes of these tensors have saved of those that were written."""
+        """Return the written tensors that the nodes of inputs and outputs have saved."""
         if not torch.is_grad_enabled():
             return Saved()
         tensors = [value for value in written if isinstance(value, torch.Tensor)]
-        made = [value for value in outputs if isinstance(value, torch.Tensor)]
-        return Reached(tensors, [*tensors, *made])
+        results = [value for value in outputs if isinstance(value, torch.Tensor)]
+        return SavedAtNodes(tensors, [*tensors, *results])
 
     def kept(self, value: Any) -> Any:
-        """A tensor without its graph, also one that it gets later; a leaf, such as a parameter, as it is.
+        """Return a tensor without its graph, also if it gets a graph later; a leaf is returned as it is.
 
-        So is a tensor that refuses to be detached: under `is_grads_batched`, or of a class that says so.
+        So is a tensor that cannot be detached: under `is_grads_batched`, or of a class that raises.
         """
         if isinstance(value, torch.Tensor):
-            if value.requires_grad and not _has_node(value):
+            if value.requires_grad and not _has_node(value):  # a leaf holds no graph
                 return value
             try:
-                with left() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                    return of_class(value, value.detach())
+                with leave_overrides() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                    return as_class_of(value, value.detach())
             except Exception:
                 return value
-        if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
-            return [self.kept(one) for one in value]
+        if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
+            return [self.kept(item) for item in value]
         return value
 
     def copied(self, value: Any) -> Any:
-        """A differentiable copy."""
-        return of_class(value, value.clone()) if isinstance(value, torch.Tensor) else value
+        """Return a differentiable copy."""
+        return as_class_of(value, value.clone()) if isinstance(value, torch.Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype, rank and device of each tensor, also in lists."""
+        """Return dtype, rank and device of each tensor, also in lists."""
+        # A hot path: `tuple` of a list is faster than of a generator.
         return tuple(
             [
                 (value.dtype, value.dim(), value.device) if isinstance(value, torch.Tensor)
@@ -181,50 +183,53 @@ class TorchTensors:
         """
         if not torch.is_grad_enabled():
             return None
-        bits = 1
+        bits = 1  # a leading 1 keeps the count of tensors in the number
         for value in inputs:
             if isinstance(value, torch.Tensor):
                 bits = bits << 1 | value.requires_grad
             elif isinstance(value, (list, tuple)):
-                for one in value:
-                    if isinstance(one, torch.Tensor):
-                        bits = bits << 1 | one.requires_grad
-        return None if bits & (bits - 1) == 0 else bits
+                for item in value:
+                    if isinstance(item, torch.Tensor):
+                        bits = bits << 1 | item.requires_grad
+        return None if bits & (bits - 1) == 0 else bits  # a power of two: no tensor needs a gradient
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each tensor, also in lists."""
+        """Return the shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
     def known_to_autodiff(
-        self, own: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]
+        self, call_inputs: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], values: list[Any]
     ) -> list[Any]:
-        """Return the values that routines gave as outputs: leaves for leaves, as `zeros(requires_grad=True)`.
+        """Return the values of routines as autograd would see the outputs that they replace.
 
-        Under no_grad an op's result needs no gradient, unless it is the very tensor that the op was given.
+        A new leaf, as `zeros(requires_grad=True)` returns it, is replaced by a leaf. Under no_grad an op's
+        result needs no gradient, unless the op returned an input itself.
         """
-        if given is outputs and torch.is_grad_enabled():
-            return given
+        if values is outputs and torch.is_grad_enabled():
+            return values
         placed = [
-            new.detach().requires_grad_() if new is not old and _is_made_a_leaf(old, inputs) else new
-            for old, new in zip(outputs, given, strict=True)
+            new.detach().requires_grad_() if new is not old and _is_new_leaf(old, inputs) else new
+            for old, new in zip(outputs, values, strict=True)
         ]
         if not torch.is_grad_enabled():
-            through = {id(new): old for old, new in zip(spread(own), spread(inputs), strict=False)}
+            through = {id(new): old for old, new in zip(spread(call_inputs), spread(inputs), strict=False)}
             for i, (old, new) in enumerate(zip(outputs, placed, strict=True)):
                 original = through.get(id(old), old)
                 if new is not original and isinstance(new, torch.Tensor) and _needs_gradient(original, new):
                     with torch.enable_grad():
                         placed[i] = StraightThrough.apply(original, new)  # type: ignore[no-untyped-call]
-        return given if all(map(operator.is_, placed, given)) else placed
+        return values if all(map(operator.is_, placed, values)) else placed
 
     def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
         """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
         if not isinstance(value, torch.Tensor):
             return False
-        return any(value is one for one in spread(inputs)) or (value.requires_grad and not _has_node(value))
+        return any(value is tensor for tensor in spread(inputs)) or (
+            value.requires_grad and not _has_node(value)
+        )
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        """An op's result as a list, and how to put it back into its form."""
+        """Return an op's result as a list, and a function that puts a list back into its form."""
         return flatten_outputs(outputs)
 
 
@@ -233,13 +238,13 @@ def _needs_gradient(original: Any, value: torch.Tensor) -> bool:
     return needs and not torch.is_inference_mode_enabled() and original.shape == value.shape
 
 
-def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
+def _is_new_leaf(output: Any, inputs: Sequence[Any]) -> bool:
     is_leaf = isinstance(output, torch.Tensor) and output.requires_grad and not _has_node(output)
-    return is_leaf and not any(one is output or _may_hold_tensors(one) for one in spread(inputs))
+    return is_leaf and not any(value is output or _may_hold_tensors(value) for value in spread(inputs))
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """Return True for an object of a class that gives results of ops itself, as of tensors it holds."""
+    """Return True for an object whose `__torch_function__` may return tensors that the object holds."""
     override = getattr(type(value), "__torch_function__", None)
     if override is None or override is torch._C._disabled_torch_function_impl:
         return False
@@ -248,7 +253,9 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:
-    return tuple([(one.dtype, one.dim(), one.device) for one in values if isinstance(one, torch.Tensor)])
+    return tuple(
+        [(tensor.dtype, tensor.dim(), tensor.device) for tensor in values if isinstance(tensor, torch.Tensor)]
+    )
 
 
 def _shape(value: Any) -> Hashable:
@@ -264,14 +271,14 @@ def _shape(value: Any) -> Hashable:
     return None
 
 
-def _detached(value: torch.Tensor) -> torch.Tensor:
+def _without_node(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value.requires_grad and _has_node(value) else value
 
 
 def _has_node(value: torch.Tensor) -> bool:
-    """Return True if an op of a graph made it.
+    """Return True if a tensor has a node in autograd's graph, or may have one.
 
-    Torch does not tell of a view from under no_grad whose base was written since: that may not be asked.
+    Torch raises for a view that was made under no_grad and whose base was written since.
     """
     try:
         return value.grad_fn is not None
@@ -279,7 +286,8 @@ def _has_node(value: torch.Tensor) -> bool:
         return True
 
 
-def _same_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _check_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value`; raise RoutineError if its shape is not that of `original`."""
     if not (original.is_nested or value.is_nested) and original.shape != value.shape:
         raise RoutineError(
             f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was "
@@ -313,11 +321,13 @@ def _write_recorded(target: torch.Tensor, value: torch.Tensor) -> None:
 
 def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write into a tensor several elements of which are one in memory, as `expand` makes it."""
+    # The flat index of each element's cell: elements that share a cell share an index.
     size = target.untyped_storage().nbytes() // target.element_size()
     index = torch.arange(size, device=target.device).as_strided(
         target.size(), target.stride(), target.storage_offset()
     )
     target.detach().as_strided((size,), (1,), 0)[index] = value
+    # Read back: a cell holds one value, so different values for it cannot all have been written.
     if not torch.equal(target.nan_to_num(), value.nan_to_num()):
         raise RoutineError(
             "a routine returned different values for elements of a tensor of shape "
@@ -325,7 +335,7 @@ def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _cast_outside_autograd(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     fitting: torch.Tensor = _without_gradient(cast_to_fit, original, value)
     return fitting
 
@@ -333,10 +343,10 @@ def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` in the type of `original`.
 
-    Raises RoutineError where it cannot stand for that: another shape, a complex value for a real one, or
-    numbers that an integer or boolean type does not have.
+    Raises RoutineError for another shape, a complex value for a real one, or numbers that an integer or
+    boolean type cannot hold.
     """
-    _same_shape(original, value)
+    _check_shape(original, value)
     if original.is_complex() != value.is_complex():
         raise RoutineError(
             f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "

@@ -1,4 +1,4 @@
-"""Views of tensors: which memory a tensor lies in, and copying what was written from one to another."""
+"""Views of tensors: which memory a tensor lies in, and copies of writes between tensors that share it."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -8,8 +8,16 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
-from ._overrides import of_class
-from ._storages import PLAIN, distinct, is_strided, laid_out_like, overlaps, storage, strided_parts
+from ._overrides import as_class_of
+from ._storages import (
+    PLAIN,
+    distinct_elements,
+    is_strided,
+    laid_out_like,
+    overlaps,
+    storage_id,
+    strided_parts,
+)
 
 
 class TorchViews(Views):
@@ -17,18 +25,18 @@ class TorchViews(Views):
 
     def memory(self, value: Any) -> Hashable:
         """Return the storage of a strided tensor; None for one that consists of others."""
-        if type(value) is Written:
+        if type(value) is WrittenElements:
             value = value.tensor
         if type(value) in PLAIN:
-            return None if value.is_nested else storage(value)
+            return None if value.is_nested else storage_id(value)
         if not is_strided(value):
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            return storage(value)
+            return storage_id(value)
 
     def parts_of(self, value: Any) -> Sequence[Any]:
         """Return the strided tensors that a tensor consists of, such as the values of a sparse one."""
-        return (value,) if type(value) is Written else strided_parts(value)
+        return (value,) if type(value) is WrittenElements else strided_parts(value)
 
     def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
         """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part."""
@@ -56,44 +64,44 @@ class TorchViews(Views):
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
-        copy: torch.Tensor = of_class(value, laid_out_like(view, value))
+        copy: torch.Tensor = as_class_of(value, laid_out_like(view, value))
         return copy
 
     def shares(self, value: torch.Tensor) -> bool:
         """Return whether a tensor is a view of another, or a parameter."""
         return value._is_view() or (value.requires_grad and value.is_leaf)
 
-    def alike(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def alike(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Return whether two tensors have the same strides."""
-        return one.stride() == other.stride()
+        return first.stride() == second.stride()
 
-    def parts(self, values: Sequence[Any]) -> dict[Hashable, "Part"]:
+    def parts(self, values: Sequence[Any]) -> dict[Hashable, "WrittenPart"]:
         """Return which elements of which storages the tensors are."""
-        parts: dict[Hashable, Part] = {}
+        parts: dict[Hashable, WrittenPart] = {}
         for value in values:
             memory = self.memory(value)
-            if type(value) is Written:
-                parts[memory] = Part(value.tensor, value.marks)
+            if type(value) is WrittenElements:
+                parts[memory] = WrittenPart(value.tensor, value.marks)
                 continue
-            parts[memory] = parts[memory].with_(value) if memory in parts else Part(value)
+            parts[memory] = parts[memory].add(value) if memory in parts else WrittenPart(value)
         return parts
 
 
-class Written(NamedTuple):
+class WrittenElements(NamedTuple):
     """Some elements of a tensor; marks: which."""
 
     tensor: torch.Tensor
     marks: torch.Tensor
 
     @classmethod
-    def at(cls, tensor: torch.Tensor, index: Any) -> "Written":
-        """The elements at an index."""
+    def at(cls, tensor: torch.Tensor, index: Any) -> "WrittenElements":
+        """Return the elements of a tensor at an index, as `tensor[index] = y` writes them."""
         marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
         marks[index] = True
         return cls(tensor, marks)
 
 
-class Part:
+class WrittenPart:
     """Elements of a storage that were written: those of a tensor, or some of these."""
 
     def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
@@ -104,7 +112,7 @@ class Part:
             # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
             _strided_as(self._filled(False), tensor).masked_fill_(marks, True)
 
-    def with_(self, tensor: torch.Tensor) -> "Part":
+    def add(self, tensor: torch.Tensor) -> "WrittenPart":
         """Add the elements of another tensor in the storage."""
         self._whole = self._whole or tensor.element_size() != self.tensor.element_size()
         if not self._whole:
@@ -129,22 +137,23 @@ class Part:
             flags = flags[: len(flags) // count * count].view(-1, count).any(1)
         return _strided_as(flags, tensor)
 
-    def _filled(self, own: bool) -> torch.Tensor:
+    def _filled(self, marked: bool) -> torch.Tensor:
+        """Return a flag for each element of the storage; marked: whether new flags have the tensor's set."""
         if self._flags is None:
             tensor = self.tensor
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             self._flags = torch.zeros(size, dtype=torch.bool, device=tensor.device)
-            if own:
+            if marked:
                 _strided_as(self._flags, tensor).fill_(True)
         return self._flags
 
 
 class TensorTie(Tie):
-    """A tensor that a routine gave, and the view whose place it took.
+    """Link between a tensor that a routine returned, the value, and the view that the value replaced.
 
-    It lives as long as the memory of the value, which other tensors of the program may have. It keeps the
-    memory of the view alive, as the view would, but not its graph.
-    recorded: whether autograd knows that writes into the one are writes into the other.
+    The link lives as long as the memory of the value, which other tensors of the program may share. It keeps
+    the memory of the view alive, as the view would, but not the view's graph.
+    recorded: whether autograd records writes into the value as writes into the view, and the reverse.
     """
 
     def __init__(
@@ -157,6 +166,7 @@ class TensorTie(Tie):
     ) -> None:
         self._views = views
         self.ends = views.memory(value), views.memory(view)
+        # The storage, not the value: other tensors of the program may share it and outlive the value.
         self._storage = weakref.ref(value.untyped_storage(), lambda _: on_death(self))
         self._value: Callable[[], torch.Tensor | None] = weakref.ref(value)
         self._base: Callable[[], torch.Tensor | None] = weakref.ref(
@@ -166,15 +176,16 @@ class TensorTie(Tie):
         with torch.no_grad():
             self._whole = view.detach()
             once = view if view.stride() == value.stride() else value
-            part, self._view = distinct(value.detach(), once), distinct(self._whole, once)
+            part, self._view = distinct_elements(value.detach(), once), distinct_elements(self._whole, once)
+        # What it takes to make the value again from its storage; a tensor here would keep it alive.
         self._empty = torch.empty(0, dtype=part.dtype, device=part.device)
         self._place = part.storage_offset(), part.size(), part.stride()
         self._is_conj, self._is_neg = part.is_conj(), part.is_neg()
-        self._versions = self._now()
+        self._versions = self._current_versions()
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The value, unless it is gone or was given other memory."""
+        """Return the value; None if it is gone or was given other memory."""
         value = self._value()
         return value if value is not None and self._views.memory(value) == self.ends[0] else None
 
@@ -185,12 +196,12 @@ class TensorTie(Tie):
 
     @property
     def view(self) -> torch.Tensor:
-        """The view, outside autograd."""
+        """Return the view, outside autograd."""
         return self._whole
 
     @property
     def _data(self) -> Any:
-        """The value, outside autograd; None where its memory is gone."""
+        """Return the value, outside autograd; None where its memory is gone."""
         storage = self._storage()
         if storage is None:
             return None
@@ -199,45 +210,46 @@ class TensorTie(Tie):
             data = data.conj() if self._is_conj else data
             return data._neg_view() if self._is_neg else data
 
-    def carry(self, start: Hashable, written: Part) -> Part | None:
+    def carry(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
         """Copy the elements that were written to the other side, as an op of the program would."""
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        own, own_view = self._data, self._view
-        at_value, sign = start == self.ends[0], False
-        if own is None:
+        own_value, own_view = self._data, self._view
+        at_value, is_opposite = start == self.ends[0], False
+        if own_value is None:
             return None
-        if own.is_complex() and own_view.is_complex() and not written.tensor.is_complex():
+        if own_value.is_complex() and own_view.is_complex() and not written.tensor.is_complex():
             # The real or the imaginary parts alone may be written; a gradient goes on to the others.
-            sign = own.is_conj() != own_view.is_conj()
-            own, own_view = _pairs(own), _pairs(own_view)
-        marks = written.at(own if at_value else own_view)
+            is_opposite = own_value.is_conj() != own_view.is_conj()
+            own_value, own_view = _real_pairs(own_value), _real_pairs(own_view)
+        marks = written.at(own_value if at_value else own_view)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
-                return None
+                return None  # the write was elsewhere in the storage
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
+            # Recorded only if the write was: gradients then follow the copy to the other side.
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _reached(own, value, at_value, written), own_view
+                data, view = _in_autograd(own_value, value, at_value, written), own_view
                 if torch.is_grad_enabled():
-                    view = _reached(view, base, not at_value, written)
+                    view = _in_autograd(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
-                if sign:
+                if is_opposite:
                     source = torch.stack([source[..., 0], -source[..., 1]], -1)
                 if at_value and marks is not None and overlaps(own_view):
                     return _write_overlapping(base, own_view, source, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
-                return Part(target, marks)
-        finally:
-            self._versions = self._now()
+                return WrittenPart(target, marks)
+        finally:  # the copy itself must not count as a write of the program
+            self._versions = self._current_versions()
 
     def drifted(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy."""
         value = self._value()
         if value is not None and self.value is None:
             return None
-        now, before = self._now(), self._versions
-        if any(one is not None and one != other for one, other in zip(now[0], before[0], strict=True)):
+        now, before = self._current_versions(), self._versions
+        if any(new is not None and new != old for new, old in zip(now[0], before[0], strict=True)):
             return self._data if value is None else value
         return self._whole if now[1] != before[1] else None
 
@@ -252,16 +264,16 @@ class TensorTie(Tie):
         with torch.no_grad():
             if not _is_equal(value, view):
                 return False
-            value.data = view
+            value.data = view  # keeps the tensor object, which the program holds
         return True
 
-    def _now(self) -> tuple[Sequence[int | None], int]:
+    def _current_versions(self) -> tuple[Sequence[int | None], int]:
         """Return the versions of the tensors of the program in the value's memory, and that of the view."""
-        return [_version(self._value())], _version(self._view) or 0
+        return [_version_of(self._value())], _version_of(self._view) or 0
 
 
 class PartTie(TensorTie):
-    """A value that is no tensor of the program, such as the values of a sparse one, or what a `detach` is of.
+    """Link of a value that is no tensor of the program, such as the values tensor of a sparse tensor.
 
     Autograd knows no such part.  holders: tensors of the program in the memory of the value.
     """
@@ -274,13 +286,13 @@ class PartTie(TensorTie):
         holders: Sequence[torch.Tensor],
         on_death: Callable[[Tie], None],
     ) -> None:
-        self._holders = [weakref.ref(one) for one in holders]
+        self._holders = [weakref.ref(holder) for holder in holders]
         super().__init__(views, view, value, False, on_death)
-        self._value = self._base = _nothing
+        self._value = self._base = _no_tensor  # no tensor of the program stands on either side
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The part; None where the memory is gone."""
+        """Return the part; None where the memory is gone."""
         data: torch.Tensor | None = self._data
         return data
 
@@ -301,18 +313,18 @@ class PartTie(TensorTie):
 
     def _parts(self) -> list[torch.Tensor]:
         """Return the parts of the holders that lie in the memory of the value."""
-        parts = (part for one in self._holders for part in self._views.parts_of(one()))
+        parts = (part for holder in self._holders for part in self._views.parts_of(holder()))
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
 
-    def _now(self) -> tuple[Sequence[int | None], int]:
-        return [_version(one()) for one in self._holders], _version(self._view) or 0
+    def _current_versions(self) -> tuple[Sequence[int | None], int]:
+        return [_version_of(one()) for one in self._holders], _version_of(self._view) or 0
 
 
-def _nothing() -> None:
+def _no_tensor() -> None:
     return None
 
 
-def _pairs(x: torch.Tensor) -> torch.Tensor:
+def _real_pairs(x: torch.Tensor) -> torch.Tensor:
     """Return the real and imaginary parts of complex numbers as they lie in memory, in a last axis."""
     return torch.view_as_real(x.conj() if x.is_conj() else x)
 
@@ -324,7 +336,7 @@ def _is_equal(value: torch.Tensor, view: torch.Tensor) -> bool:
 
 def _write_overlapping(
     base: torch.Tensor | None, view: torch.Tensor, value: torch.Tensor, marks: torch.Tensor
-) -> Part:
+) -> WrittenPart:
     """Write the marked elements of a value into an expanded view, then update the value's other rows."""
     size = view.untyped_storage().nbytes() // view.element_size()
     whole = (view if base is None else base).as_strided((size,), (1,), 0)
@@ -334,21 +346,23 @@ def _write_overlapping(
     flags = torch.zeros(size, dtype=torch.bool, device=view.device)
     flags[index] = True
     value.copy_(torch.where(_strided_as(flags, view), _strided_as(whole, view), value))
-    return Part(whole, flags)
+    return WrittenPart(whole, flags)
 
 
-def _version(tensor: torch.Tensor | None) -> int | None:
+def _version_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _reached(data: torch.Tensor, own: torch.Tensor | None, was_written: bool, written: Part) -> torch.Tensor:
+def _in_autograd(
+    data: torch.Tensor, program_tensor: torch.Tensor | None, was_written: bool, written: WrittenPart
+) -> torch.Tensor:
     """Return `data`, which is outside autograd, as what autograd knows.
 
-    own: the tensor of the program that `data` is, or is a view of; None if that is gone, and then only
-    what was written of it, and what reads that, need be known.
+    program_tensor: the program's tensor that `data` is, or is a view of; None if that is gone. Then autograd
+    need only know what was written, and what reads that.
     """
-    if own is not None:
-        return _view_like(data, own)
+    if program_tensor is not None:
+        return _view_like(data, program_tensor)
     if was_written and torch.is_grad_enabled():
         return _view_like(data, written.tensor)
     return data.detach()
@@ -359,9 +373,9 @@ def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     if _same_elements(view, base) and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg():
         return base
     if base.is_complex() and not view.is_complex():
-        base = _pairs(base)
+        base = _real_pairs(base)
     if view.is_complex() and not base.is_complex():  # the base may be the real part alone
-        pairs = _pairs(view)
+        pairs = _real_pairs(view)
         base = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
         again = torch.view_as_complex(base)
     else:
@@ -374,12 +388,12 @@ def _strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return flags.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (
-        one.storage_offset() == other.storage_offset()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
+        first.storage_offset() == second.storage_offset()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
     )
 
 

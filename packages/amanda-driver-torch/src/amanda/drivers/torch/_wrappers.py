@@ -1,6 +1,6 @@
-"""Modules that libraries put around a model: its paths are those that it has without them.
+"""Wrapper modules that libraries put around a model, which are left out of the paths in the model.
 
-So what was learned under DDP, FSDP, peft or torch.compile is found again by the bare model.
+So results from under DDP, FSDP, peft or torch.compile have the paths of the bare model.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ WRAPPERS = {
     "peft.tuners.tuners_utils.BaseTuner": "model",
     "peft.tuners.tuners_utils.BaseTunerLayer": "base_layer",
 }
-"""The attribute by which instances of a class, and of its subclasses, hold the module that they wrap."""
+"""The attribute with the wrapped module, by the full name of the wrapper's class or a base of it."""
 
 
 @cache
 def wrapped_attribute(kind: Any) -> str | None:
-    """Name of the attribute that holds what a module of a class wraps; None of a class that wraps nothing."""
+    """Return the attribute that holds the wrapped module in modules of a class; None for other classes."""
+    # By name, so that no library need be imported to recognise its wrappers.
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
 def without_wrappers(outer: torch.nn.Module, path: str) -> str:
-    """Path of a submodule or a parameter in a module, without the attributes that hold what is wrapped.
+    """Return the path of a submodule or a parameter in a module, without the attributes of wrappers.
 
     path: as `named_modules` or `named_parameters` spells it.
     """
-    kept, module = [], outer
+    parts, module = [], outer
     for part in path.split("."):
         kind: Any = type(module)
         if part and part != wrapped_attribute(kind):
-            kept.append(part)
+            parts.append(part)
         inner = module._modules.get(part)
         module = module if inner is None else inner
-    return ".".join(kept)
+    return ".".join(parts)
 
 
 def stack_without_wrappers(path: str, stack: Iterable[tuple[str, Any]]) -> str:
-    """The same for the path of a compiler's stack of module calls.
+    """Return a path without the attributes of wrappers, from a compiler's stack of module calls.
 
     stack: path and class, or the class' full name, of each of the modules that enclose the last.
     """

@@ -11,7 +11,11 @@ from typing import Any
 
 import amanda
 from amanda.tools.coverage._result import OpCoverage
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
+
+_KERAS = RequiredNames("amanda.tools.coverage", "keras", "keras.src.layers.layer:Layer._flatten_layers")
+
+_REQUIRED = RequiredNames("amanda.tools.coverage", "torch", "torch:nn.Module._call_impl")
 
 
 class Span:
@@ -89,7 +93,7 @@ class Modules:
 def _codes_of_torch() -> frozenset[CodeType]:
     from torch.nn import Module
 
-    check("coverage", "torch")
+    _REQUIRED.check()
     return frozenset({Module._call_impl.__code__})
 
 
@@ -100,6 +104,8 @@ _found: dict[str, CodeType] = {}
 def _codes_of_keras() -> frozenset[CodeType]:
     for module, name in _LAYERS:
         if module not in _found and (layer := getattr(sys.modules.get(module), name, None)) is not None:
+            if module.startswith("keras."):
+                _KERAS.check()
             _found[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
     return frozenset(_found.values())
 

@@ -6,19 +6,34 @@ with amanda.apply(flops):
 print(flops.result.by("module"))
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
 from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._effective import Effective, EffectiveResult, effective
 from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._tool import FlopsTool
 
 __all__ = [
     "Cost",
-    "Effective",
-    "EffectiveResult",
     "FlopsResult",
     "FlopsTool",
     "Formula",
     "OpCost",
     "Shapes",
-    "effective",
 ]
+
+_EFFECTIVE = "amanda.tools.effective_flops"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name that had its place here from its distribution, which stands on this one."""
+    if name not in ("Effective", "EffectiveResult", "effective"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_EFFECTIVE), name)
+    except ModuleNotFoundError as error:
+        if error.name != _EFFECTIVE:
+            raise
+        raise ImportError(f"{name} is in {_EFFECTIVE}: pip install amanda-compress") from error

@@ -13,11 +13,28 @@ from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
 from amanda.tools.flops._scripted import may_run_again
 from amanda.tools.flops._table import ELEMENTWISE
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.mapping import torch_word
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.flops",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:Tensor._nested_tensor_size",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C.DisableTorchFunctionSubclass",
+    "torch:_C._dispatch_has_kernel",
+    "torch:ops.aten.add.Tensor._schema",
+    "torch._subclasses.fake_tensor:FakeTensor",
+    "torch._subclasses.fake_tensor:FakeTensorMode",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch.utils._python_dispatch:_disable_current_modes",
+    "torch.utils._pytree:tree_leaves",
+    "torch.utils._pytree:tree_map_only",
+)
 
 _TAGS = frozenset({"Tag.pointwise", "Tag.reduction"})
 """Of operators that visit each element once."""
@@ -76,7 +93,7 @@ def inside(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_m
 
 
 def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> Inside:
-    check("flops", "torch")
+    _REQUIRED.check()
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._pytree import tree_leaves, tree_map_only

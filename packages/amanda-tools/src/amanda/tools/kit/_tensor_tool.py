@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import amanda
 from amanda.action import Executions, Observed
 from amanda.options import PositiveInt, checked
+from amanda.tools.kit._inputs import remarks_on_packed_inputs, unread_sentence
 from amanda.tools.kit._leaves import leaves
-from amanda.tools.kit._parameters import parameter_store
 from amanda.tools.kit._tensors import tensors_of
-from amanda.tools.kit._unread import remarks_on_packed_inputs, unread_sentence
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
@@ -178,7 +177,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     def _follow_slices(self, context: amanda.OpContext) -> None:
         weight = context["weight_index"]
         holder = None if weight is None else context.get_variable(weight)
-        if holder is not None and parameter_store(holder).slices(holder):
+        if getattr(holder, "parts", tuple)():
             context[_SLICE] = holder
             context.insert_before_op(_note_slice, inputs=[weight], holder=holder)
 
@@ -234,7 +233,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
 @amanda.observer
 def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
-    current = parameter_store(holder).current_slice(holder)
+    current = holder.current()
     run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
 

@@ -46,6 +46,13 @@ class Tensors:
         except TypeError as error:
             raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
 
+    def is_parameter(self, x: Any) -> bool:
+        """Return False for a leaf of autograd that a program created, True for another variable of an op.
+
+        x: as `context.get_variable` returns it.
+        """
+        return True
+
     def is_strided(self, x: Any) -> bool:
         """Return True for a tensor of the library's own class whose elements lie in memory by strides."""
         return isinstance(x, np.ndarray)
@@ -321,23 +328,5 @@ _INSTALLED = InstalledEntries("amanda.tensors", "class of tensors", TensorsError
 
 
 @cache
-def _tensors(backend: str) -> Tensors:
-    if backend == "torch":
-        from amanda.tools.kit._tensors_torch import TorchTensors
-
-        return TorchTensors()
-    if backend == "tensorflow":
-        from amanda.tools.kit._tensors_tensorflow import TensorFlowTensors
-
-        return TensorFlowTensors()
-    if backend == "jax":
-        from amanda.tools.kit._tensors_jax import JaxTensors
-
-        return JaxTensors()
-    if backend == "mindspore":
-        from amanda.tools.kit._tensors_mindspore import MindSporeTensors
-
-        return MindSporeTensors()
-    if backend in ("numpy", "builtins"):
-        return NumpyTensors()
-    return _INSTALLED.create(backend, Tensors, "amanda.tools.kit.Tensors") or Tensors()
+def _tensors(library: str) -> Tensors:
+    return _INSTALLED.create(library, Tensors, "amanda.tools.kit.Tensors") or Tensors()

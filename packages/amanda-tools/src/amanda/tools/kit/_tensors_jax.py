@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensors import Tensors
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.kit", "jax", "jax._src.core:eval_trace", "jax._src.core:set_current_trace"
+)
 
 
 class JaxParameter:
@@ -43,7 +47,7 @@ class JaxParameter:
 
 def outside_of_programs() -> AbstractContextManager[Any]:
     """Return a context in which JAX computes, and that adds nothing to a program which is traced."""
-    check("kit", "jax")
+    _REQUIRED.check()
     from jax._src import core
 
     context: AbstractContextManager[Any] = core.set_current_trace(core.eval_trace)

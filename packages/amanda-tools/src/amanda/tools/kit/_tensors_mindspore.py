@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensors import Array, Tensors
+
+_REQUIRED = RequiredNames("amanda.tools.kit", "mindspore", "mindspore.common._grad_function:_Function")
 
 
 class MindSporeTensors(Tensors):
@@ -151,7 +153,7 @@ class MindSporeTensors(Tensors):
 
 @cache
 def _computed_with_gradient() -> Any:
-    check("kit", "mindspore")
+    _REQUIRED.check()
     from mindspore.common._grad_function import _Function
 
     class ComputedWithGradient(_Function):  # type: ignore[misc]

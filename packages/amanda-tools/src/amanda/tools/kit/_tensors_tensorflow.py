@@ -10,8 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._requirements import check
+from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensors import Array, Save, Tensors
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.kit",
+    "tensorflow",
+    "tensorflow.python.eager.record:record_operation",
+    "tensorflow.python.eager.record:stop_recording",
+    "tensorflow.python.framework.ops:EagerTensor._datatype_enum",
+    "tensorflow.python.framework.ops:EagerTensor._handle_data",
+    "tensorflow.python.framework.ops:EagerTensor._numpy",
+    "tensorflow.python.framework.ops:EagerTensor._numpy_internal",
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
+)
 
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
 """Numbers of the element types that NumPy has too: floats, integers, bool and complex."""
@@ -191,7 +203,7 @@ class TensorFlowTensors(Tensors):
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
         """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
-        check("kit", "tensorflow")
+        _REQUIRED.check()
         from tensorflow.python.eager import record
 
         @_tf().custom_gradient  # type: ignore[untyped-decorator]
@@ -252,7 +264,7 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @cache
 def _eager_tensor() -> Any:
-    check("kit", "tensorflow")
+    _REQUIRED.check()
     from tensorflow.python.framework.ops import EagerTensor
 
     return EagerTensor
@@ -266,7 +278,7 @@ def _has_hosts_alone() -> bool:
 
 @cache
 def _variable() -> Any:
-    check("kit", "tensorflow")
+    _REQUIRED.check()
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     return ResourceVariable

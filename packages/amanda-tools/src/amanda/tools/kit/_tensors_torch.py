@@ -19,6 +19,7 @@ from amanda.tools.kit._elements_torch import (
     stored_elements,
     why_unread,
 )
+from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensors import Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_REQUIRED = RequiredNames(
+    "amanda.tools.kit",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:_C._functorch.is_functorch_wrapped_tensor",
+    "torch:_C._functorch.is_legacy_batchedtensor",
+)
 _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
 """Real element types that NumPy has too."""
 
@@ -43,6 +51,15 @@ class _Borrowed:
 
 class TorchTensors(Tensors):
     """Tensors of PyTorch: what is computed stays on their device."""
+
+    def __init__(self) -> None:
+        _REQUIRED.check()
+
+    def is_parameter(self, x: Any) -> bool:
+        """Return True for a Parameter, False for another leaf."""
+        import torch
+
+        return isinstance(x, torch.nn.Parameter)
 
     def is_strided(self, x: Any) -> bool:
         """Return True for a strided tensor of PyTorch's own classes."""

@@ -9,7 +9,15 @@ from math import isfinite
 from typing import Any
 
 import amanda
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.nan",
+    "torch",
+    "torch:_C._functorch.is_functorch_wrapped_tensor",
+    "torch:_C._functorch.is_legacy_batchedtensor",
+    "torch:Tensor._version",
+)
 
 _SCALER = "torch.amp.grad_scaler"
 _CHECK = "_amp_foreach_non_finite_check_and_unscale_"
@@ -69,7 +77,7 @@ def _is_called_by_scaler() -> bool:
 @cache
 def _sums() -> Callable[[Sequence[Any]], bool]:
     """Return a function that returns True if values are plain tensors of float32, each with a finite sum."""
-    check("nan", "torch")
+    _REQUIRED.check()
     import torch
 
     kinds, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided

@@ -20,8 +20,10 @@ from weakref import WeakKeyDictionary
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import check, leaves
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import MappingTool
+
+_REQUIRED = RequiredNames("amanda.tools.patch", "torch", "torch._dynamo.eval_frame:skip_code")
 
 Side = Literal["input", "output"]
 SIDES: tuple[Side, Side] = ("input", "output")
@@ -45,7 +47,7 @@ _WRAPPED = frozenset(
 """Ends of paths that the path of a module in a wrapper lacks."""
 
 
-def points() -> MappingTool:
+def point_rules() -> MappingTool:
     """Return rules that write two keys.
 
     point: side and index of a point of a module, None at other ops.
@@ -197,7 +199,7 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
 
     by_python = passed_by_python
     if "torch._dynamo" in sys.modules:  # it takes seconds to import
-        check("patch", "torch")
+        _REQUIRED.check()
         dynamo = sys.modules["torch._dynamo"]
         # Around a graph Python calls hooks, of whose frames a compiler with fullgraph=True would raise.
         by_python = dynamo.disable(passed_by_python)

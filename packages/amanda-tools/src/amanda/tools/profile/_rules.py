@@ -9,9 +9,22 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.kit import check, leaves
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import itemsize
 from amanda.tools.profile._memory import name_of
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.profile",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._top_saved_tensors_default_hooks",
+    "torch:_C._functions.AccumulateGrad._sequence_nr",
+    "torch:autograd._get_sequence_nr",
+    "torch:autograd._profiler_enabled",
+    "torch:ops.profiler._record_function_enter_new",
+    "torch:ops.profiler._record_function_exit._RecordFunction",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ def _of_any(context: amanda.OpContext) -> None:
 def _of_pytorch(context: amanda.OpContext) -> None:
     if context.is_backward():
         return
-    check("profile", "torch")
+    _REQUIRED.check()
     context["profile"] = Roles(
         ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record,
         storages=_storages, saved=_saved, sequence=_sequence,
@@ -83,7 +96,15 @@ def _storages(values: Iterable[Any]) -> list[Any]:
     torch = _torch()
     found: list[Any] = []
     with torch._C.DisableTorchFunction():
-        _gather(values, torch.Tensor, found)
+        for tensor in leaves(values):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            try:
+                memory = tensor.untyped_storage()
+                memory.nbytes()
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or a wrapper without memory of its own
+            found.append(memory)
     return found
 
 
@@ -92,19 +113,6 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def _gather(values: Iterable[Any], tensor: type, found: list[Any]) -> None:
-    for value in values:
-        if isinstance(value, tensor):
-            try:
-                memory = value.untyped_storage()  # type: ignore[attr-defined]
-                memory.nbytes()
-            except (NotImplementedError, RuntimeError):
-                continue  # sparse, or a wrapper without memory of its own
-            found.append(memory)
-        elif isinstance(value, (list, tuple)):
-            _gather(value, tensor, found)
 
 
 def _sequence() -> int:

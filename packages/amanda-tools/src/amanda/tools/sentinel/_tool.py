@@ -14,7 +14,7 @@ import amanda
 from amanda.backend import when_imported
 from amanda.errors import ToolError
 from amanda.options import NonNegativeFloat, PositiveInt, PositiveShare, Range, Seed, Share, checked
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.sentinel import _pytorch
 from amanda.tools.sentinel._alarms import Alarm, SentinelError
 from amanda.tools.sentinel._budget import Budget
@@ -22,6 +22,18 @@ from amanda.tools.sentinel._judged import judged
 from amanda.tools.sentinel._ranks import Ranks
 from amanda.tools.sentinel._result import Counts, SentinelResult
 from amanda.tools.sentinel._watch import Watch
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.sentinel",
+    "torch",
+    "torch:Tensor._base",
+    "torch:Tensor._is_view",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._saved_tensors_hooks_is_enabled",
+    "torch:_C._current_autograd_node",
+    "torch:_C._len_torch_dispatch_stack",
+    "torch.utils._python_dispatch:_disable_current_modes",
+)
 
 Compiled = Literal["eager", "instrument"]
 logger = logging.getLogger("amanda")
@@ -128,7 +140,7 @@ class SentinelTool(amanda.Tool):
     def _follow(self) -> None:
         from torch.optim import optimizer
 
-        check("sentinel", "torch")
+        _REQUIRED.check()
         self._handles = [
             optimizer.register_optimizer_step_pre_hook(self._before_update),
             optimizer.register_optimizer_step_post_hook(lambda *given: self._end_step()),

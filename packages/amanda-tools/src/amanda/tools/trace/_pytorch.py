@@ -9,8 +9,19 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import check
+from amanda.tools.kit import RequiredNames
 from amanda.tools.trace._values import Ask, Facts, Span, Values
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.trace",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:Tensor._version",
+    "torch:_C._current_autograd_node",
+    "torch:_C._current_graph_task_id",
+    "torch:_C._functions.AccumulateGrad._sequence_nr",
+    "torch:autograd._get_sequence_nr",
+)
 
 _PASSES_KEPT = 16
 _AVERAGES = (3, 4)
@@ -27,7 +38,7 @@ class FrameworkValues(Values):
         import torch
 
         super().__init__(shape, dtype)
-        check("trace", "torch")
+        _REQUIRED.check()
         self._torch = torch
         self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
         self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()

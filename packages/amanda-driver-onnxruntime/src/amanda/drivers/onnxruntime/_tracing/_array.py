@@ -1,4 +1,4 @@
-"""An array that records what is computed of it."""
+"""An array that records the operations on it as nodes of ONNX."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from onnx import TypeProto
 
 from amanda.backend import NotTraceable, when_imported
 
-from ._recorder import Recorder
+from ._recorder import NodeRecorder
 
 
 class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for an array of NumPy: its operators, functions and methods record nodes of ONNX.
+    """A traced array of NumPy, whose operators, functions and methods record nodes of ONNX.
 
-    dtype: of its elements.  shape: None for an extent that is known at execution alone.
+    dtype: of its elements.  shape: extents, with None for one that is known at execution only.
     """
 
     __array_priority__ = 1000
 
-    def __init__(self, recorder: Recorder, name: str, type: TypeProto) -> None:
+    def __init__(self, recorder: NodeRecorder, name: str, type: TypeProto) -> None:
         self.recorder = recorder
         self.name = name
         self.type = type
@@ -29,32 +29,32 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Extents; None for one that is not known.  Raises NotTraceable where the rank is not known."""
+        """Extents, with None for an unknown one.  Raises NotTraceable if the rank is unknown."""
         if not self.type.tensor_type.HasField("shape"):
             raise NotTraceable("it asks for the shape of a value whose rank is not known before it runs")
         extents = self.type.tensor_type.shape.dim
-        return tuple(one.dim_value if one.HasField("dim_value") else None for one in extents)
+        return tuple(extent.dim_value if extent.HasField("dim_value") else None for extent in extents)
 
     @property
     def ndim(self) -> int:
-        """Return how many axes there are."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Return how many elements there are."""
+        """The number of elements.  Raises NotTraceable if an extent is unknown."""
         if None in self.shape:
             raise NotTraceable(f"it asks for the size of a value of shape {self.shape}, known as it runs")
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def size_is_small(self) -> bool:
-        """Return True if it is known to have few elements."""
+        """True for a known size of at most 64 elements."""
         return self.type.tensor_type.HasField("shape") and None not in self.shape and self.size <= 64
 
     @property
     def T(self) -> TracedArray:
-        """With its axes in reverse order."""
+        """The array with its axes in reverse order."""
         return self.transpose()
 
     def __len__(self) -> int:
@@ -86,41 +86,41 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         from ._functions import FUNCTIONS
 
-        known = FUNCTIONS.get(function)
-        if known is None:
+        record = FUNCTIONS.get(function)
+        if record is None:
             raise NotTraceable(f"numpy.{function.__name__} has no counterpart in ONNX")
-        return known(*args, **kwargs)
+        return record(*args, **kwargs)
 
     def astype(self, dtype: Any, **_: Any) -> TracedArray:
-        """In another element type."""
-        wanted = np.dtype(dtype)
-        if wanted == self.dtype:
+        """Record a cast to another dtype."""
+        target = np.dtype(dtype)
+        if target == self.dtype:
             return self
-        return self.recorder.add("Cast", self, to=onnx.helper.np_dtype_to_tensor_dtype(wanted))
+        return self.recorder.add("Cast", self, to=onnx.helper.np_dtype_to_tensor_dtype(target))
 
     def transpose(self, *axes: Any) -> TracedArray:
-        """With its axes in another order."""
+        """Record the array with its axes in another order."""
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        made: Any = np.transpose(self, order or None)
-        return cast(TracedArray, made)
+        transposed: Any = np.transpose(self, order or None)
+        return cast(TracedArray, transposed)
 
     def reshape(self, *shape: Any, **kwargs: Any) -> TracedArray:
-        """In another shape."""
+        """Record the array in another shape."""
         extents = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        made: Any = np.reshape(self, extents, **kwargs)
-        return cast(TracedArray, made)
+        reshaped: Any = np.reshape(self, extents, **kwargs)
+        return cast(TracedArray, reshaped)
 
     def __getitem__(self, key: Any) -> TracedArray:
-        from ._indexing import indexed
+        from ._indexing import record_getitem
 
-        return indexed(self, key)
+        return record_getitem(self, key)
 
     def copy(self, *_: Any) -> TracedArray:
-        """Itself: nothing writes into it."""
+        """Return the array itself, which nothing writes into."""
         return self
 
     def flatten(self, *_: Any) -> TracedArray:
-        """In one row."""
+        """Record the array with a single axis."""
         return self.reshape(-1)
 
     ravel = flatten
@@ -143,11 +143,11 @@ _METHODS = frozenset(
 """Methods that are NumPy's functions of the same name."""
 
 
-def _dispatch() -> None:
-    """Make autoray, where a tool uses it, call NumPy's functions."""
+def _register_with_autoray() -> None:
+    """Make autoray call NumPy's functions for traced arrays."""
     import autoray
 
     autoray.register_backend(TracedArray, "numpy")
 
 
-when_imported("autoray", _dispatch)
+when_imported("autoray", _register_with_autoray)

@@ -1,4 +1,4 @@
-"""NumPy's functions of whole arrays as nodes: those of its reductions and shapes, and the others here."""
+"""NumPy's functions of whole arrays, recorded as nodes: all of them, with reductions and shapes."""
 
 from __future__ import annotations
 
@@ -11,66 +11,73 @@ from amanda.backend import NotTraceable
 from . import _reductions as _reductions
 from . import _shapes as _shapes
 from ._array import TracedArray
-from ._registry import FUNCTIONS, of, recorder_of, refuse, traced
+from ._registry import FUNCTIONS, as_traced, recorder_of, records, refuse
 
 __all__ = ["FUNCTIONS"]
 
 
-@of(np.where)
+@records(np.where)
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """Return where the condition holds `x`, elsewhere `y`."""
+    """Record `x` where the condition holds, and `y` elsewhere."""
     recorder = recorder_of(condition, x, y)
-    samples = [one if isinstance(one, (bool, int, float)) else np.empty(0, one.dtype) for one in (x, y)]
+    samples = [
+        operand if isinstance(operand, (bool, int, float)) else np.empty(0, operand.dtype)
+        for operand in (x, y)
+    ]
     dtype = np.result_type(*samples)
-    chosen = [one.astype(dtype) if isinstance(one, TracedArray) else recorder.constant(np.asarray(one, dtype))
-              for one in (x, y)]  # fmt: skip
-    return recorder.add("Where", traced(recorder, condition).astype(bool), *chosen)
+    operands = [
+        operand.astype(dtype)
+        if isinstance(operand, TracedArray)
+        else recorder.constant(np.asarray(operand, dtype))
+        for operand in (x, y)
+    ]
+    return recorder.add("Where", as_traced(recorder, condition).astype(bool), *operands)
 
 
-@of(np.clip)
+@records(np.clip)
 def clip(a: Any, a_min: Any = None, a_max: Any = None, **kwargs: Any) -> Any:
-    """Between two bounds, either of which may be None."""
+    """Record values clipped to two bounds, either of which may be None."""
     low, high = kwargs.pop("min", a_min), kwargs.pop("max", a_max)
     refuse("clip", kwargs)
-    made = a if low is None else np.maximum(a, low)
-    return made if high is None else np.minimum(made, high)
+    clipped = a if low is None else np.maximum(a, low)
+    return clipped if high is None else np.minimum(clipped, high)
 
 
-@of(np.round, np.around)
+@records(np.round, np.around)
 def round_(a: Any, decimals: int = 0, out: None = None) -> Any:
-    """To so many decimals, half to even."""
+    """Record rounding to a number of decimals, half to even."""
     return np.rint(a) if not decimals else np.rint(a * 10.0**decimals) / 10.0**decimals
 
 
-@of(np.zeros_like)
+@records(np.zeros_like)
 def zeros_like(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Zeros in the shape of an array."""
+    """Record zeros in the shape of an array."""
     return np.full_like(a, 0, dtype)
 
 
-@of(np.ones_like)
+@records(np.ones_like)
 def ones_like(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Ones in the shape of an array."""
+    """Record ones in the shape of an array."""
     return np.full_like(a, 1, dtype)
 
 
-@of(np.full_like)
+@records(np.full_like)
 def full_like(a: Any, fill_value: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """One number in the shape of an array."""
+    """Record a number in the shape of an array."""
     recorder = recorder_of(a, fill_value)
     value = recorder.constant(np.asarray(fill_value, dtype or a.dtype))
     return recorder.add("Expand", value, recorder.add("Shape", a))
 
 
-@of(np.copy)
+@records(np.copy)
 def copy(a: Any, **kwargs: Any) -> Any:
-    """Itself: nothing writes into it."""
+    """Return the array itself, which nothing writes into."""
     return a
 
 
-@of(np.dot)
+@records(np.dot)
 def dot(a: Any, b: Any, out: None = None) -> Any:
-    """The product of vectors and matrices."""
+    """Record the product of vectors and matrices."""
     if max(a.ndim, b.ndim) > 2:
         raise NotTraceable("numpy.dot of more than two axes; numpy.matmul has a counterpart")
     return np.matmul(a, b) if a.ndim and b.ndim else a * b

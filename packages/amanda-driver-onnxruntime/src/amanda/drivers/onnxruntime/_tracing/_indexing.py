@@ -1,4 +1,4 @@
-"""Indices and slices as nodes."""
+"""Indices and slices of traced arrays, recorded as nodes."""
 
 from __future__ import annotations
 
@@ -13,77 +13,79 @@ from ._array import TracedArray
 _LAST = np.iinfo(np.int64).max
 
 
-def indexed(array: TracedArray, key: Any) -> TracedArray:
-    """Return what `array[key]` gives, for integers, slices, None, an ellipsis, and one array of integers.
+def record_getitem(array: TracedArray, key: Any) -> TracedArray:
+    """Record `array[key]` for integers, slices, None, an ellipsis, and one array of integers.
 
     Raises NotTraceable for other keys.
     """
-    keys = _spelt_out(key if isinstance(key, tuple) else (key,), array.ndim)
+    keys = _expand_ellipsis(key if isinstance(key, tuple) else (key,), array.ndim)
     sliced: list[tuple[int, slice]] = []
-    dropped, gathered, axis = [], [], 0
-    for one in keys:
-        if one is None:
+    dropped_axes, gathered, axis = [], [], 0
+    for entry in keys:
+        if entry is None:
             continue
-        if isinstance(one, slice):
-            sliced.append((axis, one))
-        elif isinstance(one, (int, np.integer)):
-            sliced.append((axis, slice(int(one), int(one) + 1 or None)))
-            dropped.append(axis)
+        if isinstance(entry, slice):
+            sliced.append((axis, entry))
+        elif isinstance(entry, (int, np.integer)):
+            sliced.append((axis, slice(int(entry), int(entry) + 1 or None)))
+            dropped_axes.append(axis)
         else:
-            gathered.append((axis, _integers(array, one)))
+            gathered.append((axis, _index_array(array, entry)))
         axis += 1
-    made = _sliced(array, sliced)
+    result = _record_slices(array, sliced)
     for axis, indices in gathered:
-        made = array.recorder.add("Gather", made, indices, axis=axis)
-    made = _without(made, dropped)
-    return _with_new(made, keys)
+        result = array.recorder.add("Gather", result, indices, axis=axis)
+    result = _record_squeeze(result, dropped_axes)
+    return _record_new_axes(result, keys)
 
 
-def _spelt_out(keys: tuple[Any, ...], ndim: int) -> list[Any]:
-    """Keys with slices for an ellipsis and for axes that are not named."""
-    named = sum(one is not None and one is not Ellipsis for one in keys)
+def _expand_ellipsis(keys: tuple[Any, ...], ndim: int) -> list[Any]:
+    """Return keys with full slices instead of an ellipsis, and for axes without a key."""
+    named = sum(entry is not None and entry is not Ellipsis for entry in keys)
     if named > ndim:
         raise NotTraceable(f"{named} indices for a value of {ndim} axes")
-    whole = [slice(None)] * (ndim - named)
-    places = [i for i, one in enumerate(keys) if one is Ellipsis]
-    if not places:
-        return [*keys, *whole]
-    return [*keys[: places[0]], *whole, *keys[places[0] + 1 :]]
+    full_slices = [slice(None)] * (ndim - named)
+    ellipses = [i for i, entry in enumerate(keys) if entry is Ellipsis]
+    if not ellipses:
+        return [*keys, *full_slices]
+    return [*keys[: ellipses[0]], *full_slices, *keys[ellipses[0] + 1 :]]
 
 
-def _integers(array: TracedArray, key: Any) -> TracedArray:
+def _index_array(array: TracedArray, key: Any) -> TracedArray:
     indices = key if isinstance(key, TracedArray) else array.recorder.constant(np.asarray(key))
     if indices.dtype.kind not in "iu" or indices.ndim > 1:
         raise NotTraceable(f"an index of {indices.dtype} and {indices.ndim} axes")
     return indices.astype(np.int64)
 
 
-def _sliced(array: TracedArray, slices: list[tuple[int, slice]]) -> TracedArray:
-    kept = [(axis, one) for axis, one in slices if one != slice(None)]
-    if not kept:
+def _record_slices(array: TracedArray, slices: list[tuple[int, slice]]) -> TracedArray:
+    """Record slices along axes; full slices need no node."""
+    partial = [(axis, entry) for axis, entry in slices if entry != slice(None)]
+    if not partial:
         return array
     starts, ends, steps = [], [], []
-    for _, one in kept:
-        step = 1 if one.step is None else int(one.step)
-        starts.append((0 if step > 0 else _LAST) if one.start is None else int(one.start))
-        ends.append((_LAST if step > 0 else -_LAST) if one.stop is None else int(one.stop))
+    for _, entry in partial:
+        step = 1 if entry.step is None else int(entry.step)
+        starts.append((0 if step > 0 else _LAST) if entry.start is None else int(entry.start))
+        ends.append((_LAST if step > 0 else -_LAST) if entry.stop is None else int(entry.stop))
         steps.append(step)
     constants = [
         array.recorder.constant(np.array(numbers, np.int64))
-        for numbers in (starts, ends, [axis for axis, _ in kept], steps)
+        for numbers in (starts, ends, [axis for axis, _ in partial], steps)
     ]
     return array.recorder.add("Slice", array, *constants)
 
 
-def _without(array: TracedArray, axes: list[int]) -> TracedArray:
+def _record_squeeze(array: TracedArray, axes: list[int]) -> TracedArray:
     if not axes:
         return array
     return array.recorder.add("Squeeze", array, array.recorder.constant(np.array(axes, np.int64)))
 
 
-def _with_new(array: TracedArray, keys: list[Any]) -> TracedArray:
-    left = [one for one in keys if not isinstance(one, (int, np.integer))]
-    places = [i for i, one in enumerate(left) if one is None]
-    if not places:
+def _record_new_axes(array: TracedArray, keys: list[Any]) -> TracedArray:
+    """Record new axes at the positions of None among the keys that leave an axis."""
+    remaining = [entry for entry in keys if not isinstance(entry, (int, np.integer))]
+    new_axes = [i for i, entry in enumerate(remaining) if entry is None]
+    if not new_axes:
         return array
-    return array.recorder.add("Unsqueeze", array, array.recorder.constant(np.array(places, np.int64)))
+    return array.recorder.add("Unsqueeze", array, array.recorder.constant(np.array(new_axes, np.int64)))

@@ -1,4 +1,4 @@
-"""Nodes as they are recorded, with the types that ONNX infers for what they give."""
+"""The recorder of nodes, with the types that ONNX infers for their outputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ._array import TracedArray
 
 LEAST_OPSET = 13
-"""The version of ONNX' own ops from which recorded nodes are valid."""
+"""The lowest opset in which recorded nodes are valid."""
 
 
-class Recorder:
-    """Records nodes of one opset.
+class NodeRecorder:
+    """Records nodes of an opset.
 
-    nodes: in order.  constants: arrays that they read, by name.  values: all that there are.
-    prefix: of all names.
+    nodes: the recorded nodes, in order.  constants: arrays that they read, by name.
+    values: all traced arrays.  prefix: prefix of all names.
     """
 
     def __init__(self, prefix: str, opset: int) -> None:
@@ -38,15 +38,15 @@ class Recorder:
         self.values: list[TracedArray] = []
 
     def value(self, name: str, type: TypeProto) -> TracedArray:
-        """A value that is there already."""
+        """Add an existing value of the graph; return its traced array."""
         from ._array import TracedArray
 
-        made = TracedArray(self, name, type)
-        self.values.append(made)
-        return made
+        array = TracedArray(self, name, type)
+        self.values.append(array)
+        return array
 
     def constant(self, value: Any) -> TracedArray:
-        """A constant as a value."""
+        """Add a constant; return its traced array."""
         array = np.asarray(value)
         name = f"{self.prefix}/constant{len(self.constants)}"
         self.constants[name] = array
@@ -54,29 +54,29 @@ class Recorder:
         return self.value(name, onnx.helper.make_tensor_type_proto(element, array.shape))
 
     def add(self, op_type: str, *inputs: TracedArray | None, **attributes: Any) -> TracedArray:
-        """Record a node; what it gives first."""
+        """Record a node; return its first output."""
         return self.add_all(op_type, inputs, 1, **attributes)[0]
 
     def add_all(
         self, op_type: str, inputs: Sequence[TracedArray | None], outputs: int, **attributes: Any
     ) -> list[TracedArray]:
-        """Record a node; all that it gives.
+        """Record a node; return all its outputs.
 
         Raises NotTraceable where ONNX has no such node for these types.
         """
         stem = f"{self.prefix}/{op_type}{len(self.nodes)}"
         names = [stem if outputs == 1 else f"{stem}:{i}" for i in range(outputs)]
-        given = [one.name if one is not None else "" for one in inputs]
-        node = onnx.helper.make_node(op_type, given, names, stem, **attributes)
+        input_names = [array.name if array is not None else "" for array in inputs]
+        node = onnx.helper.make_node(op_type, input_names, names, stem, **attributes)
         try:
             types = onnx.shape_inference.infer_node_outputs(
                 onnx.defs.get_schema(op_type, self.opset, ""),
                 node,
-                {one.name: one.type for one in inputs if one is not None},
+                {array.name: array.type for array in inputs if array is not None},
                 {
-                    one.name: numpy_helper.from_array(self.constants[one.name], one.name)
-                    for one in inputs
-                    if one is not None and one.name in self.constants and one.size_is_small
+                    array.name: numpy_helper.from_array(self.constants[array.name], array.name)
+                    for array in inputs
+                    if array is not None and array.name in self.constants and array.size_is_small
                 },
                 opset_imports=[onnx.helper.make_opsetid("", self.opset)],
             )

@@ -1,4 +1,4 @@
-"""NumPy's reductions, and its order of elements, as nodes."""
+"""NumPy's reductions and sorting functions, recorded as nodes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 from amanda.backend import NotTraceable
 
 from ._array import TracedArray
-from ._registry import Axis, integers, of, refuse
+from ._registry import Axis, integers, records, refuse
 
 _AXES_ARE_INPUT = {"ReduceSum": 13}
-_LATELY = 18
+_AXES_INPUT_OPSET = 18
 """The opset from which the axes of all reductions are an input."""
 
 
-def _reduce(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -> TracedArray:
+def _record_reduction(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -> TracedArray:
+    """Record a reduction, with its axes as an input or as an attribute, as the opset has them."""
     recorder = a.recorder
     keep = int(bool(keepdims) and keepdims is not np._NoValue)
     axes = None if axis is None else [axis] if isinstance(axis, int) else list(axis)
@@ -24,64 +25,66 @@ def _reduce(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -> TracedAr
         return recorder.add(op_type, a, keepdims=keep)
     if not axes:
         return a
-    if recorder.opset >= _AXES_ARE_INPUT.get(op_type, _LATELY):
+    if recorder.opset >= _AXES_ARE_INPUT.get(op_type, _AXES_INPUT_OPSET):
         return recorder.add(op_type, a, integers(recorder, axes), keepdims=keep)
     return recorder.add(op_type, a, axes=axes, keepdims=keep)
 
 
-def _reduction(op_type: str, *functions: Any) -> None:
+def _register_reduction(op_type: str, *functions: Any) -> None:
+    """Register the recorder of a reduction that takes a dtype; NumPy's default dtype is found on a sample."""
+
     def record(
-        a: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False, **rest: Any
+        a: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False, **options: Any
     ) -> Any:
-        refuse(functions[0].__name__, rest)
+        refuse(functions[0].__name__, options)
         if dtype is None:
             sample = functions[0](np.ones(1, a.dtype))
             dtype = sample.dtype
-        return _reduce(op_type, a.astype(dtype), axis, keepdims)
+        return _record_reduction(op_type, a.astype(dtype), axis, keepdims)
 
-    of(*functions)(record)
-
-
-_reduction("ReduceSum", np.sum)
-_reduction("ReduceProd", np.prod)
-_reduction("ReduceMean", np.mean)
+    records(*functions)(record)
 
 
-@of(np.max, np.amax)
-def max_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **rest: Any) -> Any:
-    """The largest element."""
-    refuse("max", rest)
-    return _reduce("ReduceMax", a, axis, keepdims)
+_register_reduction("ReduceSum", np.sum)
+_register_reduction("ReduceProd", np.prod)
+_register_reduction("ReduceMean", np.mean)
 
 
-@of(np.min, np.amin)
-def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **rest: Any) -> Any:
-    """The smallest element."""
-    refuse("min", rest)
-    return _reduce("ReduceMin", a, axis, keepdims)
+@records(np.max, np.amax)
+def max_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record the largest element."""
+    refuse("max", options)
+    return _record_reduction("ReduceMax", a, axis, keepdims)
 
 
-@of(np.any)
-def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **rest: Any) -> Any:
-    """Return True if an element is true."""
-    refuse("any", rest)
-    return _reduce("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
+@records(np.min, np.amin)
+def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record the smallest element."""
+    refuse("min", options)
+    return _record_reduction("ReduceMin", a, axis, keepdims)
 
 
-@of(np.all)
-def all_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **rest: Any) -> Any:
-    """Return True if every element is true."""
-    refuse("all", rest)
-    return _reduce("ReduceMin", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
+@records(np.any)
+def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record whether an element is true."""
+    refuse("any", options)
+    return _record_reduction("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
 
-@of(np.count_nonzero)
+@records(np.all)
+def all_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record whether every element is true."""
+    refuse("all", options)
+    return _record_reduction("ReduceMin", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
+
+
+@records(np.count_nonzero)
 def count_nonzero(a: Any, axis: Axis = None, *, keepdims: Any = False) -> Any:
-    """Return how many elements are not zero."""
+    """Record the number of elements that are not zero."""
     return np.sum(a != 0, axis, keepdims=keepdims)
 
 
-@of(np.var)
+@records(np.var)
 def var(
     a: Any,
     axis: Axis = None,
@@ -89,23 +92,23 @@ def var(
     out: None = None,
     ddof: int = 0,
     keepdims: Any = False,
-    **rest: Any,
+    **options: Any,
 ) -> Any:
-    """The mean of the squared distances from the mean."""
-    refuse("var", {**rest, **({"ddof": ddof} if ddof else {})})
+    """Record the mean of the squared distances from the mean."""
+    refuse("var", {**options, **({"ddof": ddof} if ddof else {})})
     distance = a - np.mean(a, axis, keepdims=True)
     return np.mean(distance * distance, axis, keepdims=keepdims)
 
 
-@of(np.std)
+@records(np.std)
 def std(a: Any, axis: Axis = None, **kwargs: Any) -> Any:
-    """The root of the variance."""
+    """Record the root of the variance."""
     return np.sqrt(np.var(a, axis, **kwargs))
 
 
-@of(np.linalg.norm)
+@records(np.linalg.norm)
 def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> Any:
-    """The root of the sum of squares, the sum of magnitudes for 1, the largest for infinity."""
+    """Record the root of the sum of squares, or for 1 the sum of magnitudes, for infinity the largest."""
     if ord in (None, 2):
         return np.sqrt(np.sum(x * x, axis, keepdims=keepdims))
     if ord == 1:
@@ -115,48 +118,50 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> A
     raise NotTraceable(f"numpy.linalg.norm of order {ord}")
 
 
-@of(np.cumsum)
+@records(np.cumsum)
 def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None) -> Any:
-    """Sums of the elements up to each."""
+    """Record the sums of the elements up to each."""
     if axis is None:
         a, axis = a.reshape(-1), 0
-    made = a if dtype is None else a.astype(dtype)
-    return made.recorder.add("CumSum", made, made.recorder.constant(np.int64(axis)))
+    summands = a if dtype is None else a.astype(dtype)
+    return summands.recorder.add("CumSum", summands, summands.recorder.constant(np.int64(axis)))
 
 
-@of(np.argmax)
+@records(np.argmax)
 def argmax(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
-    """Return where the first largest element is."""
-    return _arg("ArgMax", a, axis, keepdims)
+    """Record the position of the first largest element."""
+    return _record_arg("ArgMax", a, axis, keepdims)
 
 
-@of(np.argmin)
+@records(np.argmin)
 def argmin(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
-    """Return where the first smallest element is."""
-    return _arg("ArgMin", a, axis, keepdims)
+    """Record the position of the first smallest element."""
+    return _record_arg("ArgMin", a, axis, keepdims)
 
 
-def _arg(op_type: str, a: Any, axis: int | None, keepdims: Any) -> TracedArray:
+def _record_arg(op_type: str, a: Any, axis: int | None, keepdims: Any) -> TracedArray:
+    """Record the positions of extreme elements; of the flat array where the axis is None."""
     if axis is None:
         a, axis = a.reshape(-1), 0
     keep = int(bool(keepdims) and keepdims is not np._NoValue)
-    made: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keep)
-    return made
+    result: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keep)
+    return result
 
 
-@of(np.sort, np.partition)
+@records(np.sort, np.partition)
 def sort(a: Any, *args: Any, axis: int = -1, **kwargs: Any) -> Any:
-    """From the lowest; a partition is sorted too."""
-    return _ordered(a, axis)[0]
+    """Record the sorted elements, from the lowest; a partition is sorted, too."""
+    return _record_sort(a, axis)[0]
 
 
-@of(np.argsort, np.argpartition)
+@records(np.argsort, np.argpartition)
 def argsort(a: Any, *args: Any, axis: int = -1, **kwargs: Any) -> Any:
-    """The positions of the elements from the lowest."""
-    return _ordered(a, axis)[1]
+    """Record the positions of the elements in sorted order."""
+    return _record_sort(a, axis)[1]
 
 
-def _ordered(a: TracedArray, axis: int) -> list[TracedArray]:
+def _record_sort(a: TracedArray, axis: int) -> list[TracedArray]:
+    """Record a sort; return elements and positions."""
     length = a.shape[axis]
     if length is None:
         raise NotTraceable(f"it sorts along an axis of {a.shape} whose extent is known as it runs")

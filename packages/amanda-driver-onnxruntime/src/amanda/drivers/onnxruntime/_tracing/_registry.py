@@ -1,4 +1,4 @@
-"""The functions of NumPy on whole arrays that are recorded, and what those that record them need."""
+"""The registry of NumPy functions that are recorded, and helpers for the recording functions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from amanda.backend import NotTraceable
 
 from ._array import TracedArray
-from ._recorder import Recorder
+from ._recorder import NodeRecorder
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""By the function of NumPy, what records it."""
+"""By a function of NumPy, the function that records it."""
 
 Axis = int | Sequence[int] | None
 
 
-def of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets a function record these of NumPy."""
+def records(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a function as the recorder of these functions of NumPy."""
 
     def register(record: Callable[..., Any]) -> Callable[..., Any]:
         FUNCTIONS.update(dict.fromkeys(functions, record))
@@ -28,23 +28,23 @@ def of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def recorder_of(*values: Any) -> Recorder:
-    """Return that of the first value which is traced."""
-    return next(one.recorder for one in values if isinstance(one, TracedArray))
+def recorder_of(*values: Any) -> NodeRecorder:
+    """Return the recorder of the first traced array."""
+    return next(value.recorder for value in values if isinstance(value, TracedArray))
 
 
-def traced(recorder: Recorder, value: Any) -> TracedArray:
-    """A value, as a constant where it is none that is traced."""
+def as_traced(recorder: NodeRecorder, value: Any) -> TracedArray:
+    """Return a traced array, or another value as a traced constant."""
     return value if isinstance(value, TracedArray) else recorder.constant(np.asarray(value))
 
 
-def integers(recorder: Recorder, values: Any) -> TracedArray:
-    """Extents, axes or positions as a constant."""
+def integers(recorder: NodeRecorder, values: Any) -> TracedArray:
+    """Return extents, axes or positions as a traced constant."""
     return recorder.constant(np.array(values, np.int64).reshape(-1))
 
 
 def refuse(name: str, options: dict[str, Any]) -> None:
-    """Raise NotTraceable for options that have no counterpart."""
-    given = [key for key, value in options.items() if value is not None and value is not np._NoValue]
-    if given:
-        raise NotTraceable(f"numpy.{name} with {', '.join(given)}")
+    """Raise NotTraceable for options without a counterpart in ONNX."""
+    names = [key for key, value in options.items() if value is not None and value is not np._NoValue]
+    if names:
+        raise NotTraceable(f"numpy.{name} with {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""NumPy's element-by-element functions as nodes, with NumPy's rules of types."""
+"""NumPy's ufuncs, recorded as nodes with NumPy's rules of type promotion."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from amanda.backend import NotTraceable
 
 from ._array import TracedArray
-from ._recorder import Recorder
+from ._recorder import NodeRecorder
 
-_SAME = {
+_SAME_MEANING = {
     "abs": "Abs", "arccos": "Acos", "arccosh": "Acosh", "arcsin": "Asin", "arcsinh": "Asinh", "arctan":
     "Atan", "arctanh": "Atanh", "ceil": "Ceil", "cos": "Cos", "cosh": "Cosh", "exp": "Exp", "floor": "Floor",
     "isnan": "IsNaN", "log": "Log", "negative": "Neg", "reciprocal": "Reciprocal", "rint": "Round",
@@ -22,7 +22,7 @@ _SAME = {
     "logical_or": "Or", "logical_xor": "Xor", "matmul": "MatMul", "maximum": "Max", "minimum": "Min",
     "multiply": "Mul", "power": "Pow", "subtract": "Sub",
 }  # fmt: skip
-"""ONNX' types by NumPy's names, where they compute the same."""
+"""Op types of ONNX by the names of ufuncs that compute the same."""
 
 _OF_BOOLS = {"add": "Or", "maximum": "Or", "multiply": "And", "minimum": "And", "not_equal": "Xor",
              "bitwise_and": "And", "bitwise_or": "Or", "bitwise_xor": "Xor", "invert": "Not"}  # fmt: skip
@@ -36,11 +36,11 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def apply_ufunc(
-    recorder: Recorder, ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]
+    recorder: NodeRecorder, ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Record what a ufunc computes.
+    """Record a ufunc, or the reduction by a ufunc.
 
-    Raises NotTraceable where there is no counterpart.
+    Raises NotTraceable if ONNX has no counterpart.
     """
     name = {"absolute": "abs", "true_divide": "divide"}.get(ufunc.__name__, ufunc.__name__)
     if method == "reduce" and name in _REDUCTIONS:
@@ -50,32 +50,34 @@ def apply_ufunc(
     if method != "__call__" or kwargs or where is not True:
         options = ", ".join(kwargs) or "where"
         raise NotTraceable(f"numpy.{name}{'' if method == '__call__' else f'.{method}'} with {options}")
-    given, result = _typed(recorder, ufunc, name, inputs)
-    made = _record(recorder, name, given)
-    return made.astype(result if dtype is None else dtype)
+    arrays, result = _promote_inputs(recorder, ufunc, name, inputs)
+    recorded = _record_ufunc(recorder, name, arrays)
+    return recorded.astype(result if dtype is None else dtype)
 
 
-def _record(recorder: Recorder, name: str, given: list[TracedArray]) -> TracedArray:
-    kind = given[0].dtype.kind
+def _record_ufunc(recorder: NodeRecorder, name: str, arrays: list[TracedArray]) -> TracedArray:
+    """Record a ufunc by the node for its dtypes, or as a composition of other ufuncs."""
+    kind = arrays[0].dtype.kind
     if kind == "b" and name in _OF_BOOLS:
-        return recorder.add(_OF_BOOLS[name], *given)
+        return recorder.add(_OF_BOOLS[name], *arrays)
     if kind in "iu" and name in _OF_INTEGERS:
-        return recorder.add(_OF_INTEGERS[name], *given)
-    if name in _SAME:
-        return recorder.add(_SAME[name], *given)
+        return recorder.add(_OF_INTEGERS[name], *arrays)
+    if name in _SAME_MEANING:
+        return recorder.add(_SAME_MEANING[name], *arrays)
     if name in _COMPOSED:
-        made: TracedArray = _COMPOSED[name](*given)
-        return made
+        composed: TracedArray = _COMPOSED[name](*arrays)
+        return composed
     raise NotTraceable(f"numpy.{name} has no counterpart in ONNX")
 
 
-def _typed(
-    recorder: Recorder, ufunc: Any, name: str, inputs: Sequence[Any]
+def _promote_inputs(
+    recorder: NodeRecorder, ufunc: Any, name: str, inputs: Sequence[Any]
 ) -> tuple[list[TracedArray], np.dtype[Any]]:
-    """The inputs in the type that NumPy computes in, and that of the result."""
+    """Return the inputs in the dtype in which NumPy computes, and the dtype of the result."""
     extents = (1,) * (name == "matmul")
     samples = [
-        one if isinstance(one, (bool, int, float)) else np.empty(extents, _dtype(one)) for one in inputs
+        value if isinstance(value, (bool, int, float)) else np.empty(extents, _dtype(value))
+        for value in inputs
     ]
     with np.errstate(all="ignore"):
         result = np.asarray(ufunc(*samples)).dtype
@@ -85,10 +87,10 @@ def _typed(
     if name in _ON_BOOLS:
         computed = np.dtype(bool)
     arrays = [
-        one.astype(computed)
-        if isinstance(one, TracedArray)
-        else recorder.constant(np.asarray(one).astype(computed))
-        for one in inputs
+        value.astype(computed)
+        if isinstance(value, TracedArray)
+        else recorder.constant(np.asarray(value).astype(computed))
+        for value in inputs
     ]
     return arrays, result
 
@@ -98,9 +100,10 @@ def _dtype(value: Any) -> np.dtype[Any]:
 
 
 def _floor_divide(x: TracedArray, y: TracedArray) -> Any:
+    """Record a floor division."""
     if x.dtype.kind == "f":
         return np.floor(x / y)
-    quotient = x.recorder.add("Div", x, y)  # of integers it is cut off towards zero
+    quotient = x.recorder.add("Div", x, y)  # ONNX truncates integers towards zero, NumPy floors
     inexact = (quotient * y != x) & ((x < 0) ^ (y < 0))
     return quotient - inexact.astype(x.dtype)
 

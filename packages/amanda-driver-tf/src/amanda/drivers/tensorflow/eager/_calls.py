@@ -1,4 +1,4 @@
-"""Calls of ops as the tools see them, by the two ways in which Python makes them."""
+"""Calls of ops as tools see them: those of TensorFlow's fast path, and those of `execute`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +12,19 @@ from tensorflow.python.framework import ops
 
 from .._operation import Operation
 from ._schema import Schema, flattened
-from ._state import MARK, Mark, local
+from ._state import MARK, TapeMark, local
 from ._variables import variables
 
 Execute = Callable[[tuple[Any, ...]], Any]
 
 UNSTOPPABLE = frozenset({"EagerPyFunc"})
-"""Ops that keep a tape of their own while they run."""
+"""Ops that record on an inner tape while they run, so that the outer tape cannot be stopped around them."""
 
 
 class EagerCall(Call):
-    """One call: inputs in the order of the op's schema.
+    """A call of an op, with inputs in the order of the op's schema.
 
-    identities: variables that the call was given, which are read or written.
+    identities: variables among the arguments, which the op reads or writes.
     """
 
     __slots__ = ("attrs", "identities", "schema")
@@ -42,68 +42,74 @@ class EagerCall(Call):
         self.targets = ()
 
     def attributes(self) -> dict[str, Any]:
-        """The op's attributes by name, types and numbers of tensors included."""
-        given = self.schema.completed(self.attrs)
-        return {**given, **self.schema.inferred(self.inputs, given)}
+        """Return the op's attributes by name, including types and numbers of tensors."""
+        attributes = self.schema.completed(self.attrs)
+        return {**attributes, **self.schema.inferred(self.inputs, attributes)}
 
     def parameters(self) -> Sequence[int]:
-        """Positions of the inputs that were read of a variable."""
-        return tuple([i for i, one in enumerate(self.inputs) if getattr(one, "_id", None) in variables.read])
+        """Return the positions of the inputs that were read from a variable."""
+        return tuple(
+            [i for i, value in enumerate(self.inputs) if getattr(value, "_id", None) in variables.read]
+        )
 
     def op_type(self) -> str:
-        """TensorFlow's type of the op."""
+        """Return TensorFlow's type of the op."""
         return self.schema.type
 
     def formed(self, result: Any) -> Any:
-        """A replacement's result as tensors: a list where the op has several outputs."""
+        """Return a replacement's result as tensors: a list where the op has several outputs."""
         if isinstance(result, (list, tuple)):
-            return [_tensor(one) for one in result]
-        return None if result is None else _tensor(result)
+            return [_as_tensor(value) for value in result]
+        return None if result is None else _as_tensor(result)
 
     def invoke(self, inputs: list[Any]) -> Any:
-        """Run the op; marked on the tapes where its backward ops are wanted."""
-        if inputs is not self.inputs:  # or TensorFlow would convert them, and call the op anew
-            inputs = [_tensor(one, known) for one, known in zip(inputs, self.inputs, strict=True)]
-        made = local.made
-        if made is None or self.schema.type in UNSTOPPABLE:
+        """Run the op, and mark it on the tapes if a tool has routines for its backward ops."""
+        # TensorFlow converts an input that is no tensor by calling the op a second time, which tools would
+        # see as another op.
+        if inputs is not self.inputs:
+            inputs = [
+                _as_tensor(value, original) for value, original in zip(inputs, self.inputs, strict=True)
+            ]
+        marking = local.marking
+        if marking is None or self.schema.type in UNSTOPPABLE:
             return self.run(inputs)
-        local.made = None  # what the op calls in turn is an op of its own
+        local.marking = None  # an op that this op calls gets its own marks
         try:
             result, results = self.run_unrecorded(inputs)
         finally:
-            local.made = made
-        given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
-        inferred = self.schema.inferred(inputs, given)
-        attrs = self.attrs + tuple(one for pair in inferred.items() for one in pair)
-        record(self.schema.type, flattened(inputs), attrs, results, made.mark())
+            local.marking = marking
+        attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
+        inferred = self.schema.inferred(inputs, attributes)
+        attrs = self.attrs + tuple(value for pair in inferred.items() for value in pair)
+        record_on_tapes(self.schema.type, flattened(inputs), attrs, results, marking.mark())
         return result
 
     def compute(self, inputs: Sequence[Any]) -> Any:
-        """The same for a replacement: a single output as itself."""
+        """Run the op for a replacement; return a single output without a list around it."""
         values, _ = self.outputs(self.invoke(list(inputs)))
         return values[0] if len(values) == 1 else values
 
     def backward_op(self) -> Operation:
-        """The op as a backward op, which tells its attributes itself: a context's are the forward op's."""
+        """Return the op as a backward op with its attributes: a context has those of the forward op."""
         return Operation(self.schema.type, attributes=self.schema.completed(self.attrs))
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """A result as a list of outputs, and how to put such a list back into its form."""
+        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
         return self.schema.output_form(result, self.attributes)
 
     def flat(self, result: Any) -> list[Any]:
-        """The tensors of a result."""
+        """Return the tensors of a result."""
         return [] if result is None else flattened(result) if isinstance(result, (list, tuple)) else [result]
 
     def unflat(self, result: Any, tensors: list[Any]) -> Any:
-        """Tensors in the form of a result."""
+        """Return tensors in the form of a result."""
         if not isinstance(result, (list, tuple)):
             return tensors[0] if tensors else None
-        return like(result, iter(tensors))
+        return with_structure_of(result, iter(tensors))
 
     def regrouped(self, tensors: list[Any]) -> list[Any]:
-        """Tensors as the op's inputs."""
-        inputs: list[Any] = like(self.inputs, iter(tensors))
+        """Return tensors in the form of the op's inputs."""
+        inputs: list[Any] = with_structure_of(self.inputs, iter(tensors))
         return inputs
 
     @abstractmethod
@@ -112,7 +118,7 @@ class EagerCall(Call):
 
     @abstractmethod
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
-        """Run the op without a tape; the result in its form, and flat."""
+        """Run the op without a tape; return the result in its form, and flat."""
 
 
 class FastCall(EagerCall):
@@ -130,15 +136,17 @@ class FastCall(EagerCall):
         self.attrs = args[3 + schema.count :]
 
     def run(self, inputs: list[Any]) -> Any:
-        """Run the op, which records itself."""
+        """Run the op, which TensorFlow's fast path records."""
         try:
             return self._execute((*self._head, *inputs, *self.attrs))
-        except core._FallbackException:  # an attribute is not of its type: Python would call the op anew
+        except core._FallbackException:
+            # An attribute needs conversion, such as "float32" to a type. TensorFlow's Python code would
+            # convert it and call `execute`, which the driver would take for another call of the op.
             self.attrs = self.schema.converted(self.attrs)
             return self._execute((*self._head, *inputs, *self.attrs))
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
-        """Run the op where no tape hears."""
+        """Run the op while recording on tapes is stopped."""
         if pywrap_tfe.TFE_Py_TapeSetIsStopped():
             result = self.run(inputs)
         else:
@@ -164,17 +172,17 @@ class SlowCall(EagerCall):
         self._execute = execute
         self._type, self._outputs, tensors, attrs, self._ctx, self._name = args
         self.attrs = tuple(attrs) if attrs else ()
-        given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
-        self.inputs = schema.grouped_inputs(tensors, given)
+        attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
+        self.inputs = schema.grouped_inputs(tensors, attributes)
 
     def formed(self, result: Any) -> Any:
-        """The same as a flat list, which the caller unpacks."""
-        local.recorded = True  # a replacement's ops record themselves
+        """Return a replacement's result as a flat list of tensors, which the caller unpacks."""
+        local.op_is_recorded = True  # a replacement's ops record themselves
         formed = super().formed(result)
         return [] if formed is None else flattened([formed])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The same for a result that is a flat list."""
+        """Return a flat result as a list of outputs, and a function that makes such a list flat."""
         if not isinstance(result, list):
             result = flattened([result])
         return self.schema.grouped_outputs(result, self.attributes), flattened
@@ -183,38 +191,38 @@ class SlowCall(EagerCall):
         """Run the op and record it."""
         result, results = self.run_unrecorded(inputs)
         if not pywrap_tfe.TFE_Py_TapeSetIsEmpty():
-            record(self.schema.type, flattened(inputs), self.attrs, results, None)
+            record_on_tapes(self.schema.type, flattened(inputs), self.attrs, results, None)
         return result
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
-        """Run the op, which nothing records."""
+        """Run the op without recording it; its caller does not record it either."""
         tensors = flattened(inputs)
         result = self._execute((self._type, self._outputs, tensors, self.attrs, self._ctx, self._name))
-        local.recorded = True
+        local.op_is_recorded = True
         return result, list(result)
 
 
-def _tensor(value: Any, known: Any = None) -> Any:
-    """A tensor for what a routine gave back; of the type of a known one where it tells none itself."""
+def _as_tensor(value: Any, original: Any = None) -> Any:
+    """Convert a routine's result to a tensor; of the dtype of `original` if the result does not have one."""
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return value
-    if isinstance(value, (list, tuple)) and isinstance(known, (list, tuple)):
-        return [_tensor(one, known[0] if known else None) for one in value]
-    return tf.convert_to_tensor(value, dtype_hint=getattr(known, "dtype", None))
+    if isinstance(value, (list, tuple)) and isinstance(original, (list, tuple)):
+        return [_as_tensor(element, original[0] if original else None) for element in value]
+    return tf.convert_to_tensor(value, dtype_hint=getattr(original, "dtype", None))
 
 
-def like(form: Any, tensors: Iterator[Any]) -> Any:
-    """The next tensors in the form of nested lists."""
-    if isinstance(form, (list, tuple)):
-        return [like(one, tensors) for one in form]
+def with_structure_of(structure: Any, tensors: Iterator[Any]) -> Any:
+    """Return the next tensors in the nested lists of `structure`."""
+    if isinstance(structure, (list, tuple)):
+        return [with_structure_of(element, tensors) for element in structure]
     return next(tensors)
 
 
-def record(
-    type: str, inputs: list[Any], attrs: tuple[Any, ...], outputs: list[Any], mark: Mark | None
+def record_on_tapes(
+    type: str, inputs: list[Any], attrs: tuple[Any, ...], outputs: list[Any], mark: TapeMark | None
 ) -> None:
-    """Record an op on the tapes, with a mark that its backward ops are found by."""
+    """Record an op on the tapes, with a mark by which the backward pass finds the op's execution."""
     if mark is not None:
         attrs = (*attrs, MARK, mark)
-        mark.know(inputs, outputs)
+        mark.record_tensors(inputs, outputs)
     pywrap_tfe.TFE_Py_RecordGradient(type, inputs, attrs, outputs, ops.get_name_scope())

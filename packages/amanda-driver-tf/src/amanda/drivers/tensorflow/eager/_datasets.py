@@ -1,4 +1,4 @@
-"""Functions of datasets, which native code runs: that is reported, once for all datasets."""
+"""Functions of datasets run in native code, out of reach; the scope's report says so once."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ REPORTED = (
 
 
 class Datasets:
-    """Stands where a dataset is iterated over from Python; what is built in a scope is told there."""
+    """Reports iteration in a scope over datasets that were built before it; those built in it are ops."""
 
     def __init__(self) -> None:
-        self._since = 0
-        self._found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._first_new_uid = 0
+        self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def enter(self, attributes: Attributes) -> None:
-        """Take the places until `attributes` are restored."""
-        self._since = ops.uid()
-        self._found.clear()
+        """Patch the iterators of datasets until `attributes` are restored."""
+        self._first_new_uid = ops.uid()
+        self._earlier_iterators.clear()
         for name in ("_create_iterator", "_next_internal"):
-            attributes.set(iterator_ops.OwnedIterator, name, self._told(name))
+            attributes.set(iterator_ops.OwnedIterator, name, self._stand_in_for(name))
 
-    def _told(self, name: str) -> Any:
+    def _stand_in_for(self, name: str) -> Any:
+        """Stand-in for a method of OwnedIterator: reports the functions of earlier datasets."""
         original = getattr(iterator_ops.OwnedIterator, name)
 
         @functools.wraps(original)
@@ -50,16 +51,18 @@ class Datasets:
 
     def _is_earlier(self, iterator: Any) -> bool:
         """Return whether a dataset with functions was built before the scope."""
-        if iterator not in self._found:
-            found, waiting = False, [getattr(iterator, "_dataset", None)]
-            while waiting:
-                dataset = waiting.pop()
+        if iterator not in self._earlier_iterators:
+            has_earlier_functions, datasets = False, [getattr(iterator, "_dataset", None)]
+            while datasets:
+                dataset = datasets.pop()
                 if dataset is None:
                     continue
-                waiting += dataset._inputs()
-                built = dataset._variant_tensor
-                found |= bool(
-                    dataset._functions() and isinstance(built, EagerTensor) and built._id < self._since
+                datasets += dataset._inputs()
+                variant = dataset._variant_tensor
+                has_earlier_functions |= bool(
+                    dataset._functions()
+                    and isinstance(variant, EagerTensor)
+                    and variant._id < self._first_new_uid
                 )
-            self._found[iterator] = found
-        return self._found[iterator]
+            self._earlier_iterators[iterator] = has_earlier_functions
+        return self._earlier_iterators[iterator]

@@ -16,10 +16,10 @@ from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
 from ._datasets import REPORTED, Datasets
-from ._interception import Interception, executed
+from ._interception import Interception, call_execute
 from ._modules import Modules
 from ._schema import flattened
-from ._state import Made, Mark
+from ._state import Marking, TapeMark
 from ._tape import Tape
 from ._variables import Variable, variables
 
@@ -47,7 +47,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         return Interception(self, self._tape.run)
 
     def attach(self) -> None:
-        """Stand in for the ways by which Python calls ops, follow the tapes, enclose calls of modules."""
+        """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
         check("eager")
         self._attached = True
         self._interception.enter(self.attributes)
@@ -65,12 +65,12 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
             self._attached = False
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with its inputs in the order of the op's schema."""
-        kind = SlowCall if site.target.func is executed else FastCall
+        """Return the call with its inputs in the order of the op's schema."""
+        kind = SlowCall if site.target.func is call_execute else FastCall
         return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """Return what keeps a call from being instrumented, and why."""
+        """Return the part of a call that cannot be instrumented, and the reason; None if there is none."""
         if site.op.has_functions and "Dataset" in site.op.type:
             return REPORTED
         if site.op.has_functions:
@@ -78,24 +78,24 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         return None
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Path of the calling layer in the model, or the name scope outside of layers."""
+        """Return the path of the calling layer in the model, or the name scope outside of layers."""
         return module_path(subjects) if subjects else str(ops.get_name_scope())
 
     def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
-        """Paths of the calling layer by the names of layers."""
+        """Return the paths of the calling layer by the names of layers."""
         return named_paths(subjects)
 
     def identities(self, call: Call) -> list[Any]:
-        """The variables that a call was given."""
+        """Return the variables among a call's arguments."""
         return list(call.identities) if isinstance(call, EagerCall) else []
 
     def variable_of(self, value: Any) -> Any:
-        """The handle of the variable that a tensor is or was read of."""
-        known = variables.known(value) if isinstance(value, EagerTensor) else None
-        return None if known is None else known.handle
+        """Return the handle of the variable that a tensor is the handle of or was read from, if any."""
+        variable = variables.variable_of(value) if isinstance(value, EagerTensor) else None
+        return None if variable is None else variable.handle
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list of outputs, and how to put such a list back into its form."""
+        """Return a result as a list, and a function that gives such a list the result's form."""
         if isinstance(outputs, list):
             return list(outputs), list
         if outputs is None:
@@ -105,7 +105,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
     def results(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The same by the op's schema: an output that is a list of tensors is one."""
+        """Return a call's outputs by the op's schema, where a list of tensors is one; see `flatten`."""
         assert isinstance(call, EagerCall)
         return call.outputs(outputs)
 
@@ -121,19 +121,19 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
             bits = bits << 1 | pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop([tensor])
         return bits
 
-    def tracing(self) -> Made:
-        """Context in which what is recorded is marked."""
-        return Made()
+    def tracing(self) -> Marking:
+        """Return a context in which the ops that a tape records are marked."""
+        return Marking()
 
-    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
-        """Leave the trace at the marks."""
-        for mark in made.marks:
+    def attach_trace(self, trace: Trace, marking: Marking, values: list[Any]) -> None:
+        """Store the trace in the marks."""
+        for mark in marking.marks:
             mark.trace = trace
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` for `original`, whose gradient belongs to what made the original."""
+        """Return `value` instead of `original`; its gradient belongs to the op that computed `original`."""
         fresh = super().straight_through(original, value)
-        mark = Mark.by_output.get(getattr(original, "_id", -1))
+        mark = TapeMark.by_output.get(getattr(original, "_id", -1))
         if mark is not None and fresh is not original:
-            Mark.by_output[fresh._id] = mark
+            TapeMark.by_output[fresh._id] = mark
         return fresh

@@ -1,4 +1,4 @@
-"""Interception of ops: TensorFlow's fast path, and `execute` once it has converted the inputs."""
+"""Stand-ins for TensorFlow's fast path, and for `execute`, which gets converted inputs."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -16,45 +16,52 @@ from tensorflow.python.framework.ops import EagerTensor
 
 from ._calls import FastCall, SlowCall
 from ._schema import Schema, Schemas
-from ._state import NOBODY, local
+from ._state import UNMARKED, local
 from ._variables import READS, Variable, variables
 
-Backward = Callable[[Any, Any], Any]
+RunInBackwardPass = Callable[[Any, Any], Any]
 
 
 NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
-"""Types of values that are made tensors here; others are TensorFlow's to convert."""
+"""Types of values that the driver converts to tensors; TensorFlow converts the others."""
 
-_FUNCTION = "__"
-"""Beginning of the names of traced functions; no type of op begins so."""
+_FUNCTION_PREFIX = "__"
+"""Prefix of the names of traced functions, which no type of op has."""
 
 
-class Entry:
-    """One type of op: its schema and the detours of its calls."""
+class OpDetours:
+    """The schema of a type of op, and the detours of its calls.
 
-    __slots__ = ("count", "fast", "quick", "schema", "slow", "told")
+    count: number of inputs.  takes_plain_tensors: True if each input is a tensor, none a list or a variable.
+    fast: detour of fast calls without variables.  fast_with_variables: detour of those with variables.
+    slow: detour of calls through `execute`.
+    """
+
+    __slots__ = ("count", "fast", "fast_with_variables", "schema", "slow", "takes_plain_tensors")
 
     def __init__(self, type: str, schema: Schema | None, interception: "Interception") -> None:
         self.schema = schema
         self.count = schema.count if schema is not None else 0
-        self.quick = schema is not None and not (
+        self.takes_plain_tensors = schema is not None and not (
             schema.takes_variable or schema.has_functions or any(schema.lists)
         )
         if schema is not None:
             self.fast = interception.detour(type, partial(interception.fast_path), schema)
-            self.told = interception.detour(type, partial(_told, interception.fast_path), schema)
-            self.slow = interception.detour(type, partial(executed, interception.execute), schema)
+            self.fast_with_variables = interception.detour(
+                type, partial(_call_fast_path, interception.fast_path), schema
+            )
+            self.slow = interception.detour(type, partial(call_execute, interception.execute), schema)
 
 
-class Entries(dict[str, Entry]):
-    """Entries by type of op."""
+class DetoursByType(dict[str, OpDetours]):
+    """Detours by type of op, made at the first call of each type."""
 
     def __init__(self, interception: "Interception") -> None:
         self._interception = interception
         self._schemas = Schemas()
 
-    def __missing__(self, type: str) -> Entry:
-        entry = Entry(type, self._schemas[type], self._interception)
+    def __missing__(self, type: str) -> OpDetours:
+        entry = OpDetours(type, self._schemas[type], self._interception)
         if type in self._schemas:
             self[type] = entry
         return entry
@@ -63,181 +70,209 @@ class Entries(dict[str, Entry]):
 class Interception:
     """Stand-ins for the fast path and for `execute` while the driver is attached.
 
-    driver: whom calls are brought to.  backward: runs a call within a backward pass.
+    driver: receives the calls.  backward: runs a call within a backward pass.
     """
 
-    def __init__(self, driver: EagerDriver, backward: Backward) -> None:
+    def __init__(self, driver: EagerDriver, backward: RunInBackwardPass) -> None:
         self._driver = driver
         self._backward = backward
         self.fast_path = pywrap_tfe.TFE_Py_FastPathExecute
         self.execute = execute.quick_execute
-        self._entries = Entries(self)
+        self._entries = DetoursByType(self)
 
     def enter(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
-        quick, other = execute.quick_execute, execute.execute
+        quick, slow = execute.quick_execute, execute.execute
         if not attributes.serves_again(pywrap_tfe, "TFE_Py_FastPathExecute"):
-            self._follow(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
+            self._use_functions(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
         if not attributes.serves_again(execute, "quick_execute"):
-            self._follow(self.fast_path, quick)
+            self._use_functions(self.fast_path, quick)
         attributes.set(pywrap_tfe, "TFE_Py_FastPathExecute", self._stand_in_for_fast_path())
         attributes.set(execute, "quick_execute", self._stand_in_for_execute())
-        if other is quick:
+        if slow is quick:
             attributes.set(execute, "execute", self._stand_in_for_execute())
-        elif other is not execute.execute_with_callbacks:  # which calls the one above
+        elif slow is not execute.execute_with_callbacks:  # which calls the one above
             patched = Interception(self._driver, self._backward)
-            patched._follow(self.fast_path, other)
+            patched._use_functions(self.fast_path, slow)
             attributes.set(execute, "execute", patched._stand_in_for_execute())
-        attributes.set(execute, "record_gradient", _stand_in_for_record(execute.record_gradient))
+        attributes.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
 
-    def _follow(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
-        """Call these from now on; a program may have set others since the last scope."""
+    def _use_functions(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
+        """Call these functions from now on; a program may have set others since the last scope."""
         if fast_path is not self.fast_path or execute is not self.execute:
             self.fast_path, self.execute = fast_path, execute
-            self._entries = Entries(self)
+            self._entries = DetoursByType(self)
 
     def detour(self, type: str, target: Callable[..., Any], schema: Schema) -> Detour:
-        """A detour of calls of one op."""
+        """Return a detour of the calls of an op."""
         return Detour(self._driver.site(target, schema, type))
 
-    def run_fast(self, args: tuple[Any, ...]) -> Any:
-        """TensorFlow's own fast path."""
+    def call_fast_path(self, args: tuple[Any, ...]) -> Any:
+        """Call TensorFlow's fast path."""
         return self.fast_path(*args)
 
-    def run_slow(self, args: tuple[Any, ...]) -> Any:
-        """TensorFlow's own `execute`."""
+    def call_execute(self, args: tuple[Any, ...]) -> Any:
+        """Call TensorFlow's `execute`."""
         return self.execute(*args)
 
     def _stand_in_for_fast_path(self) -> Callable[..., Any]:
-        entries, special, original = self._entries, self._special, self.fast_path
+        """Stand-in for `TFE_Py_FastPathExecute`; a hot path.
+
+        A call with plain tensors outside of a backward pass goes straight to its detour.
+        """
+        detours_by_type, run_special, original = self._entries, self._run_special, self.fast_path
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
-            frame = local.frame
-            if frame is NOBODY:
+            gradient_call = local.gradient_call
+            if gradient_call is UNMARKED:
                 return original(ctx, type, name, *args)
-            entry = entries[type]
-            if entry.quick and frame is None and local.under_way is None and local.made is None:
-                for value in args[: entry.count]:
+            detours = detours_by_type[type]
+            if (
+                detours.takes_plain_tensors
+                and gradient_call is None
+                and local.backward_pass is None
+                and local.marking is None
+            ):
+                for value in args[: detours.count]:
                     if value.__class__ is not EagerTensor or value._id in read:
                         break
                 else:
-                    return entry.fast(ctx, type, name, *args)
-            return special(entry, ctx, type, name, args)
+                    return detours.fast(ctx, type, name, *args)
+            return run_special(detours, ctx, type, name, args)
 
         return fast_path
 
-    def _special(self, entry: Entry, ctx: Any, type: str, name: str | None, args: tuple[Any, ...]) -> Any:
-        activation, schema = interceptor.active(), entry.schema
-        if schema is None or (activation is None and local.made is None):
+    def _run_special(
+        self, detours: OpDetours, ctx: Any, type: str, name: str | None, args: tuple[Any, ...]
+    ) -> Any:
+        """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass."""
+        activation, schema = interceptor.active(), detours.schema
+        if schema is None or (activation is None and local.marking is None):
             return self.fast_path(ctx, type, name, *args)
-        met: list[Variable] = []
-        inputs = self._inputs(schema, args[: entry.count], met)
-        args = (ctx, type, name, *inputs, *args[entry.count :])
+        argument_variables: list[Variable] = []
+        inputs = self._convert_inputs(schema, args[: detours.count], argument_variables)
+        args = (ctx, type, name, *inputs, *args[detours.count :])
         if activation is None:  # a replacement computes
-            return FastCall(schema, self.run_fast, args).invoke(inputs)
-        if local.under_way is not None:
-            return self._backward(activation.state, FastCall(schema, self.run_fast, args))
-        if not met:
-            return entry.fast(*args)
-        result = entry.told(*args, variables=tuple(met))
-        if type in READS and variables.known(inputs[0]) is not None:
-            variables.know(result, met[0])
+            return FastCall(schema, self.call_fast_path, args).invoke(inputs)
+        if local.backward_pass is not None:
+            return self._backward(activation.state, FastCall(schema, self.call_fast_path, args))
+        if not argument_variables:
+            return detours.fast(*args)
+        result = detours.fast_with_variables(*args, variables=tuple(argument_variables))
+        if type in READS and variables.variable_of(inputs[0]) is not None:
+            variables.record_read(result, argument_variables[0])
         return result
 
-    def _inputs(self, schema: Schema, given: tuple[Any, ...], met: list[Variable]) -> list[Any]:
-        """Tensors for the inputs that a call was given.
+    def _convert_inputs(
+        self, schema: Schema, values: tuple[Any, ...], argument_variables: list[Variable]
+    ) -> list[Any]:
+        """Return a call's inputs as tensors, and append the variables among them to `argument_variables`.
 
-        Raises _FallbackException where TensorFlow has to say which: it calls `execute` with what it made.
+        Raises _FallbackException where only TensorFlow can convert an input: it then calls `execute` with the
+        converted inputs.
         """
-        inputs: list[Any] = list(given)
+        inputs: list[Any] = list(values)
         numbers = False
-        for i, value in enumerate(given):
+        for i, value in enumerate(values):
             if schema.lists[i]:
                 if not isinstance(value, (list, tuple, EagerTensor)):
                     raise core._FallbackException
-                inputs[i] = [_read(one, met) for one in value]  # of a tensor its parts, as the fast path does
+                inputs[i] = [
+                    _note_variable(element, argument_variables) for element in value
+                ]  # of a tensor its parts, as the fast path does
             elif value.__class__ is EagerTensor or isinstance(value, tf.Variable):
-                inputs[i] = _read(value, met)
+                inputs[i] = _note_variable(value, argument_variables)
             else:
                 numbers = True
         if numbers:
             for i, value in enumerate(inputs):
                 if value.__class__ is not EagerTensor and not schema.lists[i]:
-                    inputs[i] = _converted(value, schema.type_of(i, inputs))
+                    inputs[i] = _number_as_tensor(value, schema.type_of(i, inputs))
         return inputs
 
     def _stand_in_for_execute(self) -> Callable[..., Any]:
+        """Stand-in for `quick_execute`: brings ops to the driver, and leaves calls of functions alone."""
+
         def quick_execute(
             op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
         ) -> Any:
             activation = interceptor.active()
             type = op_name if isinstance(op_name, str) else op_name.decode()
-            seen = (activation is not None or local.made is not None) and not type.startswith(_FUNCTION)
-            schema = self._entries[type].schema if seen else None
+            is_op = (activation is not None or local.marking is not None) and not type.startswith(
+                _FUNCTION_PREFIX
+            )
+            schema = self._entries[type].schema if is_op else None
             args = (op_name, num_outputs, inputs, attrs, ctx, name)
             if (
                 schema is None
-                or local.frame is NOBODY
-                or (inputs and not all(one.__class__ is EagerTensor for one in inputs))
+                or local.gradient_call is UNMARKED
+                or (inputs and not all(value.__class__ is EagerTensor for value in inputs))
             ):
                 return self.execute(*args)
-            outer, local.recorded = local.recorded, False
+            outer, local.op_is_recorded = local.op_is_recorded, False
             if activation is None:
-                call = SlowCall(schema, self.run_slow, args)
+                call = SlowCall(schema, self.call_execute, args)
                 result = call.invoke(call.inputs)
             else:
-                result = self._executed_op(activation, type, schema, args)
-            recorded, local.recorded = local.recorded, outer  # this may be a routine's op, within another
+                result = self._run_executed_op(activation, type, schema, args)
+            # This may be an op of a routine, around which another op is running.
+            recorded, local.op_is_recorded = local.op_is_recorded, outer
             if recorded:
-                local.result = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
+                local.recorded_outputs = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
             return result
 
         return quick_execute
 
-    def _executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
-        if local.under_way is not None:
-            return self._backward(activation.state, SlowCall(schema, self.run_slow, args))
-        met = [known for one in args[2] if (known := variables.known(one)) is not None]
-        if not met:
+    def _run_executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
+        """Run a call of `execute` through its detour, with the variables among its inputs."""
+        if local.backward_pass is not None:
+            return self._backward(activation.state, SlowCall(schema, self.call_execute, args))
+        argument_variables = [
+            variable for tensor in args[2] if (variable := variables.variable_of(tensor)) is not None
+        ]
+        if not argument_variables:
             return self._entries[type].slow(*args)
-        result = self._entries[type].slow(*args, variables=tuple(met))
-        if type in READS and variables.known(args[2][0]) is not None:
-            variables.know(result[0], met[0])
+        result = self._entries[type].slow(*args, variables=tuple(argument_variables))
+        if type in READS and variables.variable_of(args[2][0]) is not None:
+            variables.record_read(result[0], argument_variables[0])
         return result
 
 
-def _stand_in_for_record(original: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in_for_record_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand-in for `execute.record_gradient`: skips ops that the driver has recorded itself."""
+
     @wraps(original)
     def record_gradient(op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
-        own, local.result = local.result, None
-        if own is None or outputs is not own:  # or it has been recorded
+        recorded_outputs, local.recorded_outputs = local.recorded_outputs, None
+        if recorded_outputs is None or outputs is not recorded_outputs:  # or it has been recorded
             original(op_name, inputs, attrs, outputs)
 
     return record_gradient
 
 
-def _told(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+def _call_fast_path(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
     return fast_path(*args)
 
 
-def executed(execute: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
-    """A call of `execute`, whose detour is told of variables."""
+def call_execute(execute: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+    """Call `execute`; the detour of the call reads the keyword `variables`."""
     return execute(*args)
 
 
-def _read(value: Any, met: list[Variable]) -> Any:
-    """A tensor, or what a variable holds; the variable is met."""
+def _note_variable(value: Any, argument_variables: list[Variable]) -> Any:
+    """Return a tensor or the value of a variable; append the variable to `argument_variables`."""
     if value.__class__ is EagerTensor:
-        if (known := variables.known(value)) is not None:
-            met.append(known)
+        if (variable := variables.variable_of(value)) is not None:
+            argument_variables.append(variable)
         return value
     if isinstance(value, tf.Variable):
-        return _read(value.value(), met)  # one ReadVariableOp, as the fast path does
+        return _note_variable(value.value(), argument_variables)  # one ReadVariableOp, as the fast path does
     raise core._FallbackException
 
 
-def _converted(value: Any, type: int) -> Any:
+def _number_as_tensor(value: Any, type: int) -> Any:
+    """Convert a number, list or array to a tensor of that element type, as TensorFlow's fast path does."""
     if not type or value.__class__ not in NUMBERS:
         raise core._FallbackException
     try:

@@ -11,18 +11,18 @@ from tensorflow.python.framework.ops import EagerTensor
 from .._operation import Operation
 
 FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
-"""Ops that call a function: the function's own driver has them."""
+"""Ops that call a function; FunctionDriver instruments them."""
 
 _WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
-"""How the names of ops begin that write into variables."""
+"""Prefixes of the names of ops that write into variables."""
 
 
 class Schema:
-    """One type of op.
+    """Inputs, outputs and attributes of a type of op.
 
-    count: how many inputs it has.  takes_variable: whether one of them is a variable's handle.
-    has_functions: whether it takes functions, which run in native code.
-    written: positions of the handles of the variables that it writes into.
+    count: number of inputs.  takes_variable: True if an input is a variable's handle.
+    has_functions: True if an attribute is a function, which native code runs.
+    written: positions of the handles of the variables that the op writes into.
     """
 
     def __init__(self, op_def: Any) -> None:
@@ -46,79 +46,81 @@ class Schema:
         self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
 
     def type_of(self, index: int, inputs: Sequence[Any]) -> int:
-        """The element type that TensorFlow gives a number at this input; 0 where another way decides.
+        """Return the element type of a number at this input, or 0 if TensorFlow decides by other rules.
 
-        It is the op's own, or that of a tensor of the same type among the inputs, or a default.
+        The type is the schema's, or that of a tensor input with the same type attribute, or the default.
         """
         arg = self.inputs[index]
         if arg.type:
             return int(arg.type)
-        for other, value in zip(self.inputs, inputs, strict=True):
-            if other.type_attr == arg.type_attr:
-                for one in value if isinstance(value, (list, tuple)) else (value,):
-                    if one.__class__ is EagerTensor:
-                        return int(one._datatype_enum())
+        for input_arg, value in zip(self.inputs, inputs, strict=True):
+            if input_arg.type_attr == arg.type_attr:
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if tensor.__class__ is EagerTensor:
+                        return int(tensor._datatype_enum())
         return int(self._types.get(arg.type_attr, 0))
 
     def completed(self, attrs: Sequence[Any]) -> dict[str, Any]:
         """Return attributes by name, with the op's default where a value is None."""
-        given = dict(zip(attrs[::2], attrs[1::2], strict=True))
-        for name, value in given.items():
+        attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
+        for name, value in attributes.items():
             if value is None and name in self._defaults:
-                given[name] = attribute_value(self._defaults[name])
-        return given
+                attributes[name] = attribute_value(self._defaults[name])
+        return attributes
 
     def converted(self, attrs: Sequence[Any]) -> tuple[Any, ...]:
-        """Attributes by name and value, each as `execute` wants it: "float32" as a type, and so on.
+        """Return names and values of attributes in the forms that `execute` takes: "float32" as a DType, ...
 
-        Raises TypeError for a value of another kind, as TensorFlow does.
+        Raises TypeError, as TensorFlow does, for a value that has no such form.
         """
         converted: list[Any] = []
         for name, value in self.completed(attrs).items():
             kind = self._kinds.get(name, "")
-            several = kind.startswith("list(") and isinstance(value, (list, tuple))
-            make = _MAKERS.get(kind.removeprefix("list(").removesuffix(")"))
-            if make is not None:
-                value = [make(one, name) for one in value] if several else make(value, name)
+            is_list = kind.startswith("list(") and isinstance(value, (list, tuple))
+            convert = _CONVERTERS.get(kind.removeprefix("list(").removesuffix(")"))
+            if convert is not None:
+                value = [convert(element, name) for element in value] if is_list else convert(value, name)
             converted += [name, value]
         return tuple(converted)
 
     def grouped_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
-        """A flat list of tensors as the op's inputs: a list-of-tensors argument is one."""
-        return _grouped(self.inputs, tensors, attributes) if self._has_lists else list(tensors)
+        """Return flat tensors as the op's inputs, of which each may be a list of tensors."""
+        return _group_tensors(self.inputs, tensors, attributes) if self._has_lists else list(tensors)
 
     def output_form(
         self, result: Any, attributes: Callable[[], dict[str, Any]]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list of outputs, and how to put such a list back into its form."""
+        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
         if isinstance(result, EagerTensor):
-            return [result], _only
+            return [result], _single
         if result is None:
             return [], _nothing
         if not any(self._output_lists):
             return list(result), list
         if len(self.outputs) == 1:
-            return [list(result)], _only
-        if any(isinstance(one, (list, tuple)) for one in result):
+            return [list(result)], _single
+        if any(isinstance(output, (list, tuple)) for output in result):
             return list(result), list
         return self.grouped_outputs(result, attributes), flattened
 
     def grouped_outputs(self, tensors: Sequence[Any], attributes: Callable[[], dict[str, Any]]) -> list[Any]:
-        """A flat list of tensors as the op's outputs: one that is a list of tensors is one."""
-        return _grouped(self.outputs, tensors, attributes()) if any(self._output_lists) else list(tensors)
+        """Return flat tensors as the op's outputs, of which each may be a list of tensors."""
+        return (
+            _group_tensors(self.outputs, tensors, attributes()) if any(self._output_lists) else list(tensors)
+        )
 
-    def inferred(self, inputs: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
-        """The attributes that follow from the inputs: types as `tf.DType`, and numbers of tensors."""
-        found: dict[str, Any] = {}
+    def inferred(self, inputs: Sequence[Any], explicit: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes that follow from the inputs, and are not explicit: DTypes, list lengths."""
+        attributes: dict[str, Any] = {}
         for arg, value in zip(self.inputs, inputs, strict=True):
             tensors = value if isinstance(value, (list, tuple)) else (value,)
             if arg.number_attr:
-                found[arg.number_attr] = len(tensors)
+                attributes[arg.number_attr] = len(tensors)
             if arg.type_list_attr:
-                found[arg.type_list_attr] = [one.dtype for one in tensors]
+                attributes[arg.type_list_attr] = [tensor.dtype for tensor in tensors]
             elif arg.type_attr and tensors:
-                found[arg.type_attr] = tensors[0].dtype
-        return {name: value for name, value in found.items() if name not in given}
+                attributes[arg.type_attr] = tensors[0].dtype
+        return {name: value for name, value in attributes.items() if name not in explicit}
 
 
 def attribute_value(attribute: Any) -> Any:
@@ -127,11 +129,11 @@ def attribute_value(attribute: Any) -> Any:
     if kind == "list":
         (field,) = [field for field, _ in attribute.list.ListFields()] or [None]
         values = [] if field is None else getattr(attribute.list, field.name)
-        return [_plain(field.name, value) for value in values]
-    return _plain(kind, getattr(attribute, kind))
+        return [_field_value(field.name, value) for value in values]
+    return _field_value(kind, getattr(attribute, kind))
 
 
-def _plain(kind: str, value: Any) -> Any:
+def _field_value(kind: str, value: Any) -> Any:
     """Return one value of an AttrValue's field."""
     if kind == "s":
         return value.decode("utf-8", "surrogateescape")
@@ -140,7 +142,7 @@ def _plain(kind: str, value: Any) -> Any:
     return execute.make_shape(value, "shape") if kind == "shape" else value
 
 
-_MAKERS: dict[str, Callable[[Any, str], Any]] = {
+_CONVERTERS: dict[str, Callable[[Any, str], Any]] = {
     "bool": execute.make_bool,
     "float": execute.make_float,
     "int": execute.make_int,
@@ -151,18 +153,18 @@ _MAKERS: dict[str, Callable[[Any, str], Any]] = {
 
 
 class Schemas(dict[str, Schema | None]):
-    """Schemas by type of op; None for a function's name and for what calls functions."""
+    """Schemas by type of op; None for the name of a function, and for ops that call functions."""
 
     def __missing__(self, type: str) -> Schema | None:
         op_def = None if type in FUNCTION_CALLS else op_def_registry.get(type)
         schema = None if op_def is None else Schema(op_def)
         if op_def is not None or type in FUNCTION_CALLS:
-            self[type] = schema  # functions come and go
+            self[type] = schema  # a function's name is not cached, since functions come and go
         return schema
 
 
 def flattened(values: Sequence[Any]) -> list[Any]:
-    """Values, each list among them as its elements; a hot path."""
+    """Return the values, with each list replaced by its elements; a hot path."""
     for value in values:
         kind = value.__class__
         if kind is list or kind is tuple:
@@ -175,7 +177,8 @@ def flattened(values: Sequence[Any]) -> list[Any]:
     return flat
 
 
-def _grouped(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
+def _group_tensors(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
+    """Return flat tensors by argument: a list for an argument whose length is an attribute."""
     grouped: list[Any] = []
     position = 0
     for arg in args:
@@ -189,7 +192,7 @@ def _grouped(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, 
     return grouped
 
 
-def _only(values: list[Any]) -> Any:
+def _single(values: list[Any]) -> Any:
     return values[0]
 
 

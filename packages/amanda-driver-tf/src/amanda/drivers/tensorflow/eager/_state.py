@@ -1,4 +1,4 @@
-"""The state of a thread: an op whose backward ops are wanted, a gradient function, a backward pass."""
+"""The state of a thread: marks of the running op, the running gradient function and backward pass."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from amanda.backend import State, Trace
 
 MARK = "amanda"
-"""Name of the attribute that an op's mark is recorded under."""
+"""Name of the attribute under which an op's mark is recorded on a tape."""
 
 
-class Mark:
-    """One op on a tape, and the trace of the execution that recorded it.
+class TapeMark:
+    """An op on a tape, with the trace of the execution that recorded the op.
 
-    place: tells the ops of one execution apart.  inputs: ids of the tensors that it was given.
-    order: 1 for a backward op's own, and so on.
+    place: number of the op within its execution.  inputs: ids of the op's input tensors.
+    order: 0 for a forward op, 1 for a backward op that a tape records, 2 for a backward op of such an op, ...
     """
 
     __slots__ = ("__weakref__", "inputs", "order", "place", "trace")
 
-    by_output: ClassVar[WeakValueDictionary[int, Mark]] = WeakValueDictionary()
-    """The op on a tape that made a tensor, by the tensor's id, which TensorFlow gives once."""
+    by_output: ClassVar[WeakValueDictionary[int, TapeMark]] = WeakValueDictionary()
+    """By a tensor's id, which TensorFlow never gives twice: the mark of the op that computed the tensor."""
 
     def __init__(self, place: int, order: int) -> None:
         self.trace: Trace | None = None
@@ -32,156 +32,184 @@ class Mark:
         self.order = order
         self.inputs: tuple[int, ...] = ()
 
-    def know(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Keep which tensors the op was given and which it made."""
+    def record_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Record the tensors that the op read and computed."""
         self.inputs = tuple([tensor._id for tensor in inputs])
         for tensor in outputs:
             self.by_output[tensor._id] = self
 
 
-class Made:
-    """Context of an op's execution; the ops recorded in it are marked."""
+class Marking:
+    """Context of an op's execution that marks the ops which a tape records in the meantime."""
 
-    __slots__ = ("_before", "marks", "order")
+    __slots__ = ("_outer", "marks", "order")
 
     def __init__(self, order: int = 0) -> None:
-        self.marks: list[Mark] = []
+        self.marks: list[TapeMark] = []
         self.order = order
 
-    def mark(self) -> Mark:
-        """A mark for the next op."""
-        mark = Mark(len(self.marks), self.order)
+    def mark(self) -> TapeMark:
+        """Return a mark for the next op."""
+        mark = TapeMark(len(self.marks), self.order)
         self.marks.append(mark)
         return mark
 
-    def __enter__(self) -> Made:
-        self._before, local.made = local.made, self
+    def __enter__(self) -> Marking:
+        self._outer, local.marking = local.marking, self
         return self
 
     def __exit__(self, *_: object) -> None:
-        local.made = self._before
+        local.marking = self._outer
 
 
-class Frame:
-    """A gradient function under way: ops in it are backward ops of the mark's execution.
+class GradientCall:
+    """A running call of a gradient function, whose ops are backward ops of the mark's execution.
 
-    gradients: by their ids, the gradients that entered it, and what was computed of them.
-    count: how many ops there have been.
+    gradients: by id, the gradients that the function received and the tensors computed from them.
+    count: number of ops so far.
+    backward_trace: trace for the backward ops of these backward ops, where a tape records them.
     """
 
-    __slots__ = ("_before", "count", "gradients", "mark", "second", "state")
+    __slots__ = ("_outer", "backward_trace", "count", "gradients", "mark", "state")
 
-    def __init__(self, mark: Mark, state: State, gradients: Iterable[Any]) -> None:
+    def __init__(self, mark: TapeMark, state: State, gradients: Iterable[Any]) -> None:
         self.mark = mark
         self.state = state
         self.count = 0
         self.gradients = {tensor._id: tensor for tensor in tensors_of(gradients)}
-        self.second: Trace | None = None
+        self.backward_trace: Trace | None = None
 
-    def __enter__(self) -> Frame:
-        self._before, local.frame = local.frame, self
+    def __enter__(self) -> GradientCall:
+        self._outer, local.gradient_call = local.gradient_call, self
         return self
 
     def __exit__(self, *_: object) -> None:
-        local.frame = self._before
+        local.gradient_call = self._outer
 
 
-class Pass:
-    """A backward pass under way.
+class BackwardPass:
+    """A running backward pass.
 
-    nested: whether another tape records it.  earlier: whether its tape may have recorded before the scope.
-    claims: by a gradient's id, the gradient, and for each op that it may be of whether that made the tensor
-    it is the gradient of, and after how many calls of gradient functions.
+    nested: True if another tape records the pass.
+    may_be_earlier: True if the pass's tape may have recorded ops before the scope.
+    claims: by a gradient's id, the gradient and its candidate ops. For each candidate: whether the op
+    computed the tensor that the gradient is of, and the number of gradient functions called before.
     """
 
-    __slots__ = ("_before", "_frame", "calls", "claims", "counts", "earlier", "nested", "state", "traces")
+    __slots__ = (
+        "_outer",
+        "_outer_call",
+        "calls",
+        "claims",
+        "counts",
+        "may_be_earlier",
+        "nested",
+        "state",
+        "traces",
+    )
 
     def __init__(self, state: State, nested: bool, earlier: bool) -> None:
         self.state = state
         self.nested = nested
-        self.earlier = earlier
-        self.claims: dict[int, tuple[Any, dict[Mark, tuple[bool, int]]]] = {}
+        self.may_be_earlier = earlier
+        self.claims: dict[int, tuple[Any, dict[TapeMark, tuple[bool, int]]]] = {}
         self.calls = 0
         self.traces: dict[int, Trace] = {}
         self.counts: dict[int, int] = {}
 
-    def claim(self, gradient: Any, mark: Mark, made: bool) -> None:
-        """A gradient may be of an op: of that which made its tensor, or else of that which read it."""
-        self.claims.setdefault(gradient._id, (gradient, {}))[1][mark] = made, self.calls
+    def claim(self, gradient: Any, mark: TapeMark, is_maker: bool) -> None:
+        """Add an op that a gradient may belong to.
 
-    def returned(self, gradients: Iterable[Any], inputs: Iterable[int], mark: Mark | None) -> None:
-        """A gradient function gave the gradients of inputs, which are ids of tensors."""
+        is_maker: True if the op computed the gradient's tensor, False if the op read the tensor.
+        """
+        self.claims.setdefault(gradient._id, (gradient, {}))[1][mark] = is_maker, self.calls
+
+    def claim_returned(self, gradients: Iterable[Any], inputs: Iterable[int], mark: TapeMark | None) -> None:
+        """Claim the gradients that a gradient function returned.
+
+        inputs: the ids of the tensors that these are gradients of.  mark: of the op that read these tensors.
+        """
         self.calls += 1
-        for gradient, given in zip(gradients, inputs, strict=False):
-            maker = Mark.by_output.get(given)
-            made = maker is not None and maker.trace is not None
-            owner = maker if made else mark
+        for gradient, tensor_id in zip(gradients, inputs, strict=False):
+            maker = TapeMark.by_output.get(tensor_id)
+            is_maker = maker is not None and maker.trace is not None
+            owner = maker if is_maker else mark
             if owner is not None:
                 for tensor in tensors_of([gradient]):
-                    self.claim(tensor, owner, made)
+                    self.claim(tensor, owner, is_maker)
 
-    def owner(self, gradients: Iterable[Any]) -> Mark | None:
-        """The op that the sum of some gradients is of.
+    def owner(self, gradients: Iterable[Any]) -> TapeMark | None:
+        """Return the op that a sum of gradients belongs to.
 
-        An op that passes a gradient on as it is makes it one of several tensors: the sum is of the one that
-        all have in common, and else of the one that was reached last.
+        An op that passes a gradient on unchanged makes the gradient belong to several tensors. The sum
+        belongs to the op that all its gradients have in common, or else to the op that was claimed last.
         """
-        known = [self.claims[one._id][1] for one in gradients if one._id in self.claims]
-        if not known:
+        claims_by_gradient = [self.claims[claims._id][1] for claims in gradients if claims._id in self.claims]
+        if not claims_by_gradient:
             return None
-        makers = [found for one in known if (found := {mark for mark, (made, _) in one.items() if made})]
+        makers = [
+            marks_of_makers
+            for claims in claims_by_gradient
+            if (marks_of_makers := {mark for mark, (is_maker, _) in claims.items() if is_maker})
+        ]
         common = set.intersection(*makers) if makers else set()
-        latest = {mark: claim for one in known for mark, claim in one.items() if not common or mark in common}
+        latest = {
+            mark: claim
+            for claims in claims_by_gradient
+            for mark, claim in claims.items()
+            if not common or mark in common
+        }
         return max(latest, key=lambda mark: latest[mark])
 
-    def __enter__(self) -> Pass:
-        self._before, local.under_way = local.under_way, self
-        self._frame, local.frame = local.frame, None
+    def __enter__(self) -> BackwardPass:
+        self._outer, local.backward_pass = local.backward_pass, self
+        self._outer_call, local.gradient_call = local.gradient_call, None
         return self
 
     def __exit__(self, *_: object) -> None:
-        local.under_way, local.frame = self._before, self._frame
+        local.backward_pass, local.gradient_call = self._outer, self._outer_call
 
 
-class Outside:
-    """Context in a backward pass in which ops are forward ops."""
+class ForwardContext:
+    """Context within a backward pass in which ops are forward ops again, for recomputation."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_outer",)
 
     def __enter__(self) -> None:
-        self._before = local.under_way, local.frame, local.made
-        local.under_way = local.frame = local.made = None
+        self._outer = local.backward_pass, local.gradient_call, local.marking
+        local.backward_pass = local.gradient_call = local.marking = None
 
     def __exit__(self, *_: object) -> None:
-        local.under_way, local.frame, local.made = self._before
+        local.backward_pass, local.gradient_call, local.marking = self._outer
 
 
 class _Local(threading.local):
-    """made: the op whose backward ops are wanted.  frame: the gradient function under way.
-    under_way: the backward pass.  recorded: whether the last op was recorded by us.
-    result: the outputs that are not to be recorded again.
+    """marking: marks for the op that is running, if a tool has routines for its backward ops.
+    gradient_call: the gradient function that is running.  backward_pass: the backward pass that is running.
+    op_is_recorded: True if the driver has recorded the last op.
+    recorded_outputs: outputs of that op, which TensorFlow would record a second time.
     """
 
-    made: Made | None = None
-    frame: Frame | None = None
-    under_way: Pass | None = None
-    recorded = False
-    result: Any = None
+    marking: Marking | None = None
+    gradient_call: GradientCall | None = None
+    backward_pass: BackwardPass | None = None
+    op_is_recorded = False
+    recorded_outputs: Any = None
 
 
 local = _Local()
-NOBODY: Any = Frame.__new__(Frame)
-"""The frame of a gradient function whose ops belong to no known execution."""
+UNMARKED: Any = GradientCall.__new__(GradientCall)
+"""A gradient function of an op that no scope has seen; its ops run as without tools."""
 
 
 def tensors_of(gradients: Iterable[Any]) -> list[Any]:
-    """The tensors among gradients, also those that sparse ones are made of."""
-    found: list[Any] = []
+    """Return the tensors among gradients, and the values of sparse gradients."""
+    tensors: list[Any] = []
     for gradient in gradients:
         if gradient is None:
             continue
         if hasattr(gradient, "_id"):
-            found.append(gradient)
+            tensors.append(gradient)
         elif hasattr(gradient, "values") and hasattr(gradient.values, "_id"):
-            found.append(gradient.values)
-    return found
+            tensors.append(gradient.values)
+    return tensors

@@ -1,4 +1,4 @@
-"""The backward pass: gradient functions find the execution that recorded them, and their ops are tools'."""
+"""The backward pass of tapes: each op of a gradient function is a backward op of the execution it is from."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,38 +14,36 @@ from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import custom_gradient
 
 from ._calls import EagerCall
-from ._earlier import Earlier
+from ._earlier_tapes import EarlierTapes
 from ._schema import flattened
-from ._state import NOBODY, Frame, Made, Mark, Outside, Pass, local, tensors_of
+from ._state import UNMARKED, BackwardPass, ForwardContext, GradientCall, Marking, TapeMark, local, tensors_of
 
 _OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
 
 
 class Tape:
-    """Changes that the driver makes around tapes while it is attached."""
+    """Patches of TensorFlow's tapes while the driver is attached."""
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
-        self._earlier = Earlier()
+        self._earlier_tapes = EarlierTapes()
 
     def enter(self, attributes: Attributes) -> None:
-        """Take the places until `attributes` are restored; call `register` then.
-
-        What an interrupt left of an op in an earlier scope is forgotten.
-        """
-        local.under_way = local.frame = local.made = None
-        self._earlier.enter(attributes)
-        attributes.set(backprop, "_gradient_function", self._followed_gradient())
-        attributes.set(forwardprop, "_jvp_dispatch", _unmarked_jvp())
+        """Patch the functions of tapes until `attributes` are restored; call `register` then."""
+        # An interrupt of an earlier scope may have left its op, gradient function or pass here.
+        local.backward_pass = local.gradient_call = local.marking = None
+        self._earlier_tapes.enter(attributes)
+        attributes.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
+        attributes.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
         self.register()
-        attributes.set(imperative_grad, "imperative_grad", self._followed_pass())
-        attributes.set(record, "record_operation", self._mapped_record())
+        attributes.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
+        attributes.set(record, "record_operation", self._stand_in_for_record_operation())
         for holder in (custom_gradient, tf):
-            attributes.set(holder, "recompute_grad", _replayed(holder.recompute_grad))
+            attributes.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
 
     @staticmethod
     def register() -> None:
-        """Make native code call the functions that are in place now, unless the program has deleted them."""
+        """Make native code call the present functions, unless the program has deleted them."""
         for register, module, name in (
             (pywrap_tfe.TFE_Py_RegisterGradientFunction, backprop, "_gradient_function"),
             (pywrap_tfe.TFE_Py_RegisterJVPFunction, forwardprop, "_jvp_dispatch"),
@@ -53,7 +51,8 @@ class Tape:
             if hasattr(module, name):
                 register(getattr(module, name))
 
-    def _followed_pass(self) -> Callable[..., Any]:
+    def _stand_in_for_imperative_grad(self) -> Callable[..., Any]:
+        """Stand-in for `imperative_grad`: runs a backward pass with the routines of its ops."""
         original = imperative_grad.imperative_grad
 
         @functools.wraps(original)
@@ -63,50 +62,51 @@ class Tape:
                 interceptor.reset_root()
                 return original(*args, **kwargs)
             if not any(stack.wants_backward for stack in activation.state.stack.chain):
-                return _nobodys(original, *args, **kwargs)
+                return _run_unmarked(original, *args, **kwargs)
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
-            earlier = self._earlier.has(args[0] if args else kwargs["tape"])
-            before = local.under_way, local.frame, local.made
+            earlier = self._earlier_tapes.may_be(args[0] if args else kwargs["tape"])
+            outer_state = local.backward_pass, local.gradient_call, local.marking
             try:
-                with Pass(activation.state, nested, earlier) as under_way:
+                with BackwardPass(activation.state, nested, earlier) as backward_pass:
                     result = original(*args, **kwargs)
             finally:  # also of contexts that an interrupt ended as their `__exit__` was called
-                local.under_way, local.frame, local.made = before
+                local.backward_pass, local.gradient_call, local.marking = outer_state
                 interceptor.reset_root()
-            if not nested:  # a pass through this one would make more backward ops
-                for trace in under_way.traces.values():
+            # A nested pass may be differentiated, which makes more backward ops of the same executions.
+            if not nested:
+                for trace in backward_pass.traces.values():
                     if not trace.pending:
                         self._driver.finish(trace)
             return result
 
         return run
 
-    def _followed_gradient(self) -> Callable[..., Any]:
-        """`_gradient_function`, whose ops are backward ops of what was recorded."""
+    def _stand_in_for_gradient_function(self) -> Callable[..., Any]:
+        """Stand-in for `_gradient_function`: its ops are backward ops of the op that the tape recorded."""
         original = backprop._gradient_function
 
         @functools.wraps(original)
         def gradient_function(
-            type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *rest: Any
+            type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *positional: Any
         ) -> Any:
-            if local.under_way is None:
-                return original(type, attrs, count, inputs, outputs, grads, *rest)
+            if local.backward_pass is None:
+                return original(type, attrs, count, inputs, outputs, grads, *positional)
             mark = _mark_in(attrs)
             if mark is not None:
                 attrs = attrs[:-2]
             else:
-                self._earlier.tell_op(type, (*(inputs or ()), *(outputs or ())))
-            call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *rest)
-            result = self._in_frame(mark, call, grads)
-            if mark is None and local.frame is not NOBODY:
-                given = [getattr(one, "_id", 0) for one in inputs or ()]
-                local.under_way.returned(_listed(result), given, None)
+                self._earlier_tapes.report_op(type, (*(inputs or ()), *(outputs or ())))
+            call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *positional)
+            result = self._compute_gradients(mark, call, grads)
+            if mark is None and local.gradient_call is not UNMARKED:
+                input_ids = [getattr(tensor, "_id", 0) for tensor in inputs or ()]
+                local.backward_pass.claim_returned(_as_list(result), input_ids, None)
             return result
 
         return gradient_function
 
-    def _mapped_record(self) -> Callable[..., Any]:
-        """`record_operation`, whose backward function belongs to the op that made the outputs."""
+    def _stand_in_for_record_operation(self) -> Callable[..., Any]:
+        """Stand-in for `record_operation`: its backward function belongs to the op that made the outputs."""
         original = record.record_operation
 
         @functools.wraps(original)
@@ -116,87 +116,104 @@ class Tape:
         ) -> Any:  # fmt: skip
             if interceptor.active() is None or not _is_eager(output_tensors):
                 return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
-            maker = Mark.by_output.get(output_tensors[0]._id)
+            maker = TapeMark.by_output.get(output_tensors[0]._id)
             mark = None
             if maker is not None:
-                mark = Mark(maker.place, maker.order)
+                mark = TapeMark(maker.place, maker.order)
                 mark.trace = maker.trace
-                mark.know(tensors_of(input_tensors), tensors_of(output_tensors))
+                mark.record_tensors(tensors_of(input_tensors), tensors_of(output_tensors))
 
             def backward(*grads: Any) -> Any:
-                return self._in_frame(mark, functools.partial(backward_function, *grads), grads)
+                return self._compute_gradients(mark, functools.partial(backward_function, *grads), grads)
 
             return original(op_type, output_tensors, input_tensors, backward, forward_function)
 
         return record_operation
 
-    def _in_frame(self, mark: Mark | None, call: Callable[[], Any], grads: Sequence[Any]) -> Any:
-        """Call what computes gradients; without a mark its ops are nobody's."""
-        activation, under_way = interceptor.active(), local.under_way
-        if activation is None or under_way is None:
+    def _compute_gradients(self, mark: TapeMark | None, call: Callable[[], Any], grads: Sequence[Any]) -> Any:
+        """Call a gradient function for the marked op; without a mark its ops run as without tools."""
+        activation, backward_pass = interceptor.active(), local.backward_pass
+        if activation is None or backward_pass is None:
             return call()
         if mark is None or mark.trace is None:
-            before, local.frame = local.frame, NOBODY
+            outer_call, local.gradient_call = local.gradient_call, UNMARKED
             try:
                 return call()
             finally:
-                local.frame = before
-        under_way.traces[id(mark.trace)] = mark.trace
-        with Frame(mark, activation.state, grads):
+                local.gradient_call = outer_call
+        backward_pass.traces[id(mark.trace)] = mark.trace
+        with GradientCall(mark, activation.state, grads):
             result = call()
-        under_way.returned(_listed(result), mark.inputs, mark)
+        backward_pass.claim_returned(_as_list(result), mark.inputs, mark)
         return result
 
     def run(self, state: State, call: EagerCall) -> Any:
-        """Run a call within a backward pass: as a backward op of the op whose gradient it computes."""
-        if local.frame is not None:
-            return self._run_in(local.frame, state, call)
-        under_way = local.under_way
-        assert under_way is not None
+        """Run a call within a backward pass, as a backward op of the op whose gradient it computes.
+
+        Outside of gradient functions, the tape itself adds gradients.
+        """
+        if local.gradient_call is not None:
+            return self._run_backward_op(local.gradient_call, state, call)
+        backward_pass = local.backward_pass
+        assert backward_pass is not None
         tensors = flattened(call.inputs)
-        mark = under_way.owner(tensors)
+        mark = backward_pass.owner(tensors)
         if mark is None:
-            self._earlier.tell_function(call.schema.type)
+            self._earlier_tapes.report_function(call.schema.type)
             return call.run(call.inputs)
-        frame = Frame(mark, state, tensors)
-        frame.count = _SUMS + under_way.counts.get(id(mark), 0)
-        under_way.counts[id(mark)] = under_way.counts.get(id(mark), 0) + 1
+        gradient_call = GradientCall(mark, state, tensors)
+        gradient_call.count = _SUMS + backward_pass.counts.get(id(mark), 0)
+        backward_pass.counts[id(mark)] = backward_pass.counts.get(id(mark), 0) + 1
         assert mark.trace is not None
-        under_way.traces[id(mark.trace)] = mark.trace
-        result = self._run_in(frame, state, call)
+        backward_pass.traces[id(mark.trace)] = mark.trace
+        result = self._run_backward_op(gradient_call, state, call)
         for tensor in tensors_of(flattened([result])):
-            under_way.claim(tensor, mark, True)
+            backward_pass.claim(tensor, mark, True)
         return result
 
-    def _run_in(self, frame: Frame, state: State, call: EagerCall) -> Any:
-        trace = frame.mark.trace
+    def _run_backward_op(self, gradient_call: GradientCall, state: State, call: EagerCall) -> Any:
+        """Run an op of a gradient function with the routines of its backward points.
+
+        Tools see those of its inputs that were computed from the gradients which the function received.
+        """
+        trace = gradient_call.mark.trace
         assert trace is not None
-        place = frame.mark.place * _OP_STEP + frame.count + frame.mark.order * _ORDER_STEP
-        frame.count += 1
+        place = (
+            gradient_call.mark.place * _OP_STEP + gradient_call.count + gradient_call.mark.order * _ORDER_STEP
+        )
+        gradient_call.count += 1
         tensors = flattened(call.inputs)
-        positions = [i for i, tensor in enumerate(tensors) if tensor._id in frame.gradients]
+        positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]
         step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
         if not step.wanted:
-            result = self._computed(frame, call, call.inputs)
+            result = self._run_op(gradient_call, call, call.inputs)
             values = call.flat(result)
         else:
-            result, values = self._instrumented(frame, call, step, tensors, positions)
+            result, values = self._run_routines(gradient_call, call, step, tensors, positions)
         if positions:
-            frame.gradients.update({tensor._id: tensor for tensor in values if hasattr(tensor, "_id")})
+            gradient_call.gradients.update(
+                {tensor._id: tensor for tensor in values if hasattr(tensor, "_id")}
+            )
         return result
 
-    def _instrumented(
-        self, frame: Frame, call: EagerCall, step: BackwardStep, tensors: list[Any], positions: list[int]
+    def _run_routines(
+        self,
+        gradient_call: GradientCall,
+        call: EagerCall,
+        step: BackwardStep,
+        tensors: list[Any],
+        positions: list[int],
     ) -> tuple[Any, list[Any]]:
-        given = [tensors[i] for i in positions]
+        """Run a backward op between its routines; return its result, and the result's tensors."""
+        incoming = [tensors[i] for i in positions]
         with Suspension():
-            grads = step.before(given)
+            grads = step.before(incoming)
         inputs = call.inputs
-        if any(new is not old for new, old in zip(grads, given, strict=True)):
+        if any(new is not old for new, old in zip(grads, incoming, strict=True)):
             for position, gradient in zip(positions, grads, strict=True):
                 tensors[position] = gradient
             inputs = call.regrouped(tensors)
-        result = self._computed(frame, call, inputs)
+        result = self._run_op(gradient_call, call, inputs)
         values = call.flat(result)
         with Suspension():
             new_values = step.after(values, grads)
@@ -204,37 +221,37 @@ class Tape:
             return result, values
         return call.unflat(result, new_values), new_values
 
-    def _computed(self, frame: Frame, call: EagerCall, inputs: list[Any]) -> Any:
-        """Run the op; where a tape records it, its own backward ops are the same trace's."""
+    def _run_op(self, gradient_call: GradientCall, call: EagerCall, inputs: list[Any]) -> Any:
+        """Run the op; where a tape records it, mark it so that its backward ops belong to the same trace."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return call.run(inputs)
-        assert frame.mark.trace is not None
-        if frame.second is None:
-            frame.second = frame.mark.trace.again()
-        with Made(frame.mark.order + 1) as made:
+        assert gradient_call.mark.trace is not None
+        if gradient_call.backward_trace is None:
+            gradient_call.backward_trace = gradient_call.mark.trace.again()
+        with Marking(gradient_call.mark.order + 1) as marking:
             result = call.invoke(inputs)
-        for mark in made.marks:
-            mark.place = frame.count
-            mark.trace = frame.second
+        for mark in marking.marks:
+            mark.place = gradient_call.count
+            mark.trace = gradient_call.backward_trace
         return result
 
 
-def _listed(result: Any) -> Any:
+def _as_list(result: Any) -> Any:
     return result if isinstance(result, (list, tuple)) else [result]
 
 
-def _nobodys(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass whose ops no tool asks for."""
-    before, local.frame = local.frame, NOBODY
+def _run_unmarked(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass in which no tool has routines."""
+    outer_call, local.gradient_call = local.gradient_call, UNMARKED
     try:
         return run(*args, **kwargs)
     finally:
-        local.frame = before
+        local.gradient_call = outer_call
         interceptor.reset_root()
 
 
-def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`recompute_grad`, whose function runs again at the place where it ran first."""
+def _stand_in_for_recompute_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand-in for `recompute_grad`: the recomputed ops have the ids of the first computation."""
 
     @functools.wraps(original)
     def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +262,7 @@ def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
             again = recomputed(f)
 
             def outside(*values: Any, **named: Any) -> Any:
-                with Outside():
+                with ForwardContext():
                     return again(*values, **named)
 
             return original(outside)(*args, **kwargs)
@@ -255,13 +272,13 @@ def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
     return recompute_grad
 
 
-def _unmarked_jvp() -> Callable[..., Any]:
-    """`_jvp_dispatch`, which keeps functions by the attributes, without the mark among them."""
+def _stand_in_for_jvp_dispatch() -> Callable[..., Any]:
+    """Stand-in for `_jvp_dispatch`, which caches functions by attributes: leaves the mark out of these."""
     original = forwardprop._jvp_dispatch
 
     @functools.wraps(original)
-    def jvp_dispatch(type: str, attrs: Any, *rest: Any, **named: Any) -> Any:
-        return original(type, attrs if _mark_in(attrs) is None else attrs[:-2], *rest, **named)
+    def jvp_dispatch(type: str, attrs: Any, *positional: Any, **named: Any) -> Any:
+        return original(type, attrs if _mark_in(attrs) is None else attrs[:-2], *positional, **named)
 
     return jvp_dispatch
 
@@ -270,5 +287,5 @@ def _is_eager(tensors: Sequence[Any]) -> bool:
     return bool(tensors) and type(tensors[0]) is EagerTensor
 
 
-def _mark_in(attrs: Any) -> Mark | None:
-    return attrs[-1] if attrs and type(attrs[-1]) is Mark else None
+def _mark_in(attrs: Any) -> TapeMark | None:
+    return attrs[-1] if attrs and type(attrs[-1]) is TapeMark else None

@@ -1,4 +1,4 @@
-"""Variables, as what tells ops apart: by their handles, and by the tensors that were read of them."""
+"""Variables, which enter the ids of ops: found by their handles and by the tensors read from them."""
 
 import weakref
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any
 from amanda import interceptor
 
 READS = frozenset({"ReadVariableOp", "Identity", "Cast", "Reshape", "Transpose"})
-"""Ops whose result is what a variable holds, in another form maybe, if their first input is."""
+"""Ops whose result is the value of a variable, cast or rearranged, if their first input is."""
 
 
 class Variable:
-    """Stands for a variable among the arguments of a call."""
+    """A variable among the arguments of a call."""
 
     __slots__ = ("__weakref__", "_handle")
 
@@ -21,14 +21,14 @@ class Variable:
 
     @property
     def handle(self) -> Any:
-        """Its handle, as long as that lives."""
+        """The variable's handle while it lives, else None."""
         return self._handle()
 
 
 class Variables:
-    """The variables whose handles were met.
+    """The variables that ops have used.
 
-    read: by the ids of living tensors, what they were read of.
+    read: by the id of a living tensor, the tensor and the variable that it was read from.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Variables:
         self.read: dict[int, tuple[Any, Variable]] = {}
         interceptor.add_identity_type(Variable)
 
-    def known(self, tensor: Any) -> Variable | None:
-        """The variable that a tensor is the handle of, or was read of."""
+    def variable_of(self, tensor: Any) -> Variable | None:
+        """Return the variable that a tensor is the handle of or was read from; None for other tensors."""
         key = tensor._id
         if key in self.read:
             return self.read[key][1]
@@ -50,8 +50,8 @@ class Variables:
     def _forget(self, key: int, _: Any) -> None:
         self._by_handle.pop(key, None)
 
-    def know(self, tensor: Any, variable: Variable) -> None:
-        """Keep that a tensor was read of a variable, as long as it lives."""
+    def record_read(self, tensor: Any, variable: Variable) -> None:
+        """Record the variable that a tensor was read from, until the tensor dies."""
         key = tensor._id
         self.read[key] = weakref.ref(tensor, lambda _: self.read.pop(key, None)), variable
 

@@ -1,4 +1,4 @@
-"""Eager calls of functions, which become calls of their instrumented copies."""
+"""Stand-ins for TensorFlow's eager calls of functions, which call the instrumented copies."""
 
 from __future__ import annotations
 
@@ -19,59 +19,62 @@ from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import gradients_util
 
 from ..graph import GraphTensors
-from ._copies import Runnable
+from ._copies import RegisteredCopy
 from ._options import unoptimized
-from ._threads import Call, check_threads
+from ._threads import FunctionExecution, check_threads
 
 _TENSORS = GraphTensors()
 _INT64 = dtypes.int64.as_datatype_enum
 
 
-class Trace:
-    """The record that the call of a forward function leaves for that of its backward function.
+class ForwardRecord:
+    """A call of a forward function, recorded for the calls of its backward function.
 
-    outside: the state in which the backward function runs once the scopes are closed.
+    state_outside: the state in which the backward function runs once the scopes are closed.
+    copy: the instrumented copy.  runs, stores: those of the execution.  atomic: the forward function, weakly.
     """
 
-    def __init__(self, copy: Copy[Runnable], execution: Execution, atomic: Any) -> None:
-        self.outside = replace(execution.state, stack=None, scopes=())
+    def __init__(self, copy: Copy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
+        self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
         self.runs = execution.runs
         self.stores = execution.stores
         self.atomic = weakref.ref(atomic)
 
 
-class _Thread(threading.local):
-    """State of one thread: the call that is under way, and the traces of the last and the forward call.
+class _ThreadCalls(threading.local):
+    """Calls of functions on a thread.
 
-    pending: the call whose function is to be exchanged.  last: the trace of the call that ended last.
-    trace: that of the forward call whose backward function runs.
+    pending: the function that TensorFlow is about to call, its copy and execution.
+    last_record: the record of the forward call that ended last.
+    forward_record: the record of the forward call whose backward function is being called.
     """
 
     def __init__(self) -> None:
-        self.pending: tuple[bytes, Runnable, Execution] | None = None
-        self.last: Trace | None = None
-        self.trace: Trace | None = None
+        self.pending: tuple[bytes, RegisteredCopy, Execution] | None = None
+        self.last_record: ForwardRecord | None = None
+        self.forward_record: ForwardRecord | None = None
 
 
-class Boundary:
-    """Stands where functions are called.
+class FunctionBoundary:
+    """Patches of TensorFlow's eager calls of functions.
 
-    copy: makes or finds the copy of a function, for a state, arguments and the trace of the forward call;
-    None where the function is left as it is.
+    copy: returns the copy of a function for a state, arguments and the record of the forward call; None where
+    the function runs uninstrumented.
     """
 
-    def __init__(self, copy: Callable[..., Copy[Runnable] | None]) -> None:
+    def __init__(self, copy: Callable[..., Copy[RegisteredCopy] | None]) -> None:
         self._copy = copy
-        self._thread = _Thread()
+        self._thread = _ThreadCalls()
 
     def enter(self, attributes: Attributes) -> None:
-        """Take every call until the attributes are restored."""
-        self._follow_calls(attributes)
-        self._exchange_names(attributes)
-        self._follow_backward(attributes)
+        """Patch the calls until `attributes` are restored."""
+        self._patch_call_flat(attributes)
+        self._patch_call_function(attributes)
+        self._patch_backward_wrapper(attributes)
 
-    def _follow_calls(self, attributes: Attributes) -> None:
+    def _patch_call_flat(self, attributes: Attributes) -> None:
+        """Patch `AtomicFunction.call_flat`, which calls a function eagerly."""
         call = atomic_function.AtomicFunction.call_flat
 
         @functools.wraps(call)
@@ -79,37 +82,43 @@ class Boundary:
             activation = interceptor.active()
             if activation is None or not atomic._bound_context.executing_eagerly():
                 return call(atomic, *args)
-            return self._call(activation.state, call, atomic, args)
+            return self._call_instrumented(activation.state, call, atomic, args)
 
         attributes.set(atomic_function.AtomicFunction, "call_flat", call_flat)
 
-    def _call(self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]) -> Any:
-        trace, self._thread.trace = self._thread.trace, None
-        self._thread.last = None
-        copy = self._copy(state, atomic, args, trace)
+    def _call_instrumented(
+        self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
+    ) -> Any:
+        """Call a function as its copy, and record a forward call; without a copy, call the function."""
+        forward_record, self._thread.forward_record = self._thread.forward_record, None
+        self._thread.last_record = None
+        copy = self._copy(state, atomic, args, forward_record)
         if copy is None:
             return call(atomic, *args)
         state.report_all(copy, copy.reports)
         if copy.runnable is None and copy.handed_on is None:
             return call(atomic, *args)
-        if trace is None:
-            execution = Call(state, _TENSORS, copy.table)
+        if forward_record is None:
+            execution = FunctionExecution(state, _TENSORS, copy.table)
         else:
-            execution = Call(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
+            execution = FunctionExecution(
+                state, _TENSORS, copy.table, forward_record.runs, False, forward_record.stores
+            )
         if copy.runnable is None:
             outputs = call(atomic, *args)
         else:
-            before, self._thread.pending = self._thread.pending, (atomic.name, copy.runnable, execution)
+            outer, self._thread.pending = self._thread.pending, (atomic.name, copy.runnable, execution)
             try:
                 with execution.under_way():
                     outputs = call(atomic, *args)
             finally:
-                self._thread.pending = before
+                self._thread.pending = outer
         if copy.handed_on is not None:
-            self._thread.last = Trace(copy, execution, atomic)
+            self._thread.last_record = ForwardRecord(copy, execution, atomic)
         return outputs
 
-    def _exchange_names(self, attributes: Attributes) -> None:
+    def _patch_call_function(self, attributes: Attributes) -> None:
+        """Patch `Context.call_function`, which gives the runtime a function's name: it gets the copy's."""
         call = context.Context.call_function
 
         @functools.wraps(call)
@@ -124,62 +133,74 @@ class Boundary:
 
         attributes.set(context.Context, "call_function", call_function)
 
-    def _follow_backward(self, attributes: Attributes) -> None:
+    def _patch_backward_wrapper(self, attributes: Attributes) -> None:
+        """Patch `_wrap_backward_function`, which makes the backward function that a tape records."""
         holder = concrete_function._TapeGradientFunctions
         wrap = holder._wrap_backward_function
 
         @functools.wraps(wrap)
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
-            return wrap(functions, graph, self._traced(functions, backward), outputs)
+            return wrap(functions, graph, self._with_record(functions, backward), outputs)
 
         attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
 
-    def _traced(self, functions: Any, backward: Any) -> Any:
-        """A backward function that is to be recorded; for the call that has just ended, if it is of that."""
-        trace, self._thread.last = self._thread.last, None
-        if trace is None or trace.atomic() is not functions._forward:
+    def _with_record(self, functions: Any, backward: Any) -> Any:
+        """Return a backward function with the record of the last call, if it belongs to that call."""
+        forward_record, self._thread.last_record = self._thread.last_record, None
+        if forward_record is None or forward_record.atomic() is not functions._forward:
             return backward
-        return _Traced(self, backward, trace)
+        return _RecordedBackward(self, backward, forward_record)
 
-    def call_backward(self, backward: Any, trace: Trace, tensors: list[Any], captures: list[Any]) -> Any:
-        """Call a backward function for a forward call; it reads what that kept, also after the scope."""
-        if interceptor.active() is None and context.executing_eagerly() and trace.copy.runnable is not None:
-            return self._call_outside(backward, trace, tensors + captures)
-        before, self._thread.trace = self._thread.trace, trace
+    def call_backward(
+        self, backward: Any, forward_record: ForwardRecord, tensors: list[Any], captures: list[Any]
+    ) -> Any:
+        """Call a backward function for a forward call, whose values its copy reads, also after the scope."""
+        if (
+            interceptor.active() is None
+            and context.executing_eagerly()
+            and forward_record.copy.runnable is not None
+        ):
+            return self._call_outside(backward, forward_record, tensors + captures)
+        outer, self._thread.forward_record = self._thread.forward_record, forward_record
         try:
             return backward._call_flat(tensors, captures)
         finally:
-            self._thread.trace = before
+            self._thread.forward_record = outer
 
-    def _call_outside(self, backward: Any, trace: Trace, args: list[Any]) -> Any:
-        """As `_call_flat`, where no one stands at the boundary: a tape around records it as it would."""
+    def _call_outside(self, backward: Any, forward_record: ForwardRecord, args: list[Any]) -> Any:
+        """Call the copy of a backward function once the driver is detached, and record the call on tapes.
+
+        Does what TensorFlow's `_call_flat` does, with the copy instead of the function.
+        """
         recorded = None
         watched = gradients_util.PossibleTapeGradientTypes(args)
         if watched == gradients_util.POSSIBLE_GRADIENT_TYPES_NONE:
-            atomic, given = backward._inference_function, args
+            atomic, arguments = backward._inference_function, args
         else:
             recorded = backward._select_forward_and_backward_functions(args, watched, True)
-            atomic, given = recorded.forward()
-        state = trace.outside
-        copy = self._copy(state, atomic, given, trace)
+            atomic, arguments = recorded.forward()
+        state = forward_record.state_outside
+        copy = self._copy(state, atomic, arguments, forward_record)
         if copy is None or copy.runnable is None:
             return backward._call_flat(args, [])
-        execution = Call(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
+        execution = FunctionExecution(
+            state, _TENSORS, copy.table, forward_record.runs, False, forward_record.stores
+        )
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
         with record.stop_recording(), execution.under_way():
-            outputs = _call_copy(call, copy.runnable, execution, given, count)
+            outputs = _call_copy(call, copy.runnable, execution, arguments, count)
         if recorded is not None:
-            self._thread.last = Trace(copy, execution, atomic)
-            self._record(recorded, outputs)
+            self._thread.last_record = ForwardRecord(copy, execution, atomic)
+            self._record_call(recorded, outputs)
         return backward.function_type.pack_output(outputs)
 
-    def _record(self, recorded: Any, outputs: Any) -> None:
-        """Record a call on the tapes, for a backward function that reads what this call kept."""
+    def _record_call(self, recorded: Any, outputs: Any) -> None:
+        """Record a call on the tapes; its backward function gets the record of this call."""
         functions = recorded._functions
         wrap = functions._wrap_backward_function
 
         def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
-            return wrap(graph, self._traced(functions, backward), outputs)
+            return wrap(graph, self._with_record(functions, backward), outputs)
 
         functions._wrap_backward_function = wrap_backward_function
         try:
@@ -188,28 +209,29 @@ class Boundary:
             del functions._wrap_backward_function
 
 
-class _Traced:
-    """A backward function, called for one call of its forward function."""
+class _RecordedBackward:
+    """A backward function together with the record of the forward call that it belongs to."""
 
-    def __init__(self, boundary: Boundary, backward: Any, trace: Trace) -> None:
+    def __init__(self, boundary: FunctionBoundary, backward: Any, forward_record: ForwardRecord) -> None:
         self._boundary = boundary
         self._backward = backward
-        self._trace = trace
+        self._forward_record = forward_record
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backward, name)
 
     def _call_flat(self, tensors: list[Any], captures: list[Any]) -> Any:
-        return self._boundary.call_backward(self._backward, self._trace, tensors, captures)
+        return self._boundary.call_backward(self._backward, self._forward_record, tensors, captures)
 
 
 def _call_copy(
-    call: Callable[..., Any], copy: Runnable, execution: Execution, args: Sequence[Any], count: int
+    call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
+    """Call a copy with the execution's number as last argument; errors name the function."""
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
-    given = copy.name, [*args, number], count
+    arguments = copy.name, [*args, number], count
     try:
-        return unoptimized(call, *given) if copy.torn else call(*given)
+        return unoptimized(call, *arguments) if copy.skips_optimizer else call(*arguments)
     except errors.OpError as error:
         copy.in_vanilla_terms(error)
         raise

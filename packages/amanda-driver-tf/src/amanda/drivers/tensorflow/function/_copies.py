@@ -1,4 +1,4 @@
-"""Copies of functions among those of the runtime, and what is known of forward functions."""
+"""Copies of functions that are registered with the runtime, and facts of forward functions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..graph._facts import facts_of, grouped_outputs
 from ._options import is_torn
 
 
-class Runnable:
-    """A copy of a function among those of the runtime.
+class RegisteredCopy:
+    """A copy of a function that is registered with the runtime.
 
-    name: the runtime's name of it.  vanilla: that of the function.
-    torn: whether routines keep nearly all of its operators apart.
+    name: the copy's name.  vanilla: the function's name.
+    skips_optimizer: True if routines lie between nearly all operators, so that grappler can fuse none.
     """
 
     def __init__(self, vanilla: str, definitions: Sequence[Any]) -> None:
-        """Register the copy, which comes last, and the functions that it calls."""
+        """Register the copy, the last of these definitions, and the functions that it calls."""
         self._vanilla = vanilla
-        self.torn = is_torn(definitions)
+        self.skips_optimizer = is_torn(definitions)
         self._handles: list[Any] = []
         current = context.context()
         for definition in definitions:
@@ -35,33 +35,36 @@ class Runnable:
             self._handles.append(atomic_function.AtomicFunction(self.name, current, None))
 
     def in_vanilla_terms(self, error: Any) -> None:
-        """Name, in an operation's error, the function that the user knows."""
+        """Replace the copy's name in an operation's error by the function's."""
         error._message = error._message.replace(self.name.decode(), self._vanilla)
 
 
-class Forward:
+class ForwardFacts:
     """Results of rewriting a forward function that the rewriting of its backward functions needs.
 
-    identity: of its graph.  plans: of its operations, by their ids.
-    tables: those of `Rewriting` that are about forward operations.
-    ids: of the operations, with the layers that they lie in, as long as their graph lives.
+    identity: of the function's graph.  plans: of its operations, by their ids.
+    tables: those tables of `Rewriting` that are about forward operations.
+    locations: by operation, the layers around it for each of its ids; weak in the operations.
+    callees: graphs of the functions that an operation calls; weak in the operations and the graphs.
     """
 
-    _TABLES = ("kept", "shared", "taped", "depths")
+    _TABLES = ("saved_values", "saved_values_by_input", "autodiff_places", "depths")
 
     def __init__(self, rewriting: Rewriting, identity: int) -> None:
         self.identity = identity
         self.plans = rewriting.analysis.plans
         self.tables = {name: getattr(rewriting, name) for name in self._TABLES}
-        self.ids: weakref.WeakKeyDictionary[Any, dict[int, Location]] = weakref.WeakKeyDictionary()
-        for op, known in rewriting.ids.items():
-            self.ids[op] = {op_id: Location(facts.scope, facts.aliases) for op_id, facts in known.items()}
+        self.locations: weakref.WeakKeyDictionary[Any, dict[int, Location]] = weakref.WeakKeyDictionary()
+        for op, facts_by_id in rewriting.facts_by_id.items():
+            self.locations[op] = {
+                op_id: Location(facts.scope, facts.aliases) for op_id, facts in facts_by_id.items()
+            }
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
     def hand_on(self, rewriting: Rewriting) -> None:
-        """Give the rewriting of a backward function the facts of the forward operations."""
+        """Copy the facts of the forward operations into the rewriting of a backward function."""
         rewriting.analysis.plans.update(self.plans)
         for name, table in self.tables.items():
             getattr(rewriting, name).update(table)
@@ -70,11 +73,12 @@ class Forward:
         rewriting.origin = lambda op, op_id: self._origin(rewriting, op, op_id)
 
     def _origin(self, rewriting: Rewriting, op: Any, op_id: int | None) -> tuple[int, OpFacts] | None:
-        known = self.ids.get(op)
-        if not known:
+        """Return op id and facts of an operation of the forward function; None for others."""
+        locations = self.locations.get(op)
+        if not locations:
             return None
-        if op_id is None or op_id not in known:
-            op_id = next(reversed(known))
-        facts = facts_of(op, op_id, rewriting.namespace, place=known[op_id])
+        if op_id is None or op_id not in locations:
+            op_id = next(reversed(locations))
+        facts = facts_of(op, op_id, rewriting.namespace, place=locations[op_id])
         facts.outputs = grouped_outputs(op, op.node_def)
         return op_id, facts

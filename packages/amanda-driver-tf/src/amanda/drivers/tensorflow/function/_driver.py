@@ -1,4 +1,4 @@
-"""The driver of function mode: its boundary is where TensorFlow calls a function eagerly."""
+"""The driver of function mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amanda.backend import GraphAnalysis, GraphDriver, State, Uninstrumented
 from amanda.graph import Copy
 from tensorflow.python.eager import context, record
 
-from .._layers import handles_of, kinds_of_layers
+from .._layers import handles_of, layer_classes
 from .._recording import allow_tapes_in_routines
 from .._requirements import check
 from ..graph import (
@@ -20,28 +20,28 @@ from ..graph import (
     GraphTensors,
     Rewriting,
     TensorFlowReads,
-    body_of,
-    callees,
-    copy_of,
-    draws,
+    function_body,
     function_of,
     must_compile,
+    numbered_copy,
+    ops_with_generators,
     rewrite,
     runs_without_xla,
+    with_callees,
 )
-from ._boundary import Boundary, Trace
-from ._copies import Forward, Runnable
-from ._identities import Identities, parts
-from ._recording import forget_gradient_function, record_gradients
+from ._boundary import ForwardRecord, FunctionBoundary
+from ._copies import ForwardFacts, RegisteredCopy
+from ._gradient_recording import forget_gradient_function, record_gradients
+from ._identities import Identities, split_name
 
-Called = tuple[Any, Sequence[Any], Trace | None]
-"""A function that is called, its arguments, and the record of the call whose gradients it computes."""
+FunctionCall = tuple[Any, Sequence[Any], ForwardRecord | None]
+"""A function, its arguments, and the record of the forward call whose gradients it computes, or None."""
 
 
-class FunctionDriver(GraphDriver[Rewriting, Runnable]):
-    """TensorFlow's functions: each is run as a copy with the routines in it.
+class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
+    """Instruments TensorFlow's functions: runs a copy of each function, with the routines in it.
 
-    observer_bytes: how much memory the values may take that observers are given in one call.
+    observer_bytes: memory limit for the values that observers get in one call.
     """
 
     api = 1
@@ -54,10 +54,10 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
     def __init__(self) -> None:
         super().__init__()
         self._identities = Identities()
-        self._boundary = Boundary(self._copy)
+        self._boundary = FunctionBoundary(self._find_copy)
 
     def attach(self) -> None:
-        """Stand at the boundary, and note gradients that are made."""
+        """Patch the calls of functions, and the creation of gradients."""
         check("function")
         self._boundary.enter(self.attributes)
         record_gradients(self.attributes)
@@ -70,88 +70,93 @@ class FunctionDriver(GraphDriver[Rewriting, Runnable]):
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Eager mode, without tapes: routines that are traced are no part of what the user computes."""
+        """Return a context of eager mode without tapes, so that traced routines enter no graph or tape."""
         with context.eager_mode(), record.stop_recording():
             yield
 
-    def rewrite(self, graph: Called, analysis: GraphAnalysis) -> Rewriting:
+    def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> Rewriting:
         """Rewrite a function and those that it calls."""
-        atomic, args, trace = graph
+        atomic, args, forward_record = graph
         function = function_of(atomic)
-        kind, name = parts(function.name)
+        kind, name = split_name(function.name)
         compiled = must_compile(function.definition)
         if compiled and not runs_without_xla(function, args.__getitem__):
             raise Uninstrumented(f"the ops of {name}", RUNS_IN_XLA_ALONE)
         rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
         rewriting.runs_without_xla = compiled
-        analysis.closed = _is_closed(analysis.state, trace)
+        analysis.closed = _is_closed(analysis.state, forward_record)
         rewriting.differentiated = kind != "inference"
-        rewriting.layers.know(_variables(function.graph))
-        forward: Forward | None = None if trace is None else trace.copy.handed_on
+        rewriting.layers.add_variables(_live_variables(function.graph))
+        forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
         if forward is not None:
             forward.hand_on(rewriting)
-            if kind == "forward" and (rewriting.kept or rewriting.taped):
+            if kind == "forward" and (rewriting.saved_values or rewriting.autodiff_places):
                 rewriting.report(f"second gradients of {name}", "they take what routines gave for constants")
-        body = body_of(
+        body = function_body(
             function, self._identities.of(function.graph, function.name), rewriting, args.__getitem__,
-            within=_calling(function.graph), apart=kind == "forward", backward=trace is not None,
-            forward_identity=None if forward is None else forward.identity,
+            within=_calling_layers(function.graph), apart=kind == "forward", backward=forward_record is not
+            None, forward_identity=None if forward is None else forward.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
         rewriting.changed = rewritten.changed
         if kind == "forward":
-            rewriting.handed_on = Forward(rewriting, body.identity)
+            rewriting.handed_on = ForwardFacts(rewriting, body.identity)
         if rewritten.changed:
-            rewriting.library.append(copy_of(function.definition, rewritten, body))
+            rewriting.library.append(numbered_copy(function.definition, rewritten, body))
             if compiled:
                 rewriting.report(f"jit_compile of {name}", "in a scope it runs without XLA")
         analysis.finish(function.graph)
         return rewriting
 
-    def runnable(self, graph: Called, rewriting: Rewriting) -> Runnable:
+    def runnable(self, graph: FunctionCall, rewriting: Rewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
-        made = Runnable(graph[0].name.decode(), rewriting.library)
-        for name in draws(callees(rewriting.library, _definition)):
+        registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
+        for name in ops_with_generators(with_callees(rewriting.library, _definition)):
             rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
-        return made
+        return registered
 
-    def _copy(
-        self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None
-    ) -> Copy[Runnable] | None:
-        """The copy of a function for the tools in force; None where it is left as it is."""
-        if trace is not None:
-            closed = _is_closed(state, trace)
-            return self.copy((atomic, args, trace), state, closed, atomic, trace.copy)
+    def _find_copy(
+        self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
+    ) -> Copy[RegisteredCopy] | None:
+        """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
+        if forward_record is not None:
+            closed = _is_closed(state, forward_record)
+            return self.copy((atomic, args, forward_record), state, closed, atomic, forward_record.copy)
         if state.stack is None:
             return None
         if b"__backward_" in atomic.name:
-            if any(one.wants_backward for one in state.stack.chain):
-                name = parts(atomic.name.decode())[1]
+            if any(stack.wants_backward for stack in state.stack.chain):
+                name = split_name(atomic.name.decode())[1]
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
             return None
         return self.copy((atomic, args, None), state, False, atomic)
 
 
-def _is_closed(state: State, trace: Trace | None) -> bool:
-    """Return True if the tools of a forward call are applied no more."""
-    return trace is not None and not any(state.is_open(tool) for tool in trace.copy.stack.applied)
+def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:
+    """Return True if no tool of a forward call is applied any more."""
+    return forward_record is not None and not any(
+        state.is_open(tool) for tool in forward_record.copy.stack.applied
+    )
 
 
-def _calling(graph: Any) -> Sequence[Any]:
-    """The layers that call a function, if they hold what the function reads; others might call it else."""
-    variables = {id(one.handle) for one in _variables(graph)}
+def _calling_layers(graph: Any) -> Sequence[Any]:
+    """Return the layers that call a function, if the innermost one holds all variables of the function.
+
+    Otherwise other layers may call the same function.
+    """
+    variables = {id(variable.handle) for variable in _live_variables(graph)}
     subjects = interceptor.subjects()
-    if not variables or not subjects or not isinstance(subjects[-1], kinds_of_layers()):
+    if not variables or not subjects or not isinstance(subjects[-1], layer_classes()):
         return ()
-    own = {id(handle) for handle in handles_of(subjects[-1])}
-    return subjects if variables <= own else ()
+    layer_handles = {id(handle) for handle in handles_of(subjects[-1])}
+    return subjects if variables <= layer_handles else ()
 
 
-def _variables(graph: Any) -> list[Any]:
-    """The variables of a traced graph that are alive."""
-    held = (one() for one in getattr(graph, "_weak_variables", ()))
-    return [one for one in held if one is not None]
+def _live_variables(graph: Any) -> list[Any]:
+    """Return the living variables of a traced graph."""
+    variables = (variable() for variable in getattr(graph, "_weak_variables", ()))
+    return [variable for variable in variables if variable is not None]
 
 
 def _definition(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""TensorFlow's optimizer of graphs, and copies of functions that it can do nothing for."""
+"""Calls of functions without TensorFlow's graph optimizer, where the optimizer can change nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ _DEFAULT = rewriter_config_pb2.RewriterConfig()
 
 
 def is_torn(definitions: Sequence[Any]) -> bool:
-    """Return True if Python is between nearly all operators of functions, so that none can be fused.
-
-    That is, there are as many calls of Python as operators.
-    """
-    types = [node.op for one in definitions for node in one.node_def]
+    """Return True if functions have as many calls of Python as operators, so that none can be fused."""
+    types = [node.op for definition in definitions for node in definition.node_def]
     return 2 * types.count(_CALLBACK) >= len(types)
 
 
 def unoptimized(call: Callable[..., Any], *args: Any) -> Any:
-    """Call the runtime with a function that it shall run as it is written.
-
-    Its optimizer takes most of the time of a first call, which grows with the graph.
-    """
+    """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
     current = context.context()
     before = current.function_call_options
     current.function_call_options = _without_optimizer(before.config_proto_serialized, before.executor_type)
@@ -38,7 +32,7 @@ def unoptimized(call: Callable[..., Any], *args: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _without_optimizer(serialized: bytes, executor_type: str | None) -> Any:
-    """Options as these, but for the optimizer; what the user has set of that stays."""
+    """Return these options without the optimizer, unless the user has set options of the optimizer."""
     config = config_pb2.ConfigProto.FromString(serialized)
     options = config.graph_options.rewrite_options
     options.disable_meta_optimizer = options.disable_meta_optimizer or options == _DEFAULT

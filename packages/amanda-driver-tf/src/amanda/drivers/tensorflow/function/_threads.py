@@ -1,4 +1,4 @@
-"""A routine that calls a function needs a thread of TensorFlow's besides the one that it runs on."""
+"""The error for a routine that calls a function while TensorFlow has a single thread for ops."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import tensorflow as tf
 from amanda.backend import Execution
 from amanda.errors import RoutineError
 
-from ..graph import calling
+from ..graph import running
 
 
-class Call(Execution):
-    """One of a function that is called: its routines run on the threads that all functions share."""
+class FunctionExecution(Execution):
+    """An execution of a function, whose routines run on the threads that all functions share."""
 
 
 def check_threads(function: Any) -> None:
-    """Raise a RoutineError where a routine, on the only thread, calls a function: it would wait forever."""
-    if isinstance(calling.execution, Call) and _number_of_threads() == 1:
+    """Raise RoutineError if a routine calls a function while there is one thread: it would wait forever."""
+    if isinstance(running.execution, FunctionExecution) and _number_of_threads() == 1:
         raise RoutineError(
             f"a routine calls the function {_name(function)}, which would wait forever for the only thread "
             "that TensorFlow has for ops, as the routine runs on it; before any op runs call "
@@ -30,11 +30,11 @@ def check_threads(function: Any) -> None:
 
 @cache
 def _number_of_threads() -> int:
-    """As TensorFlow has started: what was asked for, or one for each processor that it may run on."""
-    asked = tf.config.threading.get_inter_op_parallelism_threads()
+    """Return the number of threads for ops: the configured one, or that of available processors."""
+    requested = tf.config.threading.get_inter_op_parallelism_threads()
     environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    if asked or (environment.isdigit() and int(environment)):
-        return int(asked or environment)
+    if requested or (environment.isdigit() and int(environment)):
+        return int(requested or environment)
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

@@ -1,21 +1,22 @@
-"""The engine of sessions and functions: analysis of operations, and edits of a copy of their nodes.
+"""The engine of sessions and functions: analysis of operations, and edits of copies of their nodes.
 
-A mode makes a `Rewriting`, and a `Body` of what is to run; `rewrite` brings the operations to the tools, and
-gives the edited nodes as a `Rewritten`, and the functions that they call in `Rewriting.library`.
+A mode creates a `Rewriting`, and a `Body` of the operations that run. `rewrite` brings the operations to the
+tools, and returns the edited nodes as a `RewrittenBody`; the functions that these call are in
+`Rewriting.library`.
 """
 
-from ._backward import records
-from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten
-from ._edited import NUMBER, copy_of, edited
-from ._flow import enters
-from ._function_body import body_of
-from ._functions import Function, function_named, function_of
-from ._generators import callees, draws
+from ._body import DEFAULT_BUDGET, Body, Rewriting, RewrittenBody
+from ._control_flow import loop_entries
+from ._definitions import NUMBER, edited_definition, numbered_copy
+from ._forward_map import records
+from ._function_body import function_body
+from ._functions import GraphFunction, function_named, function_of
+from ._generators import ops_with_generators, with_callees
 from ._locations import Location, Locations
-from ._nodes import constant, either, new_node, placeholder
+from ._nodes import constant, control_trigger, new_node, placeholder
 from ._reads import TensorFlowReads
 from ._rewrite import rewrite
-from ._slots import calling
+from ._slots import running
 from ._syntax import Edge, GraphSyntax
 from ._values import GraphTensors, variable_of
 from ._xla import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
@@ -26,30 +27,30 @@ __all__ = [
     "RUNS_IN_XLA_ALONE",
     "Body",
     "Edge",
-    "Function",
+    "GraphFunction",
     "GraphSyntax",
     "GraphTensors",
     "Location",
     "Locations",
     "Rewriting",
-    "Rewritten",
+    "RewrittenBody",
     "TensorFlowReads",
-    "body_of",
-    "callees",
-    "calling",
     "constant",
-    "copy_of",
-    "draws",
-    "edited",
-    "either",
-    "enters",
+    "control_trigger",
+    "edited_definition",
+    "function_body",
     "function_named",
     "function_of",
+    "loop_entries",
     "must_compile",
     "new_node",
+    "numbered_copy",
+    "ops_with_generators",
     "placeholder",
     "records",
     "rewrite",
+    "running",
     "runs_without_xla",
     "variable_of",
+    "with_callees",
 ]

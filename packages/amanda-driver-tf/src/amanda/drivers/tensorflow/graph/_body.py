@@ -1,4 +1,4 @@
-"""The data that a mode hands to the engine, and what it gets back."""
+"""The input and the output of a rewrite: a body, the rewriting, a rewritten body."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from amanda.backend import digest
 from amanda.graph import History
 from tensorflow.python.framework import tensor_util
 
-from ._locations import Layers, Location
+from ._autodiff import Readers
+from ._locations import LayerIndex, Location
 from ._reads import TensorFlowReads
-from ._taping import Readers
 
 if TYPE_CHECKING:
     from amanda.backend import OpFacts
@@ -27,29 +27,29 @@ DEFAULT_BUDGET = 64 << 20
 
 @dataclass
 class Body:
-    """The nodes of one graph or function that run.
+    """The operations of a graph or function that run.
 
     ops: the operations, in order.
-    nodes: by name, a NodeDef of each operation: copies, which the engine edits.
-    syntax: how the inputs of these NodeDefs name tensors.
-    number: the input that carries the execution's number.
+    nodes: a NodeDef of each operation by name; these are copies, which the engine edits.
+    syntax: the spelling of tensors in the inputs of these NodeDefs.
+    number: the input with the execution's number.
     identity: 64 bits that name the graph, the same in every process.
-    forward_of: the forward operation of a gradient operation; None for others.
+    forward_of: returns the forward operation of a gradient operation; None for others.
     outputs: the tensors that are fetched or returned.
-    captured: of a placeholder's output, the forward graph's tensor that it stands for; None for others.
-    node_name: the name in `nodes`, or the argument, of an operation.
-    read_value: the present value of a symbolic tensor.
-    variable_of: what holds the variable that a symbolic tensor was read of; None for others.
-    functions: the body of a function that a node calls, by its name; None where it is out of reach.
-    backward: whether all operations belong to a backward pass, also those of no forward operation.
-    apart: whether gradient operations of these operations may be in other graphs.
-    stacked: names of the operations whose gradients read their values where others read them too.
-    depth: how many loops are around it, whose rounds the number tells.
-    guessed: whether names tell the forward operation of some gradient operation.
-    order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
-    forward_identity: of the graph that this one has gradients of, as it was called, if it is another.
-    place_of: the layer that an operation lies in.
-    frames: of control flow of version 1, in which the number and the depth depend on the operation.
+    captured: returns the forward graph's tensor that a placeholder stands for; None for other tensors.
+    node_name: returns the name of an operation in `nodes`, or among the arguments.
+    read_value: returns the present value of a symbolic tensor.
+    variable_of: returns the holder of the variable that a symbolic tensor was read from; None for others.
+    functions: returns the function that a node calls, by its name; None where it is out of reach.
+    backward: True if all operations belong to a backward pass, also those without a forward operation.
+    apart: True if gradient operations of these operations may be in other graphs.
+    stacked: names of the operations whose gradients read values off stacks that other ops read, too.
+    depth: number of loops around the body, whose rounds the number contains.
+    guessed: True if the forward operation of some gradient operation was inferred from names.
+    order_of: returns 1 for a gradient operation, 2 for an operation of second gradients, and so on.
+    forward_identity: identity of the graph that these are gradients of, if that is another graph.
+    place_of: returns the layer around an operation.
+    frames: control flow of version 1, in which the number and the depth depend on the operation.
     """
 
     ops: Sequence[tf.Operation]
@@ -75,38 +75,38 @@ class Body:
     forward_identity: int | None = None
 
     def forward_id(self, op: tf.Operation) -> int | None:
-        """Id of a forward operation of this body or of the graph that it has gradients of, if it is known.
+        """Return the id of a forward operation of this body or of its forward graph; None if unknown.
 
-        A graph that is called at several places has other ids for its operations at each.
+        A graph that is called at several places has other ids for its operations at each place.
         """
-        own = bool(self.ops) and op.graph is self.ops[0].graph
-        identity = self.identity if own else self.forward_identity
+        is_in_body = bool(self.ops) and op.graph is self.ops[0].graph
+        identity = self.identity if is_in_body else self.forward_identity
         return None if identity is None else digest(identity, op.name)
 
     def depth_of(self, op: tf.Operation) -> int:
-        """Return how many loops are around an operation, whose rounds the number tells."""
+        """Return the number of loops around an operation whose rounds the execution's number contains."""
         return self.depth if self.frames is None else int(self.frames.depth_at(op))
 
     def number_at(self, op: tf.Operation, ahead: bool) -> str:
-        """The number that nodes read ahead of an operation or behind it.
+        """Return the number that nodes read ahead of an operation or behind it.
 
-        Those of the Merge of a loop are ahead of what enters the loop.
+        Nodes ahead of the Merge of a loop are outside of the loop.
         """
         return self.number if self.frames is None else str(self.frames.number_at(op, ahead))
 
 
 @dataclass
-class Rewritten:
+class RewrittenBody:
     """An edited body.
 
-    nodes: all nodes, those inserted last.
-    outputs: for each of the body's outputs, how the copy names it as an input.
-    inserted: the names of inserted nodes by the operation that they must run with, if it runs.
+    nodes: all nodes; the inserted ones come last.
+    outputs: the copy's spelling of each of the body's outputs.
+    inserted: names of inserted nodes by the operation with which they must run, if it runs.
     removed: by the name of a replaced operation's node, the node that runs instead.
-    called: names of the nodes whose functions were edited.
-    changed: whether anything was inserted; if not, the vanilla graph may run.
-    backward: whether there are gradient operations in it, or in what it calls.
-    numbers: the number that nodes with routines read, by their names.
+    called_nodes: names of the nodes whose functions were edited.
+    changed: True if a node was inserted; if not, the vanilla graph may run.
+    backward: True if there are gradient operations in the body, or in functions that it calls.
+    numbers: the number that a node with routines reads, by the node's name.
     """
 
     nodes: list[Any]
@@ -114,95 +114,97 @@ class Rewritten:
     inserted: dict[str, list[str]]
     removed: dict[str, str]
     changed: bool
-    called: Sequence[str] = ()
+    called_nodes: Sequence[str] = ()
     backward: bool = False
     numbers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
-class Taped:
-    """A place where routines take part in autodiff.
+class AutodiffPlace:
+    """A node with routines that take part in autodiff.
 
-    side: "before", "instead" or "after" the operation, or "past" it: it is one whose inputs are read by what
-    replaces another one, the maker, by its op id.  place: the name that it keeps its values under.
-    node: the body that it is in, by its number, and its name there.
-    given, gave: flat positions of these values on the operation's side.
+    side: "before", "instead" or "after" the operation; "past" for an operation whose inputs a replacement of
+    another operation reads.  replacement_id: the op id of that other operation.
+    values_key: the key under which the node saves its values.
+    node: the identity of the node's body, and the node's name.
+    input_positions, output_positions: flat positions of its values among those of the operation.
     """
 
     side: str
-    place: Any
+    values_key: Any
     node: tuple[int, str]
-    given: list[int]
-    gave: list[int]
-    maker: int | None = None
+    input_positions: list[int]
+    output_positions: list[int]
+    replacement_id: int | None = None
 
 
 @dataclass(kw_only=True)
 class Rewriting(backend.Rewriting):
-    """One rewrite of a graph with the functions it calls: functions made, and what the backward pass needs.
+    """The rewrite of a graph with the functions that it calls.
 
-    budget: how many bytes observers may hold that run together.
+    budget: limit in bytes for the values that one call of observers gets.
     library: FunctionDefs that the copy calls.
-    differentiated: whether gradients are computed, here or in a graph that is rewritten later: then
-    routines keep what the backward pass needs.
-    kept: where what the backward operations of an op read instead of a tensor is kept: by op id, name and
-    index of the tensor, the place, its side and position.
-    shared: the same where an op is given a tensor several times, by position; None where it is read as it is.
-    taped: the places where routines of an op take part in autodiff, by op id.
-    readers: by a place, the nodes that read what is kept there.
-    depths: how many loops are around a forward op, by op id; 0 for others.
+    differentiated: True if gradients are computed, here or in a graph that is rewritten later: then routines
+    save values for the backward pass.
+    saved_values: by op id, name and index of a tensor, the saved value that the op's backward operations read
+    instead: its key, 0 for a node's inputs or 1 for its outputs, and its position there.
+    saved_values_by_input: likewise by position, for a tensor that is several inputs of an op; None for an
+    input that no routine changes.
+    autodiff_places: the nodes with routines of an op that take part in autodiff, by op id.
+    readers: by the key of saved values, the number of nodes that read them.
+    depths: number of loops around a forward op, by op id; 0 for others.
     callees: graphs of the functions that a forward operation calls, by the operation and place.
-    ids: facts of the forward operations that were analysed by their op ids: of a function that is called
-    at several places an operation has several.
-    origin: op id and facts of a forward operation of another graph, which was rewritten before, by the id
-    that it has if that is known; None of others.
-    find: a function by its name, where it is not one of the runtime; None where it is out of reach.
-    several_devices: whether resources may be on several devices.
-    compiled: operations whose functions run as they are, since XLA alone can run them.
-    runs_without_xla: whether XLA was to run the whole graph, and a trial without it succeeded.
-    layers: those whose names the scopes of the graph tell.
+    facts_by_id: by an analysed forward operation, its facts by op id; an operation of a function that is
+    called at several places has several ids.
+    origin: returns op id and facts of a forward operation of a graph that was rewritten before, for an op id
+    if that is known; None for other operations.
+    find_function: returns a function by name that the runtime does not have; None if out of reach.
+    several_devices: True if resources may be on several devices.
+    compiled: operations whose functions run uninstrumented, since XLA alone can run them.
+    runs_without_xla: True if the graph has jit_compile, and a trial without XLA succeeded.
+    layers: the layers that name scopes are looked up among.
     """
 
     budget: int = DEFAULT_BUDGET
     history: History = field(default_factory=lambda: History(TensorFlowReads))
     library: list[Any] = field(default_factory=list)
-    ids: dict[tf.Operation, dict[int, OpFacts]] = field(default_factory=dict)
+    facts_by_id: dict[tf.Operation, dict[int, OpFacts]] = field(default_factory=dict)
     callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
     differentiated: bool = False
-    kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
-    shared: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
-    taped: dict[int, list[Taped]] = field(default_factory=dict)
+    saved_values: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
+    saved_values_by_input: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
+    autodiff_places: dict[int, list[AutodiffPlace]] = field(default_factory=dict)
     readers: dict[Hashable, Readers] = field(default_factory=lambda: defaultdict(Readers))
     depths: dict[int, int] = field(default_factory=dict)
     origin: Callable[[tf.Operation, int | None], Any] = lambda op, op_id: None
-    find: Callable[[str], Any] | None = None
+    find_function: Callable[[str], Any] | None = None
     several_devices: bool = False
     compiled: set[tf.Operation] = field(default_factory=set)
     runs_without_xla: bool = False
-    layers: Layers = field(default_factory=Layers)
+    layers: LayerIndex = field(default_factory=LayerIndex)
 
-    def known(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:
-        """Op id and facts of a forward operation that was analysed; None of others.
+    def analysed_forward(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:
+        """Return op id and facts of an analysed forward operation; None for others.
 
-        op_id: the id that it has, where that is known; else its last one is meant.
+        op_id: the operation's id, where that is known; else its last id is used.
         """
-        own = self.ids.get(op, {})
-        if op_id in own:
-            return op_id, own[op_id]
-        if not own or op_id is not None:
-            found: tuple[int, OpFacts] | None = self.origin(op, op_id)
-            if found is not None and (not own or found[0] == op_id):
-                self.ids.setdefault(op, {})[found[0]] = found[1]
-                return found
-        return next(reversed(own.items()), None)
+        facts = self.facts_by_id.get(op, {})
+        if op_id in facts:
+            return op_id, facts[op_id]
+        if not facts or op_id is not None:
+            earlier: tuple[int, OpFacts] | None = self.origin(op, op_id)
+            if earlier is not None and (not facts or earlier[0] == op_id):
+                self.facts_by_id.setdefault(op, {})[earlier[0]] = earlier[1]
+                return earlier
+        return next(reversed(facts.items()), None)
 
 
 def op_id(body: Body, name: str) -> int:
-    """Id of an operation of a body."""
+    """Return the id of an operation of a body."""
     return digest(body.identity, name)
 
 
 def constant_value(tensor: Any) -> Any:
-    """The value of a tensor that a constant makes; the symbol itself where it is no constant."""
+    """Return the value of a constant tensor, or the symbol of another tensor."""
     value = tensor_util.constant_value(tensor)
     return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)

@@ -1,4 +1,4 @@
-"""The way of the gradients through a body: which tensors of backward operations they are."""
+"""The gradients in a body: which inputs and outputs of backward operations are gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from ._body import Body
 
-_SOURCES = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
+_PLACEHOLDERS = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
 
 
 class GradientEdges:
@@ -32,152 +32,174 @@ class GradientEdges:
         for op in body.ops if forward else ():
             if op in forward:
                 self.groups.setdefault(forward[op], []).append(op)
-                given = _is_given(op)
+                receives_gradient = _receives_gradient(op)
                 entering = [
-                    i for i, one in enumerate(op.inputs) if given or self._is_gradient(one, forward[op])
+                    i
+                    for i, value in enumerate(op.inputs)
+                    if receives_gradient or self._is_gradient(value, forward[op])
                 ]
-                if op.type == "ZerosLike":  # in the place of a gradient that nothing gives
+                if op.type == "ZerosLike":  # stands for a gradient that no operation computes
                     self._entering[op] = []
                 elif entering:
                     self._entering[op] = entering
             for i, tensor in enumerate(op.inputs):
                 if tensor.op in self._entering:
-                    self._consumers.setdefault(key(tensor), []).append(op)
-                self._readers.setdefault(key(tensor), []).append((op, i))
+                    self._consumers.setdefault(tensor_key(tensor), []).append(op)
+                self._readers.setdefault(tensor_key(tensor), []).append((op, i))
 
     def readers(self, tensor: Any) -> list[tuple[tf.Operation, int]]:
-        """The operations that read a tensor, and at which input."""
-        return self._readers.get(key(tensor), [])
+        """Return the operations that read a tensor, each with the position of the input."""
+        return self._readers.get(tensor_key(tensor), [])
 
     def entering(self, op: tf.Operation) -> list[int]:
-        """Positions of the inputs that are gradients."""
+        """Return the positions of the inputs that are gradients."""
         return self._entering.get(op, [])
 
     def leaving(self, op: tf.Operation) -> list[int]:
-        """Positions of the outputs that are gradients: none where none enters."""
+        """Return the positions of the outputs that are gradients: none if no input is one."""
         if op not in self._entering:
             return []
         return [i for i, tensor in enumerate(op.outputs) if is_differentiable(tensor)]
 
     def last(self, forward: tf.Operation) -> tf.Operation:
-        """The last backward operation that a gradient enters; others may be where the values are made."""
+        """Return the last backward operation that reads a gradient.
+
+        Backward operations that read none, such as those that compute shapes, may come later.
+        """
         group = self.groups[forward]
         return next((op for op in reversed(group) if self.entering(op)), group[-1])
 
-    def from_outside(self, op: tf.Operation) -> list[int]:
-        """Positions of the inputs that are gradients of the forward operation's outputs.
+    def incoming(self, op: tf.Operation) -> list[int]:
+        """Return the positions of the inputs that are gradients of the forward operation's outputs.
 
-        Where several operations read an output its gradient is a sum, whose parts are none.
+        Where several operations read an output, its gradient is a sum; the summands are not counted.
         """
         if op.type == "AddN":
             return []
-        own = self._forward[op]
+        forward = self._forward[op]
         sources = {i: op.inputs[i].op for i in self.entering(op)}
-        return [i for i, one in sources.items() if one.type == "AddN" or self._forward.get(one) is not own]
+        return [
+            i
+            for i, source in sources.items()
+            if source.type == "AddN" or self._forward.get(source) is not forward
+        ]
 
-    def of_inputs(self, forward: tf.Operation) -> dict[int, Any]:
-        """By position of a forward operation's input, the tensor that is its gradient.
+    def input_gradients(self, forward: tf.Operation) -> dict[int, Any]:
+        """Return the gradients of a forward operation's inputs, by position.
 
-        Told by which operation reads the gradient on, and by what it was computed from: gradients
-        by one factor are computed from the others.
+        Gradients and inputs are matched by shape, by the operations that read a gradient, and by the tensors
+        that it was computed from: the gradient of a factor is computed from the other factors.
         """
         group = self._group(forward)
-        made = [tensor for op in group for i in self.leaving(op)
-                if self._goes_out(tensor := op.outputs[i], group)]  # fmt: skip
-        inputs = {i: one for i, one in enumerate(forward.inputs) if is_differentiable(one)}
+        leaving = (op.outputs[i] for op in group for i in self.leaving(op))
+        candidates = [tensor for tensor in leaving if self._is_read_outside(tensor, group)]
+        inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
         scored = sorted(
             (
-                (-self._score(tensor, inputs[i], group), j, i)
-                for (j, tensor), i in product(enumerate(made), inputs)
+                (-self._match_score(tensor, inputs[i], group), j, i)
+                for (j, tensor), i in product(enumerate(candidates), inputs)
                 if tensor.shape.is_compatible_with(inputs[i].shape)
             ),
         )
-        found: dict[int, Any] = {}
-        taken: set[int] = set()
+        gradients: dict[int, Any] = {}
+        matched: set[int] = set()
         for _, j, i in scored:
-            if i not in found and j not in taken:
-                found[i] = made[j]
-                taken.add(j)
-        return found
+            if i not in gradients and j not in matched:
+                gradients[i] = candidates[j]
+                matched.add(j)
+        return gradients
 
-    def read_as(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
-        """Return which of several inputs of the forward operation, all one tensor, a backward one reads.
+    def which_input(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
+        """Return which input of the forward operation a backward operation reads, if several are one tensor.
 
-        One that reads the tensor as often reads them in order; one that computes the gradient by one of
-        them reads another.
+        An operation that reads the tensor as often as the forward operation reads the inputs in order. An
+        operation that computes the gradient of an input reads another input.
         """
-        tensor = self._held(op.inputs[index])
-        reads = [i for i, one in enumerate(op.inputs) if key(self._held(one)) == key(tensor)]
+        tensor = self._captured_or_self(op.inputs[index])
+        reads = [
+            i
+            for i, other_tensor in enumerate(op.inputs)
+            if tensor_key(self._captured_or_self(other_tensor)) == tensor_key(tensor)
+        ]
         if len(reads) >= len(positions):
             return positions[reads.index(index)]
-        computed = self._computes(op)
+        computed = self._computed_positions(op)
         return next((i for i in positions if i not in computed), positions[0])
 
-    def _computes(self, op: tf.Operation) -> list[int]:
-        """Positions of the forward operation's inputs whose gradient an operation helps to compute."""
+    def _computed_positions(self, op: tf.Operation) -> list[int]:
+        """Return the positions of the forward operation's inputs whose gradient depends on an operation."""
         forward = self._forward[op]
         if forward not in self._computing:
             group = self._group(forward)
             self._computing[forward] = {
-                i: self._ancestors(gradient.op, group) for i, gradient in self.of_inputs(forward).items()
+                i: self._ancestors(gradient.op, group)
+                for i, gradient in self.input_gradients(forward).items()
             }
         return [i for i, ancestors in self._computing[forward].items() if op in ancestors]
 
     @staticmethod
     def _ancestors(op: tf.Operation, group: Sequence[tf.Operation]) -> set[tf.Operation]:
-        found: set[tf.Operation] = set()
-        waiting = [op]
-        while waiting:
-            one = waiting.pop()
-            if one in group and one not in found:
-                found.add(one)
-                waiting += [tensor.op for tensor in one.inputs]
-        return found
+        """Return those operations of a group that an operation depends on, with itself."""
+        ancestors: set[tf.Operation] = set()
+        pending = [op]
+        while pending:
+            candidate = pending.pop()
+            if candidate in group and candidate not in ancestors:
+                ancestors.add(candidate)
+                pending += [tensor.op for tensor in candidate.inputs]
+        return ancestors
 
     def _group(self, forward: tf.Operation) -> list[tf.Operation]:
-        """The backward operations that compute gradients of inputs; sums come before or after them."""
+        """Return the backward operations of a forward operation, without sums of gradients."""
         return [op for op in self.groups.get(forward, ()) if op.type != "AddN"]
 
-    def _held(self, tensor: Any) -> Any:
-        held = self._body.captured(tensor)
-        return tensor if held is None else held
+    def _captured_or_self(self, tensor: Any) -> Any:
+        captured = self._body.captured(tensor)
+        return tensor if captured is None else captured
 
-    def _goes_out(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
-        readers = self._consumers.get(key(tensor), [])
+    def _is_read_outside(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
+        readers = self._consumers.get(tensor_key(tensor), [])
         return not readers or any(reader not in group for reader in readers)
 
-    def _score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
-        readers = [self._forward.get(one) for one in self._consumers.get(key(gradient), ())]
-        alone = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
-        return 4 * (value.op in readers) + (alone and key(value) not in self._reads(gradient.op, group))
+    def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
+        readers = [self._forward.get(consumer) for consumer in self._consumers.get(tensor_key(gradient), ())]
+        is_only_output = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
+        return 4 * (value.op in readers) + (
+            is_only_output and tensor_key(value) not in self._forward_tensors_read(gradient.op, group)
+        )
 
-    def _reads(self, op: tf.Operation, group: Sequence[tf.Operation]) -> set[Any]:
-        """The forward tensors that a gradient is computed from, within its group."""
-        return {key(self._held(tensor)) for one in self._ancestors(op, group) for tensor in one.inputs}
+    def _forward_tensors_read(self, op: tf.Operation, group: Sequence[tf.Operation]) -> set[Any]:
+        """Return the keys of the tensors that a gradient is computed from, within its group."""
+        return {
+            tensor_key(self._captured_or_self(tensor))
+            for ancestor in self._ancestors(op, group)
+            for tensor in ancestor.inputs
+        }
 
     def _is_gradient(self, tensor: Any, forward: tf.Operation) -> bool:
-        made_by = tensor.op
-        if made_by in self._entering:
+        """Return True if an input of a backward operation is a gradient, not a forward value."""
+        producer = tensor.op
+        if producer in self._entering:
             return is_differentiable(tensor)
-        if made_by in self._forward or not is_differentiable(tensor):
+        if producer in self._forward or not is_differentiable(tensor):
             return False
         if self._body.captured(tensor) is not None:
             return False
-        if key(tensor) in map(key, (*forward.inputs, *forward.outputs)):
+        if tensor_key(tensor) in map(tensor_key, (*forward.inputs, *forward.outputs)):
             return False
-        if made_by.graph is not forward.graph:
-            return made_by.type in _SOURCES or _has_shape_of_output(tensor, forward)
-        later = self._order.get(made_by, -1) > self._order.get(forward, -1)
+        if producer.graph is not forward.graph:
+            return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
+        later = self._order.get(producer, -1) > self._order.get(forward, -1)
         return later and _has_shape_of_output(tensor, forward)
 
 
-def key(tensor: Any) -> tuple[tf.Operation, int]:
-    """Return what tells a symbolic tensor from others."""
+def tensor_key(tensor: Any) -> tuple[tf.Operation, int]:
+    """Return a key of a symbolic tensor: its operation and index."""
     return tensor.op, tensor.value_index
 
 
-def _is_given(op: tf.Operation) -> bool:
-    """Return True for an operation by which `tf.gradients` takes a gradient, as in branches of a cond."""
+def _receives_gradient(op: tf.Operation) -> bool:
+    """Return True for an operation by which `tf.gradients` receives a gradient, as in branches."""
     return op.type == "Identity" and str(op.name).rpartition("/")[2].startswith("grad_ys_")
 
 

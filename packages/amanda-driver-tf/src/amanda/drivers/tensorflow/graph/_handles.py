@@ -1,7 +1,7 @@
-"""Handles of resources for routines, where these are on several devices.
+"""Handles of resources for routines, where resources are on several devices.
 
-TensorFlow places a node beside the resource that it reads, so that no node can read those of two devices.
-Each handle is lent by a node of its own, and a number stands for it.
+TensorFlow places a node on the device of the resource that it reads, so no node can read resources of two
+devices. A node beside each resource stores its handle, and passes on a number for it.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ RESOURCE = tf.resource.as_datatype_enum
 _numbers = count(1)
 
 
-class Lent:
-    """Keeps a handle until the node that borrows it runs, and gives the number of the loan."""
+class LentHandle:
+    """Stores a handle until another node takes it, and returns a number for the handle."""
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """The number."""
+        """Return the number."""
         number = next(_numbers)
-        execution.store(_place(number), flat[0])
+        execution.store(_loan_key(number), flat[0])
         return [tf.constant(number, tf.int64)]
 
 
-def borrowed(execution: Execution, flat: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
-    """Return what a node was given, with the handles that numbers at these positions stand for."""
+def resolve_handles(execution: Execution, flat: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
+    """Return a node's inputs with stored handles instead of the numbers at these positions."""
     if not positions:
         return flat
-    found = list(flat)
+    tensors = list(flat)
     for i in positions:
-        (found[i],) = execution.stores.pop(_place(int(flat[i])))
-    return found
+        (tensors[i],) = execution.stores.pop(_loan_key(int(flat[i])))
+    return tensors
 
 
 def on_several_devices(ops: Iterable[tf.Operation]) -> bool:
-    """Return whether resources may be on several devices, of the process or those that operations ask for."""
+    """Return True if the process or the operations have several devices."""
     if len(context.context().list_logical_devices()) > 1:
         return True
     return len({op.device for op in ops if op.device}) > 1
 
 
-def _place(number: int) -> tuple[str, int]:
+def _loan_key(number: int) -> tuple[str, int]:
     return "lent", number

@@ -1,7 +1,7 @@
-"""The layer that each operation of a graph lies in, told by the name scopes that Keras opens.
+"""The layer around each operation of a graph, inferred from the name scopes that Keras opens.
 
 TensorFlow makes names of scopes unique: "dense_1" may be the layer of that name, or a call of the layer
-"dense". Which layers there are tells them apart, and the variables that are read in a scope.
+"dense". The names of the layers decide, and the variables that are read in the scope.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from .._layers import ends_of, handles_of, is_of_keras_3, kinds_of_layers, module_path, named_paths
+from .._layers import handles_of, is_of_keras_3, layer_classes, module_path, named_paths, path_suffixes
 
-_COUNTED = re.compile(r"_\d+$")
-_GIVEN = ("Const", "ReadVariableOp")
-_FILES = ("/keras/src/layers/layer.py", "/tf_keras/src/engine/base_layer.py")
+_NUMBER_SUFFIX = re.compile(r"_\d+$")
+_ARGUMENT_OPS = ("Const", "ReadVariableOp")
+_LAYER_FILES = ("/keras/src/layers/layer.py", "/tf_keras/src/engine/base_layer.py")
 
-Pool = Mapping[str, Sequence[Any]]
-"""Layers by their names, those first that are nearer."""
+LayersByName = Mapping[str, Sequence[Any]]
+"""Layers by name, those in fewer other layers first."""
 
 
 class Location(NamedTuple):
-    """The place of an operation: the path of its layer, other paths of that, and the layers themselves."""
+    """The layer around an operation: its path, its other paths, and the layers from the outermost in."""
 
     scope: str
     aliases: Sequence[str] = ()
@@ -34,186 +34,189 @@ class Location(NamedTuple):
 
     @classmethod
     def outside(cls, op: tf.Operation) -> Location:
-        """The name scope, for an operation that is in no layer.
+        """Return the name scope of an operation that is in no layer.
 
-        Functions such as `tf.add` open scopes to read and convert what they are given, which are left out.
+        The scopes that functions such as `tf.add` open to convert their arguments are left out.
         """
         scope = op.name.rpartition("/")[0]
-        if op.type in _GIVEN:
+        if op.type in _ARGUMENT_OPS:
             users = [user.name for tensor in op.outputs for user in tensor.consumers()]
             if users and not any(name.startswith(f"{scope}/") for name in users):
                 scope = scope.rpartition("/")[0]
         return cls(scope)
 
 
-class Named:
-    """A layer of which no more is known than the names and handles of its variables."""
+class NamedLayer:
+    """A layer of a loaded graph, known from the names and handles of its variables alone."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.handles: set[Any] = set()
-        self.layers: dict[str, Named] = {}
+        self.layers: dict[str, NamedLayer] = {}
 
-    def below(self) -> Iterator[Named]:
-        """The layers in it, the nearer ones first."""
+    def below(self) -> Iterator[NamedLayer]:
+        """Yield the layers in this layer, those directly in it first."""
         yield from self.layers.values()
-        for one in self.layers.values():
-            yield from one.below()
+        for layer in self.layers.values():
+            yield from layer.below()
 
 
-class Layers:
-    """The layers that scopes are looked up among, during one rewrite."""
+class LayerIndex:
+    """The layers among which name scopes are looked up during a rewrite."""
 
     def __init__(self) -> None:
-        self._root = Named("")
-        self._below: dict[int, tuple[Any, Pool]] = {}
+        self._root = NamedLayer("")
+        self._below: dict[int, tuple[Any, LayersByName]] = {}
 
-    def know(self, variables: Iterable[Any]) -> None:
-        """Take the names of a graph's variables for layers where none are alive."""
+    def add_variables(self, variables: Iterable[Any]) -> None:
+        """Add the layers in the names of a graph's variables, for graphs without living layers."""
         for variable in variables:
-            one = self._root
+            layer = self._root
             for name in variable.name.split("/")[:-1]:
-                one = one.layers.setdefault(name, Named(name))
-                one.handles.add(_key(variable.handle))
+                layer = layer.layers.setdefault(name, NamedLayer(name))
+                layer.handles.add(_handle_key(variable.handle))
 
     @cached_property
-    def named(self) -> Pool:
-        """Return the layers of the variables' names."""
-        return _pool(self._root.below())
+    def by_variable_names(self) -> LayersByName:
+        """The layers in the names of variables."""
+        return _index_layers(self._root.below())
 
     @cached_property
-    def alive(self) -> Pool:
-        """All that there are in this process."""
-        kinds = kinds_of_layers()
-        known: dict[type, bool] = {}
-        found = []
-        for one in gc.get_objects():
-            kind = type(one)
-            if kind not in known:
-                known[kind] = issubclass(kind, kinds)
-            if known[kind] and hasattr(one, "name"):  # it may be in the making
-                found.append(one)
-        return _pool(reversed(found))
+    def in_process(self) -> LayersByName:
+        """All layers of the process."""
+        base_classes = layer_classes()
+        is_layer_class: dict[type, bool] = {}
+        layers = []
+        for candidate in gc.get_objects():
+            candidate_class = type(candidate)
+            if candidate_class not in is_layer_class:
+                is_layer_class[candidate_class] = issubclass(candidate_class, base_classes)
+            # A layer whose constructor is running may have no name yet.
+            if is_layer_class[candidate_class] and hasattr(candidate, "name"):
+                layers.append(candidate)
+        return _index_layers(reversed(layers))
 
-    def below(self, layer: Any) -> Pool:
+    def below(self, layer: Any) -> LayersByName:
         """Return the layers in a layer."""
         if id(layer) not in self._below:
-            self._below[id(layer)] = layer, _pool(_inner(layer))
+            self._below[id(layer)] = layer, _index_layers(_nested_layers(layer))
         return self._below[id(layer)][1]
 
 
 class Locations:
-    """The layers that the operations of one graph lie in.
+    """The layers around the operations of a graph.
 
-    variable_of: what holds the variable that a symbol was read of.
-    within: the layers that the call of the graph lies in.
+    variable_of: returns the holder of the variable that a symbol was read from.
+    within: the layers around the call of the graph.
     """
 
     def __init__(
-        self, layers: Layers, graph: Any, variable_of: Callable[[Any], Any], within: Sequence[Any] = ()
+        self, layers: LayerIndex, graph: Any, variable_of: Callable[[Any], Any], within: Sequence[Any] = ()
     ) -> None:
         self._layers = layers
         self._graph = graph
         self._variable_of = variable_of
         self._within = tuple(within)
-        self._found: dict[str, Location | None] = {}
+        self._by_directory: dict[str, Location | None] = {}
 
     def __call__(self, op: tf.Operation) -> Location:
-        """The place of an operation of the graph."""
+        """Return the location of an operation of the graph."""
         directory = op.name.rpartition("/")[0]
-        if directory not in self._found:
-            self._found[directory] = self._place(op, directory)
-        return self._found[directory] or Location.outside(op)
+        if directory not in self._by_directory:
+            self._by_directory[directory] = self._locate(op, directory)
+        return self._by_directory[directory] or Location.outside(op)
 
-    def _place(self, op: tf.Operation, directory: str) -> Location | None:
+    def _locate(self, op: tf.Operation, directory: str) -> Location | None:
+        """Find the layers in a name scope, from the outermost in; return None outside of layers."""
         chain = list(self._within)
-        pool = self._layers.below(chain[-1]) if chain else self._outermost(op)
+        pool = self._layers.below(chain[-1]) if chain else self._outermost_layers(op)
         scope = ""
         for part in directory.split("/") if pool else ():
             scope = f"{scope}/{part}" if scope else part
-            found = self._chosen(_candidates(part, pool), scope)
-            if found is not None:
-                chain.append(found)
-                pool = self._layers.below(found)
+            layer = self._select_layer(_candidates(part, pool), scope)
+            if layer is not None:
+                chain.append(layer)
+                pool = self._layers.below(layer)
         if not chain:
             return None
-        if isinstance(chain[-1], Named):
-            names = [one.name for one in chain]
-            return Location(".".join(names[1:]) or names[0], ends_of(names), chain)
+        if isinstance(chain[-1], NamedLayer):
+            names = [named_layer.name for named_layer in chain]
+            return Location(".".join(names[1:]) or names[0], path_suffixes(names), chain)
         return Location(module_path(chain), named_paths(chain), chain)
 
-    def _outermost(self, op: tf.Operation) -> Pool:
-        """Layers that an operation may lie in: none where TensorFlow knows that no layer made it."""
+    def _outermost_layers(self, op: tf.Operation) -> LayersByName:
+        """Return the layers that may be around an operation: none if its traceback contains no layer."""
         frames = op.traceback
         if frames is None:  # of a graph that was loaded
-            return self._layers.named
-        made = any(frame.filename.endswith(_FILES) for frame in frames)
-        return self._layers.alive if made else {}
+            return self._layers.by_variable_names
+        is_in_layer = any(frame.filename.endswith(_LAYER_FILES) for frame in frames)
+        return self._layers.in_process if is_in_layer else {}
 
-    def _chosen(self, candidates: Sequence[Any], scope: str) -> Any:
-        """The one whose variables are read in the scope; the first where that tells nothing."""
+    def _select_layer(self, candidates: Sequence[Any], scope: str) -> Any:
+        """Return the candidate whose variables are read in a scope, or else the first one."""
         if len(candidates) > 1:
-            read = self._read_in(scope)
-            candidates = [one for one in candidates if not read.isdisjoint(_handles(one))] or candidates
+            variables_read = self._variables_read_in(scope)
+            candidates = [
+                layer for layer in candidates if not variables_read.isdisjoint(_variable_keys(layer))
+            ] or candidates
         return candidates[0] if candidates else None
 
-    def _read_in(self, scope: str) -> set[Any]:
+    def _variables_read_in(self, scope: str) -> set[Any]:
         return {
-            _key(holder)
+            _handle_key(holder)
             for directory, holder in self._reads
             if directory == scope or directory.startswith(f"{scope}/")
         }
 
     @cached_property
     def _reads(self) -> list[tuple[str, Any]]:
-        """The variables that are read, with the scopes where they are."""
-        found = []
+        """The variables that the graph reads, each with the name scope of the read."""
+        reads = []
         for op in self._graph.get_operations():
             for tensor in op.inputs:
                 holder = self._variable_of(tensor) if tensor.dtype in (tf.resource, "float32_ref") else None
                 if holder is not None:
-                    found.append((op.name.rpartition("/")[0], holder))
-        return found
+                    reads.append((op.name.rpartition("/")[0], holder))
+        return reads
 
 
-def _candidates(part: str, pool: Pool) -> Sequence[Any]:
-    """The layers that a part of a name scope may be a call of, the likelier ones first.
-
-    Keras 3 enters the scope of a layer twice, for what builds the layer first, so that the scope of each
-    call is counted.
-    """
-    name = _COUNTED.sub("", part)
+def _candidates(part: str, pool: LayersByName) -> Sequence[Any]:
+    """Return the layers that a part of a name scope may be a call of, the likelier ones first."""
+    # Keras 3 enters the scope of a layer twice, at first to build the layer, so the scope of a call has a
+    # number.
+    name = _NUMBER_SUFFIX.sub("", part)
     counted = pool.get(name, ()) if name != part else ()
-    twice = [one for one in counted if is_of_keras_3(one)]
-    return twice or [*pool.get(part, ()), *counted]
+    entered_twice = [layer for layer in counted if is_of_keras_3(layer)]
+    return entered_twice or [*pool.get(part, ()), *counted]
 
 
-def _pool(layers: Iterable[Any]) -> Pool:
-    found: dict[str, list[Any]] = {}
-    for one in layers:
-        found.setdefault(str(one.name), []).append(one)
-    for name, group in found.items():  # a Sequential has a model of its own name in it
-        hidden = [id(vars(one).get("_functional")) for one in group]
-        found[name] = [one for one in group if id(one) not in hidden]
-    return found
+def _index_layers(layers: Iterable[Any]) -> LayersByName:
+    """Return layers by name."""
+    layers_by_name: dict[str, list[Any]] = {}
+    for layer in layers:
+        layers_by_name.setdefault(str(layer.name), []).append(layer)
+    for name, group in layers_by_name.items():  # a Sequential contains a functional model of the same name
+        inner_models = [id(vars(layer).get("_functional")) for layer in group]
+        layers_by_name[name] = [layer for layer in group if id(layer) not in inner_models]
+    return layers_by_name
 
 
-def _inner(layer: Any) -> Iterator[Any]:
-    """The layers in a layer, the nearer ones first."""
-    if isinstance(layer, Named):
+def _nested_layers(layer: Any) -> Iterator[Any]:
+    """Yield the layers in a layer, those directly in it first."""
+    if isinstance(layer, NamedLayer):
         yield from layer.below()
         return
-    near = list(layer._flatten_layers(include_self=False, recursive=False))
-    yield from near
-    seen = {id(one) for one in near}
-    yield from (one for one in layer._flatten_layers(include_self=False) if id(one) not in seen)
+    direct = list(layer._flatten_layers(include_self=False, recursive=False))
+    yield from direct
+    direct_ids = {id(inner) for inner in direct}
+    yield from (inner for inner in layer._flatten_layers(include_self=False) if id(inner) not in direct_ids)
 
 
-def _handles(layer: Any) -> set[Any]:
-    if isinstance(layer, Named):
+def _variable_keys(layer: Any) -> set[Any]:
+    if isinstance(layer, NamedLayer):
         return layer.handles
-    return {_key(one) for one in handles_of(layer)}
+    return {_handle_key(handle) for handle in handles_of(layer)}
 
 
-def _key(handle: Any) -> Any:
+def _handle_key(handle: Any) -> Any:
     return handle._id if isinstance(handle, ops.EagerTensor) else handle.op.name

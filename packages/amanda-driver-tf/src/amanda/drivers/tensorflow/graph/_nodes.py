@@ -1,4 +1,4 @@
-"""Nodes of graphs, as protocol buffers have them."""
+"""NodeDefs that the engine adds to graphs."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ INT64 = tf.int64.as_datatype_enum
 
 
 def new_node(name: str, op: str, inputs: Iterable[str] = (), N: int = 0, **types: int) -> Any:
-    """A node; N: how many tensors a list among its inputs has.  types: enums, by attribute."""
-    made = node_def_pb2.NodeDef(name=name, op=op, input=inputs)
+    """Return a node.  N: length of a list among its inputs.  types: dtype enums by attribute."""
+    node = node_def_pb2.NodeDef(name=name, op=op, input=inputs)
     for attribute, value in types.items():
-        made.attr[attribute].type = value
+        node.attr[attribute].type = value
     if N:
-        made.attr["N"].i = N
-    return made
+        node.attr["N"].i = N
+    return node
 
 
-def constant(name: str, value: Any, waits: Iterable[str] = ()) -> Any:
-    """A node that gives a value, in the frame of what it waits for."""
-    made = new_node(name, "Const", waits)
-    made.attr["value"].tensor.CopyFrom(tensor_util.make_tensor_proto(value))
-    made.attr["dtype"].type = made.attr["value"].tensor.dtype
-    return made
+def constant(name: str, value: Any, control_inputs: Iterable[str] = ()) -> Any:
+    """Return a Const node, in the loop frame of its control inputs."""
+    node = new_node(name, "Const", control_inputs)
+    node.attr["value"].tensor.CopyFrom(tensor_util.make_tensor_proto(value))
+    node.attr["dtype"].type = node.attr["value"].tensor.dtype
+    return node
 
 
-def passed(name: str, inputs: Iterable[str], kind: int, rank: int | None = None) -> Any:
-    """A node that gives what it reads, and that TensorFlow does not take away; rank: None if not known."""
-    made = new_node(name, "EnsureShape", inputs, T=kind)
-    shape = made.attr["shape"].shape
+def opaque_identity(name: str, inputs: Iterable[str], kind: int, rank: int | None = None) -> Any:
+    """Return a node that passes its input on; TensorFlow's optimizer keeps it, other than an Identity.
+
+    rank: None if unknown.
+    """
+    node = new_node(name, "EnsureShape", inputs, T=kind)
+    shape = node.attr["shape"].shape
     shape.unknown_rank = rank is None
     shape.dim.extend([tensor_shape_pb2.TensorShapeProto.Dim(size=-1)] * (rank or 0))
-    return made
+    return node
 
 
 def placeholder(name: str, kind: int, shape: tf.TensorShape) -> Any:
-    """A node whose value is fed."""
-    made = new_node(name, "Placeholder", dtype=kind)
-    made.attr["shape"].shape.CopyFrom(shape.as_proto())
-    return made
+    """Return a node whose value is fed."""
+    node = new_node(name, "Placeholder", dtype=kind)
+    node.attr["shape"].shape.CopyFrom(shape.as_proto())
+    return node
 
 
-def either(name: str, nodes: Iterable[str]) -> Any:
-    """A node that runs when each of some nodes of its frame either has run or is left out.
+def control_trigger(name: str, nodes: Iterable[str]) -> Any:
+    """Return a node that runs when each of some nodes of its frame has run or is dead.
 
-    What waits for a node that is left out is left out too, but for a ControlTrigger.
+    Other nodes that wait for a dead node are dead, too.
     """
-    return new_node(name, "ControlTrigger", [f"^{one}" for one in nodes])
+    return new_node(name, "ControlTrigger", [f"^{node}" for node in nodes])

@@ -1,28 +1,28 @@
-"""Gradients through routines that take part in autodiff, in the backward operations of their op."""
+"""Gradients through routines that take part in autodiff, beside the backward operations of their op."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._gradients import is_differentiable, key
-from ._side import enum
+from ._gradients import is_differentiable, tensor_key
+from ._side import dtype_enum
 from ._slots import Pullback
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from ._body import Taped
-    from ._rewrite import Rewriter
+    from ._body import AutodiffPlace
+    from ._rewrite import BodyRewriter
 
 
 class Pullbacks:
-    """Pullbacks inserted into one body.
+    """The pullbacks that are inserted into a body.
 
-    entered: for each forward operation, by position of an output, its gradient and how that is read.
+    `_entered` has, by forward operation and position of an output, the output's gradient and its ref.
     """
 
-    def __init__(self, rewriter: Rewriter) -> None:
+    def __init__(self, rewriter: BodyRewriter) -> None:
         self._rewriter = rewriter
         self._rewriting = rewriter.rewriting
         self._insertions = rewriter.insertions
@@ -32,102 +32,118 @@ class Pullbacks:
         self._pulled: dict[Any, str] = {}
 
     def at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
-        """Make a backward operation read gradients of its forward one's outputs behind pullbacks."""
-        taped, read = self._rewriting.taped.get(forward_id), self._rewriter.read_at
+        """Make a backward operation read gradients of outputs behind pullbacks of routines after its op."""
+        places, read = self._rewriting.autodiff_places.get(forward_id), self._rewriter.read_at
         self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
-        for i in self._edges.from_outside(op) if self._rewriting.taped else ():
+        for i in self._edges.incoming(op) if self._rewriting.autodiff_places else ():
             tensor = op.inputs[i]
             position = self._output_of(forward, tensor)
             if position is None:
                 continue
-            ref = self._pulled.get((forward, key(tensor)))
+            ref = self._pulled.get((forward, tensor_key(tensor)))
             if ref is None:
                 ref = read(op, i)
-                for one in reversed([one for one in taped or () if one.side == "after"]):
-                    pulled = self._pull(op, one, {position: (tensor, ref)}, {position: tensor})
+                for place in reversed([place for place in places or () if place.side == "after"]):
+                    pulled = self._pull(op, place, {position: (tensor, ref)}, {position: tensor})
                     ref = pulled.get(position, ref)
-                self._pulled[forward, key(tensor)] = ref
+                self._pulled[forward, tensor_key(tensor)] = ref
             self._entered.setdefault(forward, {})[position] = (tensor, ref)
             if ref != read(op, i):
                 self._rewriter.redirect(op, i, ref)
 
     def at_inputs(
-        self, op: tf.Operation, forward: tf.Operation, forward_id: int, passed: Sequence[int] = ()
+        self, op: tf.Operation, forward: tf.Operation, forward_id: int, pass_through: Sequence[int] = ()
     ) -> dict[int, tuple[Any, str]]:
-        """After the last backward operation: by position, gradients of the inputs and how they are read.
+        """Return the gradients of a forward operation's inputs behind all pullbacks, each with its ref.
 
-        passed: positions of the inputs whose gradient is that of the output.
+        op: the last backward operation.
+        pass_through: positions of the inputs whose gradient is the output's gradient.
         """
-        taped = self._rewriting.taped.get(forward_id, [])
-        before = [one for one in taped if one.side == "before"]
-        instead = [one for one in taped if one.side == "instead"]
-        gradients = self._edges.of_inputs(forward) if self._rewriting.taped else {}
+        places = self._rewriting.autodiff_places.get(forward_id, [])
+        before = [place for place in places if place.side == "before"]
+        instead = [place for place in places if place.side == "instead"]
+        gradients = self._edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
         refs = {i: (tensor, self._rewriter.read_tensor(tensor)) for i, tensor in gradients.items()}
         entered = self._entered.get(forward, {})
-        if passed and 0 in entered:
-            refs |= dict.fromkeys(passed, entered[0])
+        if pass_through and 0 in entered:
+            refs |= dict.fromkeys(pass_through, entered[0])
             gradients = {i: tensor for i, (tensor, _) in refs.items()}
-        for one in instead:
-            pulled = self._pull(op, one, self._entered.get(forward, {}), gradients)
+        for place in instead:
+            pulled = self._pull(op, place, self._entered.get(forward, {}), gradients)
             refs = {i: (gradients[i], ref) for i, ref in pulled.items()}
-        for one in (one for one in taped if one.side == "past"):
-            pulled = self._pull(op, one, self._entered_by_id.get(one.maker or 0, {}), gradients)
+        for place in (place for place in places if place.side == "past"):
+            pulled = self._pull(op, place, self._entered_by_id.get(place.replacement_id or 0, {}), gradients)
             refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
-        for one in reversed(before):
-            pulled = self._pull(op, one, refs, gradients)
+        for place in reversed(before):
+            pulled = self._pull(op, place, refs, gradients)
             refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
         return refs
 
     def past(
         self, op: tf.Operation, forward_id: int, gradient: Any, ref: str, positions: Sequence[int]
     ) -> dict[int, str]:
-        """By position of an input, its gradient where an operation passes that of its output as it is."""
-        taped = self._rewriting.taped.get(forward_id, [])
-        for one in reversed([one for one in taped if one.side == "after"]):
-            ref = self._pull(op, one, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
-        wanted = dict.fromkeys(positions, gradient)
+        """Return refs of the gradients of inputs, behind all pullbacks of a pass-through operation."""
+        places = self._rewriting.autodiff_places.get(forward_id, [])
+        for place in reversed([place for place in places if place.side == "after"]):
+            ref = self._pull(op, place, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
+        gradients = dict.fromkeys(positions, gradient)
         refs = dict.fromkeys(positions, ref)
-        for one in reversed([one for one in taped if one.side in ("before", "instead", "past")]):
-            given = {i: (gradient, ref) for i, ref in refs.items()}
-            if one.side != "before":
-                given = {0: (gradient, ref)} if one.maker is None else self._entered_by_id.get(one.maker, {})
-            refs |= self._pull(op, one, given, wanted)
+        for place in reversed([place for place in places if place.side in ("before", "instead", "past")]):
+            incoming = {i: (gradient, ref) for i, ref in refs.items()}
+            if place.side != "before":
+                incoming = (
+                    {0: (gradient, ref)}
+                    if place.replacement_id is None
+                    else self._entered_by_id.get(place.replacement_id, {})
+                )
+            refs |= self._pull(op, place, incoming, gradients)
         return refs
 
     def _pull(
-        self, op: tf.Operation, taped: Taped, entering: dict[int, tuple[Any, str]], wanted: dict[int, Any]
+        self,
+        op: tf.Operation,
+        place: AutodiffPlace,
+        entering: dict[int, tuple[Any, str]],
+        input_gradients: dict[int, Any],
     ) -> dict[int, str]:
-        """Gradients of what a place was given, by position; from those of what it gave."""
-        outputs = [(k, *entering[i]) for k, i in enumerate(taped.gave) if i in entering]
-        inputs = [(k, i) for k, i in enumerate(taped.given) if i in wanted]
+        """Insert a pullback for a node with routines; return refs of the gradients of its inputs.
+
+        entering: gradients of the node's outputs, by position, each with its ref.
+        input_gradients: tensors with the dtype of the gradients of its inputs, by position.
+        """
+        outputs = [(k, *entering[i]) for k, i in enumerate(place.output_positions) if i in entering]
+        inputs = [(k, i) for k, i in enumerate(place.input_positions) if i in input_gradients]
         if not outputs or not inputs:
             return {}
-        depth = self._rewriting.depths.get(taped.place[0], 0)
-        pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs], depth)
-        identity, made = taped.node
-        here = identity == self._insertions.body.identity
-        order = self._insertions.waits
-        waits = order.after([made], self._rewriter.body.number_at(op, True)) if here else []
-        readers = self._rewriting.readers[taped.place]
+        depth = self._rewriting.depths.get(place.values_key[0], 0)
+        pullback = Pullback(place.values_key, [k for k, *_ in outputs], [k for k, _ in inputs], depth)
+        identity, node_name = place.node
+        is_in_body = identity == self._insertions.body.identity
+        dependencies = self._insertions.dependencies
+        control_inputs = (
+            dependencies.after([node_name], self._rewriter.body.number_at(op, True)) if is_in_body else []
+        )
+        readers = self._rewriting.readers[place.values_key]
         readers.count += 1
-        if not here or depth or self._insertions.body.node_name(op) in order.in_flow:
-            readers.told = False
+        if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.in_flow:
+            readers.read_once = False
         name = self._insertions.add(
-            op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
-            [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True, waits=waits,
+            op, pullback, [ref for *_, ref in outputs], [dtype_enum(tensor) for _, tensor, _ in outputs],
+            [dtype_enum(input_gradients[i]) for _, i in inputs], ahead=True, instead=True,
+            control_inputs=control_inputs,
         )  # fmt: skip
         return {i: self._insertions.output_of(name, k) for k, (_, i) in enumerate(inputs)}
 
     def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:
-        """Position of the output that a gradient is of."""
+        """Return the position of the output that a gradient belongs to: the first that fits."""
         entered = self._entered.get(forward, {})
         outputs: Sequence[Any] = forward.outputs
         for i, output in enumerate(outputs):
-            known = entered.get(i)
-            if known is not None and key(known[0]) == key(gradient):
+            entered_gradient = entered.get(i)
+            if entered_gradient is not None and tensor_key(entered_gradient[0]) == tensor_key(gradient):
                 return i
             if (
-                known is None
+                entered_gradient is None
                 and is_differentiable(output)
                 and (len(outputs) == 1 or gradient.shape.is_compatible_with(output.shape))
             ):

@@ -1,4 +1,4 @@
-"""Routines at the operations of a body: which go together, which are traced, what each is given."""
+"""Routines at the operations of a body: how they are grouped, which are traced, which values are saved."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from amanda.backend import Action, Insertion, NotTraceable, OpFacts, Rewriter, Side, Value
 
-from ._body import Body, Rewriting, Taped
-from ._insertions import Insertions, decides
-from ._side import OpSide, at, enum, is_plain
-from ._slots import Node
-from ._traced import Traced
+from ._body import AutodiffPlace, Body, Rewriting
+from ._insertions import Insertions, may_end_loop
+from ._side import OpSide, dtype_enum, is_plain, op_side
+from ._slots import RoutineNode
+from ._traced_routines import TracedRoutine
 
 
-class ReadElsewhere(NamedTuple):
-    """An input of another operation that a replacement reads: its value, op id and flat position."""
+class ForeignInput(NamedTuple):
+    """An input of another operation that a replacement reads: value, op id and flat position."""
 
     value: Value
     op_id: int
     position: int
 
 
-class Routines(Rewriter[tf.Operation]):
-    """The part of a rewriter that puts routines among the nodes of one body.
+class RoutineRewriter(Rewriter[tf.Operation]):
+    """Puts routines among the nodes of a body; the base of the body's rewriter.
 
     removed: by the name of a replaced operation's node, the node that runs instead.
     """
 
-    insertion = Node
+    insertion = RoutineNode
     rewriting: Rewriting
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
@@ -39,48 +39,49 @@ class Routines(Rewriter[tf.Operation]):
         self.body = body
         self.insertions = Insertions(body, rewriting)
         self.removed: dict[str, str] = {}
-        self._places: dict[int, int] = {}
+        self._saved_counts: dict[int, int] = {}
 
     def nodes(self) -> Iterable[tf.Operation]:
-        """The operations, in order."""
+        """Return the operations, in order."""
         return self.body.ops
 
     def keep(self, node: tf.Operation, inputs: Side, outputs: Side) -> None:
-        """Leave a node where it is: it is edited when all routines have been put there."""
+        """Do nothing: nodes are edited once all routines are in place."""
 
     def can_give(self, symbol: Any) -> bool:
         """Return True for a tensor that is no handle and no reference."""
         return is_plain(symbol)
 
     def group(self, action: Action) -> Hashable:
-        """Group of a routine: what is traced together becomes one function."""
-        # Written into a file each tool's are a function of their own, so that it is told which fails.
+        """Return the group of a routine; traceable routines of a group become one function."""
+        # In a file each tool has functions of its own, so that an error names the tool.
         tool = id(action.tool) if self.rewriting.written else 0
         restless = self.rewriting.volatile_name(action) if action.traceable else ""
-        return action.observer, self._takes_part(action), action.traceable, restless, tool
+        return action.observer, self._is_in_autodiff(action), action.traceable, restless, tool
 
-    def _takes_part(self, action: Action) -> bool:
+    def _is_in_autodiff(self, action: Action) -> bool:
         """Return True if a routine takes part in autodiff."""
         return action.differentiable or self.rewriting.state.autodiff
 
     def insert_all(self, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
-        """Put routines at a side; at a backward op that no gradient enters there is nothing to see."""
+        """Put routines at a side; report those at a backward op without gradients."""
         if side.count or facts.backward_op is None:
             super().insert_all(actions, side, facts)
-        elif actions and at(side).op.inputs:  # else it is a constant
-            where, what = ("before", "enters") if at(side).ahead else ("after", "leaves")
+        elif actions and op_side(side).op.inputs:  # a constant needs no report
+            side_name, verb = ("before", "enters") if op_side(side).ahead else ("after", "leaves")
             self.rewriting.report(
-                f"routines {where} backward ops that no gradient {what}",
+                f"routines {side_name} backward ops that no gradient {verb}",
                 "in a graph such routines get gradients; ops that compute shapes, among others, have none",
             )
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Put a routine in the place of an operation, or of the gradients that leave a backward one."""
-        every = range(outputs.count)
+        """Replace an operation, or the gradients that a backward operation computes."""
+        all_outputs = range(outputs.count)
         if facts.backward_op is not None:
-            gives = outputs.where(every, is_plain)
-            return bool(every) and self.insert([action], inputs, range(inputs.count), outputs, gives, facts)
-        op = at(inputs).op
+            returned = outputs.where(all_outputs, is_plain)
+            all_inputs = range(inputs.count)
+            return bool(all_outputs) and self.insert([action], inputs, all_inputs, outputs, returned, facts)
+        op = op_side(inputs).op
         if action.reads and self.body.guessed:
             self.rewriting.report(
                 f"the replacement of {op.name}",
@@ -88,143 +89,154 @@ class Routines(Rewriter[tf.Operation]):
                 "function be traced, or the graph be made, within a scope",
             )
             return False
-        reads = self.reads(action, at(inputs), facts)
-        if outputs.where(every, is_plain) != list(every):
+        reads = self.reads(action, op_side(inputs), facts)
+        if outputs.where(all_outputs, is_plain) != list(all_outputs):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
-        given = inputs.selected([action.select if action.reads else None])
-        if not self.insert([action], inputs, given, outputs, every, facts, [one.value for one in reads]):
+        input_positions = inputs.selected([action.select if action.reads else None])
+        foreign_values = [foreign.value for foreign in reads]
+        if not self.insert([action], inputs, input_positions, outputs, all_outputs, facts, foreign_values):
             return False
-        self.removed[self.body.node_name(op)] = self.insertions.made[-1].name
+        self.removed[self.body.node_name(op)] = self.insertions.nodes[-1].name
         if reads and self.rewriting.differentiated:
-            self._lead_past(facts, reads)
+            self._route_gradients_to_readers(facts, reads)
         return True
 
     @abstractmethod
-    def reads(self, action: Action, inputs: OpSide, facts: OpFacts) -> Sequence[ReadElsewhere]:
-        """Return what a replacement reads of other operations."""
+    def reads(self, action: Action, inputs: OpSide, facts: OpFacts) -> Sequence[ForeignInput]:
+        """Return the inputs of other operations that a replacement reads."""
 
-    def formed(self, place: Insertion, wanted: Sequence[Any], given_of: Side, gives_to: Side) -> Insertion:
-        """Give routines the types that the graph has there, and a name for what they keep."""
-        assert isinstance(place, Node)
+    def formed(
+        self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
+    ) -> Insertion:
+        """Add dtypes to a node with routines, and a key for its saved values if gradients need them."""
+        assert isinstance(place, RoutineNode)
         facts, action = place.facts, place.actions[0]
         place.depth = self.rewriting.depths.get(facts.op_id, 0)
-        place.dtypes = [one.dtype.base_dtype for one in wanted]
+        place.dtypes = [symbol.dtype.base_dtype for symbol in symbols]
         if facts.backward_op is not None:
             place.read_gradients = place.output_positions if place.replaces else ()
         elif not action.observer and self.rewriting.differentiated:
-            self._keep_for_gradients(place, at(given_of), gives_to)
+            self._save_for_gradients(place, op_side(inputs_side), outputs_side)
         return place
 
-    def _keep_for_gradients(self, place: Node, side: OpSide, gives_to: Side) -> None:
-        """Make routines keep their values, where the gradients of their op need these."""
+    def _save_for_gradients(self, place: RoutineNode, side: OpSide, outputs_side: Side) -> None:
+        """Make a node with routines save its values, if gradients of its op need them."""
         facts = place.facts
-        takes_part = place.replaces or self._takes_part(place.actions[0])
-        alone = not self.body.apart and facts.op.name not in self.body.stacked
-        if alone and not takes_part:
+        takes_part = place.replaces or self._is_in_autodiff(place.actions[0])
+        is_in_one_graph = not self.body.apart and facts.op.name not in self.body.stacked
+        if is_in_one_graph and not takes_part:
             return
-        where = "instead" if place.replaces else "before" if side.ahead else "after"
-        count = self._places[facts.op_id] = self._places.get(facts.op_id, 0) + 1
-        place.keeps, place.taped = (facts.op_id, where, count), takes_part
-        place.readers = self.rewriting.readers[place.keeps]
-        place.readers.told = alone
+        side_name = "instead" if place.replaces else "before" if side.ahead else "after"
+        count = self._saved_counts[facts.op_id] = self._saved_counts.get(facts.op_id, 0) + 1
+        place.saved_as, place.in_autodiff = (facts.op_id, side_name, count), takes_part
+        place.readers = self.rewriting.readers[place.saved_as]
+        place.readers.read_once = is_in_one_graph
         if takes_part:
-            name = f"amanda/{len(self.rewriting.table)}"  # that of the node which is made next
-            given = [*side.flat(place.input_positions), *[-1] * place.reads]
-            taped = Taped(
-                where, place.keeps, (self.body.identity, name), given, gives_to.flat(place.output_positions)
-            )
-            self.rewriting.taped.setdefault(facts.op_id, []).append(taped)
+            name = f"amanda/{len(self.rewriting.table)}"  # the name that the next added node gets
+            input_positions = [*side.flat(place.input_positions), *[-1] * place.reads]
+            autodiff_place = AutodiffPlace(
+                side_name, place.saved_as, (self.body.identity, name), input_positions,
+                outputs_side.flat(place.output_positions),
+            )  # fmt: skip
+            self.rewriting.autodiff_places.setdefault(facts.op_id, []).append(autodiff_place)
 
-    def _lead_past(self, facts: OpFacts, reads: Sequence[ReadElsewhere]) -> None:
-        """Lead gradients of what a replacement reads of other operations to these."""
-        taped = self.rewriting.taped[facts.op_id][-1]
-        own = [-1] * (len(taped.given) - len(reads))
-        for reader in dict.fromkeys(one.op_id for one in reads):
-            given = [one.position if one.op_id == reader else -1 for one in reads]
-            past = replace(taped, side="past", given=own + given, maker=facts.op_id)
-            self.rewriting.taped.setdefault(reader, []).append(past)
+    def _route_gradients_to_readers(self, facts: OpFacts, reads: Sequence[ForeignInput]) -> None:
+        """Add places at the operations whose inputs a replacement reads, for gradients of these inputs."""
+        replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
+        ahead_of_reads = [-1] * (len(replaced_place.input_positions) - len(reads))
+        for reader_id in dict.fromkeys(foreign.op_id for foreign in reads):
+            positions = [foreign.position if foreign.op_id == reader_id else -1 for foreign in reads]
+            past = replace(
+                replaced_place, side="past", input_positions=ahead_of_reads + positions,
+                replacement_id=facts.op_id,
+            )  # fmt: skip
+            self.rewriting.autodiff_places.setdefault(reader_id, []).append(past)
 
     def untraced(self, place: Insertion) -> str | None:
-        """Return why routines are not traced, "" where that goes without saying; None where they are."""
-        assert isinstance(place, Node)
+        """Return why routines are not traced, or "" for a reason that needs no report; None if traced."""
+        assert isinstance(place, RoutineNode)
         facts, written = place.facts, self.rewriting.written
         if place.replaces:
             return None if written else f"it replaces {getattr(facts.backward_op or facts.op, 'type', '')}"
-        if place.keeps is not None:
-            return "it takes part in autodiff" if place.taped else _KEPT
+        if place.saved_as is not None:
+            return "it takes part in autodiff" if place.in_autodiff else _SAVED_FOR_GRADIENTS
         if not place.dtypes:
             return "it is given nothing that it can change" if written else ""
         if not place.actions[0].traceable:
             return ""
         for action in place.actions:
             if action.takes_run:
-                self._tell_called(action, "it takes `run`, which belongs to one execution")
+                self._report_untraced(action, "it takes `run`, which belongs to one execution")
         return "" if place.takes_run else None
 
     def report_python_call(self, place: Insertion, why: str) -> None:
-        """Report that traceable routines run as Python, but for those that are meant to be as they are."""
-        assert isinstance(place, Node)
+        """Report traceable routines that run as Python, except differentiable ones with saved values."""
+        assert isinstance(place, RoutineNode)
         for action in place.actions:
-            if place.replaces or place.keeps is None or not action.differentiable:
-                self._tell_called(action, why)
+            if place.replaces or place.saved_as is None or not action.differentiable:
+                self._report_untraced(action, why)
 
-    def _tell_called(self, action: Action, why: str) -> None:
+    def _report_untraced(self, action: Action, why: str) -> None:
         if action.traceable:
             self.rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
     def inline(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+        self, place: Insertion, values: Sequence[Value], symbols: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write the call of a function that is traced of the routines."""
-        assert isinstance(place, Node)
+        """Trace routines into a function, and add a node that calls it; return the node's results."""
+        assert isinstance(place, RoutineNode)
         try:
-            routine = Traced(place, [one.symbol for one in given], self.rewriting)
+            routine = TracedRoutine(place, [value.symbol for value in values], self.rewriting)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise NotTraceable(f"it cannot be traced: {reason}") from error
-        self.rewriting.traced += [(action, routine.held) for action in place.actions]
-        op, refs, gives = at(side).op, [one.ref for one in given], list(map(enum, wanted))
-        waits = self._controls(op) if place.replaces else ()
-        ahead = at(side).ahead and not place.replaces
-        name = self.insertions.call_function(op, routine, refs, gives, ahead, waits)
-        return self._given(place, name, given, wanted, side)
+        self.rewriting.traced += [(action, routine.constants) for action in place.actions]
+        op, refs = op_side(side).op, [value.ref for value in values]
+        result_types = list(map(dtype_enum, symbols))
+        control_inputs = self._control_inputs(op) if place.replaces else ()
+        ahead = op_side(side).ahead and not place.replaces
+        name = self.insertions.call_function(op, routine, refs, result_types, ahead, control_inputs)
+        return self._register_values(place, name, values, symbols, side)
 
     def call(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+        self, place: Insertion, values: Sequence[Value], symbols: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write a node that calls Python; observers are packed with those of other operations."""
-        assert isinstance(place, Node)
-        op, refs, symbols = at(side).op, [one.ref for one in given], [one.symbol for one in given]
-        ahead, instead = at(side).ahead, place.replaces
+        """Add a node that calls routines in Python; observers share nodes with those of other operations."""
+        assert isinstance(place, RoutineNode)
+        op, refs = op_side(side).op, [value.ref for value in values]
+        value_symbols = [value.symbol for value in values]
+        ahead, instead = op_side(side).ahead, place.replaces
         if place.actions[0].observer:
-            self.insertions.observe(op, place, refs, symbols, ahead)
+            self.insertions.observe(op, place, refs, value_symbols, ahead)
             return []
         if place.facts.backward_op is not None and place.replaces:
-            ahead, instead = False, False  # its operation runs all the same
-        gives, types = list(map(enum, wanted)), list(map(enum, symbols))
-        waits = self._controls(op) if place.reads else None
-        name = self.insertions.add(op, place, refs, types, gives, ahead, instead, waits)
-        return self._given(place, name, given, wanted, side)
+            ahead, instead = False, False  # the backward operation itself still runs
+        result_types, types = list(map(dtype_enum, symbols)), list(map(dtype_enum, value_symbols))
+        control_inputs = self._control_inputs(op) if place.reads else None
+        name = self.insertions.add(op, place, refs, types, result_types, ahead, instead, control_inputs)
+        return self._register_values(place, name, values, symbols, side)
 
-    def _given(
-        self, place: Node, name: str, given: Sequence[Value], wanted: Sequence[Any], side: Side
+    def _register_values(
+        self, place: RoutineNode, name: str, values: Sequence[Value], symbols: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Return the values that a node gives, after noting where they and those it is given are kept."""
+        """Return the results of a node; record the keys under which these and its inputs are saved."""
         insertions = self.insertions
-        refs = [insertions.output_of(name, k) for k in range(len(wanted))]
+        refs = [insertions.output_of(name, k) for k in range(len(symbols))]
         if not place.replaces:
-            for k, one in enumerate(given):
-                insertions.sources.setdefault(one.ref, (place.keeps, 0, k))
-            if at(side).ahead and decides(at(side).op):
-                refs[1:] = [insertions.passed(name, k, enum(wanted[k])) for k in range(1, len(wanted))]
+            for k, value in enumerate(values):
+                insertions.sources.setdefault(value.ref, (place.saved_as, 0, k))
+            if op_side(side).ahead and may_end_loop(op_side(side).op):
+                refs[1:] = [
+                    insertions.pass_through(name, k, dtype_enum(symbols[k])) for k in range(1, len(symbols))
+                ]
         for k, ref in enumerate(refs):
-            insertions.sources[ref] = (place.keeps, 1, k)
-        return list(map(Value, refs, wanted))
+            insertions.sources[ref] = (place.saved_as, 1, k)
+        return list(map(Value, refs, symbols))
 
-    def _controls(self, op: tf.Operation) -> list[str]:
+    def _control_inputs(self, op: tf.Operation) -> list[str]:
         node = self.body.nodes[self.body.node_name(op)]
         return [text for text in node.input if text.startswith("^")]
 
 
-_KEPT = "what it gives is kept for a backward function in another graph"
+_SAVED_FOR_GRADIENTS = "what it gives is kept for a backward function in another graph"

@@ -12,11 +12,11 @@ _OPAQUE = (tf.resource, tf.variant)
 
 
 class OpSide(Side):
-    """The values that an operation is given (`ahead`), or that it gives.
+    """The inputs of an operation (`ahead`), or its outputs.
 
-    layout: name and size of each value; by default each tensor is one.
-    references: of each value whether it is a reference, to a variable that may have no value.
-    made: how each value is read that the operation itself gives, or what replaces it.
+    layout: name and length of each value; by default each tensor is a value.
+    references: True for each value that is a reference to a variable, which may have no value.
+    op_refs: refs of the outputs of the operation, or of its replacement.
     """
 
     def __init__(
@@ -36,28 +36,28 @@ class OpSide(Side):
         super().__init__(refs, tensors, sizes, [i for i, flag in enumerate(flags) if flag])
         self.op = op
         self.ahead = ahead
-        self.made = self.before
+        self.op_refs = self.before
 
 
-def at(side: Side) -> OpSide:
-    """Return a side as one of an operation."""
+def op_side(side: Side) -> OpSide:
+    """Return a side as an OpSide, for the type checker."""
     assert isinstance(side, OpSide)
     return side
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return True if a tensor's value can be given by Python: no handle, no reference."""
+    """Return True if Python can return a tensor: it is no handle and no reference."""
     return tensor.dtype not in _OPAQUE and not tensor.dtype._is_ref_dtype
 
 
-def enum(tensor: Any) -> int:
-    """A tensor's type as protocol buffers have it."""
+def dtype_enum(tensor: Any) -> int:
+    """Return the enum of a tensor's dtype in protocol buffers."""
     number: int = tensor.dtype.base_dtype.as_datatype_enum
     return number
 
 
-def nbytes(tensor: Any) -> int:
-    """Return how much memory a tensor takes, where dimensions that are not known count as 32."""
+def estimated_nbytes(tensor: Any) -> int:
+    """Return the memory of a tensor, with 32 for each unknown dimension."""
     if tensor.shape.rank is None:
         return 1 << 20
     total = max(tensor.dtype.size, 1)

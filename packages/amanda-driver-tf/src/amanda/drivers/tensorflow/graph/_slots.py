@@ -1,4 +1,4 @@
-"""The Python functions behind EagerPyFunc nodes: one for each slot, for all graphs of the process."""
+"""The Python functions of EagerPyFunc nodes: one for each slot, shared by all graphs of the process."""
 
 import ctypes
 import threading
@@ -15,32 +15,31 @@ from tensorflow.python.ops import script_ops
 from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty
 
 from .._recording import Unrecorded
-from ._handles import borrowed
+from ._autodiff import Readers, SavedValues, call_on_tape, pull_back
+from ._handles import resolve_handles
 from ._nodes import INT64, new_node
-from ._taping import Kept, Readers, gradients, recorded
 
 
-class _Calling(threading.local):
-    """Whose routines run on this thread of TensorFlow's; None on others."""
+class _RunningExecution(threading.local):
+    """The execution whose routines run on a thread of TensorFlow; None on other threads."""
 
     execution: Execution | None = None
 
     def __init__(self) -> None:
-        """Keep the state that Python has for a thread: TensorFlow would drop it after each call.
-
-        A new one, and what threads keep of their own in it, takes twice as long as the call of a routine.
-        """
+        """Keep Python's state of the thread alive."""
+        # TensorFlow would drop the thread state after each call. A new thread state, with its thread-local
+        # objects, takes twice as long as the call of a routine.
         ctypes.pythonapi.PyGILState_Ensure()
 
 
-calling = _Calling()
+running = _RunningExecution()
 _EAGER = nullcontext()
 
 
-class Slot(script_ops.EagerFunc):  # type: ignore[misc]
-    """Calls what an execution has at one slot.
+class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
+    """Calls the routines that an execution has at a slot.
 
-    The first tensor is the execution's number; in loops a vector, in which the round of each loop follows.
+    The first tensor is the execution's number; in loops, a vector of the number and the round of each loop.
     """
 
     def __init__(self, index: int) -> None:
@@ -49,89 +48,92 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
         if context.executing_eagerly() and TFE_Py_TapeSetIsEmpty():  # a hot path, on TensorFlow's threads
-            return self._called(device, args)
+            return self._call_routines(device, args)
         with _EAGER if context.executing_eagerly() else context.eager_mode(), Unrecorded():
-            return self._called(device, args)
+            return self._call_routines(device, args)
 
-    def _called(self, device: Any, args: Sequence[Any]) -> Any:
+    def _call_routines(self, device: Any, args: Sequence[Any]) -> Any:
+        """Call the routines of the execution whose number is the first tensor."""
         number = args[0]._numpy_internal().tolist()
         number, *rounds = number if isinstance(number, list) else (number,)
         execution = Execution.of(number)
-        before, calling.execution = calling.execution, execution
+        outer, running.execution = running.execution, execution
         try:
             outputs = execution.call(self.index, args[1:], rounds)
         finally:
-            calling.execution = before
-        return [_on(device, one) for one in outputs] if device is not None else outputs
+            running.execution = outer
+        return [_on_device(device, output) for output in outputs] if device is not None else outputs
 
 
-def _on(device: Any, value: Any) -> Any:
+def _on_device(device: Any, value: Any) -> Any:
     if value.backing_device == device:
         return value
     with tf.device(device):
         return script_ops._maybe_copy_to_context_device(value, device)
 
 
-class _Slots:
-    """Slots that have been made, in order, with the tokens that TensorFlow knows them by."""
+class _SlotTable:
+    """The slots of the process in order, with the tokens by which TensorFlow finds them."""
 
     def __init__(self) -> None:
-        self._slots: list[tuple[Slot, bytes]] = []
+        self._slots: list[tuple[RoutineSlot, bytes]] = []
         self._lock = threading.Lock()
 
     def token(self, index: int) -> bytes:
-        """Return what an EagerPyFunc node names a slot by."""
+        """Return the token of a slot for an EagerPyFunc node; slots are created as needed."""
         with self._lock:
             while len(self._slots) <= index:
-                slot = Slot(len(self._slots))
+                slot = RoutineSlot(len(self._slots))
                 self._slots.append((slot, script_ops._py_funcs.insert(slot).encode()))
         return self._slots[index][1]
 
 
-_slots = _Slots()
+_slots = _SlotTable()
 
 
-class Node(Insertion):
-    """Routines at one place, whose results have the types that the graph has there.
+class RoutineNode(Insertion):
+    """Routines at a place of a graph, whose results are cast to the dtypes of the graph.
 
-    keeps: under what name it keeps its values for a backward pass; None where it does not.
-    taped: whether the way from what it is given to what it gives back is differentiated.
-    readers: of what it keeps.
-    borrows: positions where it is given numbers of handles.
+    dtypes: dtypes of the results.
+    saved_as: the key under which its values are saved for a backward pass; None if they are not.
+    in_autodiff: True if gradients go through the routines.
+    readers: the readers of the saved values.
+    loaned_positions: positions of inputs that are numbers of handles.
     """
 
-    __slots__ = ("borrows", "dtypes", "keeps", "readers", "taped")
+    __slots__ = ("dtypes", "in_autodiff", "loaned_positions", "readers", "saved_as")
 
     readers: Readers
 
     def __init__(self, *layout: Any) -> None:
         super().__init__(*layout)
         self.dtypes: Sequence[Any] = ()
-        self.keeps: Hashable = None
-        self.taped = False
-        self.borrows: Sequence[int] = ()
+        self.saved_as: Hashable = None
+        self.in_autodiff = False
+        self.loaned_positions: Sequence[int] = ()
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """The flat tensors that go back into the graph, each of its type."""
-        flat = borrowed(execution, flat, self.borrows)
-        if self.taped:
-            values = recorded(lambda: self._results(execution, flat, rounds), list(flat))
+        """Run the routines; return the flat tensors that go back into the graph."""
+        flat = resolve_handles(execution, flat, self.loaned_positions)
+        if self.in_autodiff:
+            values = call_on_tape(lambda: self._results(execution, flat, rounds), list(flat))
         else:
             values = list(flat), self._results(execution, flat, rounds), None
-        if self.keeps is not None:
-            count = self.readers.count if self.readers.told else 0
-            execution.store((self.keeps, *rounds[: self.depth]), Kept(values, count))
+        if self.saved_as is not None:
+            count = self.readers.count if self.readers.read_once else 0
+            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
         results = super().run(execution, flat, rounds)
-        return [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        return [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
 
 
-class Recalled:
-    """Gives a tensor that a place kept in the forward pass: of what it was given, or of what it gave.
+class RecalledTensor:
+    """Returns a tensor that a node saved in the forward pass.
 
-    depth: how many loops were around the place.
+    place: the key of the saved values.  side: 0 for inputs of the node, 1 for its outputs.
+    depth: number of loops around the node.
     """
 
     def __init__(self, place: Hashable, side: int, index: int, depth: int) -> None:
@@ -142,15 +144,16 @@ class Recalled:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the tensor."""
-        kept: Kept = execution.stored_value((self.place, *rounds[: self.depth]), self)
-        tensor: Any = kept.taken()[self.side][self.index]
+        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
+        tensor: Any = saved.take()[self.side][self.index]
         return [tensor]
 
 
 class Pullback:
-    """Takes gradients of what a place gave to gradients of what it was given.
+    """Computes gradients of a node's inputs from gradients of its outputs.
 
-    outputs, inputs: positions among those of the place.  depth: how many loops were around it.
+    place: the key of the node's saved values.  outputs, inputs: positions among these.
+    depth: number of loops around the node.
     """
 
     def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int], depth: int) -> None:
@@ -160,12 +163,13 @@ class Pullback:
         self.inputs = tuple(inputs)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """The vector-Jacobian products."""
-        kept: Kept = execution.stored_value((self.place, *rounds[: self.depth]), self)
-        return gradients(kept.taken(), self.outputs, self.inputs, flat)
+        """Return the vector-Jacobian products."""
+        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
+        return pull_back(saved.take(), self.outputs, self.inputs, flat)
 
 
-def _typed(value: Any, dtype: Any) -> Any:
+def _as_dtype(value: Any, dtype: Any) -> Any:
+    """Convert a routine's result to a dtype; a hot path."""
     if type(value) is EagerTensor and value._datatype_enum() == dtype.as_datatype_enum:  # a hot path
         return value
     if isinstance(value, tf.Tensor) and value.dtype == dtype:
@@ -175,14 +179,17 @@ def _typed(value: Any, dtype: Any) -> Any:
     return tf.convert_to_tensor(value, dtype)
 
 
-def py_func(name: str, slot: int, inputs: Sequence[str], given: Sequence[int], gives: Sequence[int]) -> Any:
-    """A node that calls a slot.
+def py_func(
+    name: str, slot: int, inputs: Sequence[str], input_types: Sequence[int], result_types: Sequence[int]
+) -> Any:
+    """Return a node that calls a slot.
 
-    inputs: the number's name, the values', and control inputs.  given, gives: enums of the values' types.
+    inputs: refs of the number and the values, and control inputs.
+    input_types, result_types: dtype enums of the values.
     """
-    made = new_node(name, "EagerPyFunc", inputs)
-    made.attr["token"].s = _slots.token(slot)
-    made.attr["is_async"].b = False
-    made.attr["Tin"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=[INT64, *given]))
-    made.attr["Tout"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(gives)))
-    return made
+    node = new_node(name, "EagerPyFunc", inputs)
+    node.attr["token"].s = _slots.token(slot)
+    node.attr["is_async"].b = False
+    node.attr["Tin"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=[INT64, *input_types]))
+    node.attr["Tout"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(result_types)))
+    return node

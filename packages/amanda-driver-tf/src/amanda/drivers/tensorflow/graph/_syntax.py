@@ -7,40 +7,40 @@ from tensorflow.python.framework import op_def_registry
 
 
 class Edge(NamedTuple):
-    """A tensor: the node that makes it, or a function's argument, and which of its outputs."""
+    """A tensor: the name of its node, or of a function's argument, and its index among the outputs."""
 
     node: str
     index: int  # type: ignore[assignment]
 
 
-def sizes(args: Sequence[Any], attributes: Mapping[str, Any]) -> list[tuple[str, int | None]]:
-    """For each argument of an OpDef its name, and its length where it is a list of tensors."""
-    found: list[tuple[str, int | None]] = []
+def argument_sizes(args: Sequence[Any], attributes: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+    """Return name and length of each argument of an OpDef; None as the length of a single tensor."""
+    sizes: list[tuple[str, int | None]] = []
     for arg in args:
         if arg.number_attr:
-            found.append((arg.name, attributes[arg.number_attr].i))
+            sizes.append((arg.name, attributes[arg.number_attr].i))
         elif arg.type_list_attr:
-            found.append((arg.name, len(attributes[arg.type_list_attr].list.type)))
+            sizes.append((arg.name, len(attributes[arg.type_list_attr].list.type)))
         else:
-            found.append((arg.name, None))
-    return found
+            sizes.append((arg.name, None))
+    return sizes
 
 
 def op_def(type: str) -> Any:
-    """TensorFlow's definition of an op; None for a function that is called by its name."""
+    """Return TensorFlow's OpDef of an op; None for a function that is called by its name."""
     return op_def_registry.get(type)
 
 
 def input_sizes(node: Any) -> list[tuple[str, int | None]]:
-    """Names and lengths of a node's inputs as its op defines them."""
+    """Return names and lengths of a node's inputs, from its OpDef."""
     definition = op_def(node.op)
     if definition is None:
         return [("args", sum(not text.startswith("^") for text in node.input))]
-    return sizes(definition.input_arg, node.attr)
+    return argument_sizes(definition.input_arg, node.attr)
 
 
 def references(node: Any, outputs: bool = False) -> list[bool]:
-    """Return which of a node's inputs, or outputs, its op takes or gives by reference."""
+    """Return True for each of a node's inputs, or outputs, that is a reference to a variable."""
     definition = op_def(node.op)
     if definition is None:
         return []
@@ -48,28 +48,28 @@ def references(node: Any, outputs: bool = False) -> list[bool]:
 
 
 def output_sizes(node: Any) -> list[tuple[str, int | None]]:
-    """Names and lengths of a node's outputs as its op defines them."""
+    """Return names and lengths of a node's outputs, from its OpDef."""
     definition = op_def(node.op)
-    return [] if definition is None else sizes(definition.output_arg, node.attr)
+    return [] if definition is None else argument_sizes(definition.output_arg, node.attr)
 
 
 class GraphSyntax:
-    """Of a GraphDef. Its values may be dead, where control flow of version 1 leaves a branch out."""
+    """The spelling of tensors in a GraphDef, where control flow of version 1 may make values dead."""
 
     dead_values = True
 
     def parse(self, text: str) -> Edge:
-        """The tensor that an input names; a node by its name where it is a control input."""
+        """Return the tensor that an input names; index 0 of the node for a control input."""
         name, _, index = text.removeprefix("^").partition(":")
         return Edge(name, int(index) if index else 0)
 
     def write(self, edge: Edge) -> str:
-        """The tensor as an input."""
+        """Return a tensor as an input spells it."""
         return f"{edge.node}:{edge.index}" if edge.index else edge.node
 
 
 class FunctionSyntax:
-    """Of a FunctionDef with these arguments and nodes."""
+    """The spelling of tensors in a FunctionDef with these arguments and nodes."""
 
     dead_values = False
 
@@ -79,17 +79,17 @@ class FunctionSyntax:
         self._offsets: dict[str, list[tuple[str, int, int]]] = {}
 
     def parse(self, text: str) -> Edge:
-        """The tensor that an input names."""
+        """Return the tensor that an input names; index 0 of the node for a control input."""
         if text.startswith("^"):
             return Edge(text[1:], 0)
-        name, *rest = text.split(":")
-        if not rest:
+        name, *output = text.split(":")
+        if not output:
             return Edge(name, 0)
-        offset = next(first for arg, first, _ in self._of(name) if arg == rest[0])
-        return Edge(name, offset + int(rest[1]))
+        offset = next(first for arg, first, _ in self._of(name) if arg == output[0])
+        return Edge(name, offset + int(output[1]))
 
     def write(self, edge: Edge) -> str:
-        """The tensor as an input."""
+        """Return a tensor as an input spells it."""
         if edge.node in self._arguments:
             return edge.node
         for arg, first, end in self._of(edge.node):
@@ -98,10 +98,11 @@ class FunctionSyntax:
         raise IndexError(f"{edge.node} has no output {edge.index}")
 
     def forget(self, name: str) -> None:
-        """Note that a node's outputs have changed."""
+        """Drop the cached layout of a node, whose outputs have changed."""
         self._offsets.pop(name, None)
 
     def _of(self, name: str) -> list[tuple[str, int, int]]:
+        """Return the outputs of a node: name, first index, and the index after the last."""
         offsets = self._offsets.get(name)
         if offsets is None:
             offsets, first = [], 0

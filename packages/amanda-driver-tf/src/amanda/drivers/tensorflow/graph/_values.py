@@ -1,4 +1,4 @@
-"""Tensors as routines meet them: symbols at analysis, eager tensors while a graph runs."""
+"""Tensors of graphs: symbols at analysis, eager tensors while a graph runs."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import tensorflow as tf
 from amanda.backend import TensorOps
 from amanda.errors import RoutineError
 
-from .._tensors import TensorFlowTensors, fitting
+from .._tensors import TensorFlowTensors, cast_like
 
 
 class GraphTensors(TensorFlowTensors, TensorOps):
@@ -18,12 +18,12 @@ class GraphTensors(TensorFlowTensors, TensorOps):
         return isinstance(value, tf.Tensor)
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype and rank of each tensor, also in lists."""
+        """Return dtype and rank of each tensor, also in lists."""
         return tuple([_signature(value) for value in inputs])
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` in the type of `original`, whose shape it must have."""
-        value, kind = fitting(original, value), original.dtype
+        """Return `value` in the dtype of `original`, whose shape it must have."""
+        value, kind = cast_like(original, value), original.dtype
         if value.dtype != kind:
             raise RoutineError(
                 f"a routine returned {value.dtype.name} where {kind.name} was given; return that type"
@@ -31,27 +31,27 @@ class GraphTensors(TensorFlowTensors, TensorOps):
         return value
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Raises RoutineError: nothing of TensorFlow writes into tensors."""
+        """Raise RoutineError: no operation of TensorFlow writes into tensors."""
         raise RoutineError("a TensorFlow tensor cannot be written")
 
     def copied(self, value: Any) -> Any:
-        """The value, which nothing writes into."""
+        """Return the value itself, since tensors are immutable."""
         return value
 
 
-PASSING = frozenset(
+VALUE_FORWARDING = frozenset(
     {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch", "Reshape", "Transpose"}
 )
-"""Operations whose result is what their first input holds, in another form maybe."""
+"""Operations whose result is the value of their first input, cast or rearranged."""
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
 
 def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder: None) -> Any:
-    """Return what holds the variable that a symbol was read of: its handle, or its own tensor; or None.
+    """Return the handle or tensor of the variable that a symbol was read from; None for others.
 
-    argument: the same of what is given for a placeholder.
+    argument: returns the variable that a placeholder stands for.
     """
-    while tensor.op.type in PASSING:
+    while tensor.op.type in VALUE_FORWARDING:
         tensor = tensor.op.inputs[0]
     if tensor.op.type in VARIABLES:
         return tensor
@@ -61,4 +61,4 @@ def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder
 def _signature(value: Any) -> Hashable:
     if isinstance(value, tf.Tensor):
         return (value.dtype.as_datatype_enum, value.shape.rank)
-    return tuple([_signature(one) for one in value]) if isinstance(value, list) else None
+    return tuple([_signature(element) for element in value]) if isinstance(value, list) else None

@@ -1,4 +1,4 @@
-"""A SavedModel's folder: its functions are edited where they are; all else stays as it is."""
+"""The folder of a SavedModel: a copy gets edited functions; variables, assets and signatures stay."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from amanda.files import file_beside
 from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
 
 from .._requirements import check
-from ..graph import GraphTensors, Rewriting, body_of, edited, rewrite
-from ._loaded import Bound, Library
+from ..graph import GraphTensors, Rewriting, edited_definition, function_body, rewrite
+from ._loaded import FunctionLibrary, LoadedObjects
 
 _MODEL, _KERAS, _FINGERPRINT = "saved_model.pb", "keras_metadata.pb", "fingerprint.pb"
 ABOUT = Path("assets.extra", "amanda.json")
@@ -26,8 +26,8 @@ ABOUT = Path("assets.extra", "amanda.json")
 class SavedModelFolder(Artefact):
     """A folder that `tf.saved_model.save` or a Keras model's `export` has written.
 
-    The functions of its signatures and objects take the place of those that they were made of, under their
-    names. Variables, assets, signatures and the graph of objects are kept.
+    The edited functions have the names of the original ones. Variables, assets, signatures and the graph of
+    objects are kept.
     """
 
     api = 1
@@ -41,14 +41,14 @@ class SavedModelFolder(Artefact):
         self._changed: dict[str, Any] = {}
         self._added: dict[str, Any] = {}
         try:
-            self._library = Library(self._file.meta_graphs[0].graph_def)
-            self._bound = Bound(self._file, path)
+            self._library = FunctionLibrary(self._file.meta_graphs[0].graph_def)
+            self._bound = LoadedObjects(self._file, path)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
 
     def instrument(self, inlining: Inlining) -> None:
-        """Edit every function that an object of the SavedModel has, but for those that save and restore."""
+        """Edit each function that an object of the SavedModel has, except those that save and restore."""
         self._changed, self._added = {}, {}
         for name in self._functions():
             self._edit(name, inlining)
@@ -57,35 +57,40 @@ class SavedModelFolder(Artefact):
             inlining.leave(_KERAS, "is left out: Keras would make layers anew by it, without routines")
 
     def _functions(self) -> Iterator[str]:
+        """Yield the names of the functions, without those that save and restore."""
         objects = self._file.meta_graphs[0].object_graph_def
-        apart: set[str] = set()
+        saving: set[str] = set()
         for node in objects.nodes:
             for saveable in node.saveable_objects.values():
                 for index in (saveable.save_function, saveable.restore_function):
-                    apart.update(_concrete(objects.nodes[index]))
-        return (name for name in sorted(objects.concrete_functions) if name not in apart)
+                    saving.update(_concrete_names(objects.nodes[index]))
+        return (name for name in sorted(objects.concrete_functions) if name not in saving)
 
     def _edit(self, name: str, inlining: Inlining) -> None:
+        """Rewrite a function and those that it calls."""
         function = self._library.find(name)
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
         tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
         rewriting = Rewriting(
-            analysis=inlining.analysis(GraphTensors()), namespace=tags, written=True, find=self._library.find
+            analysis=inlining.analysis(GraphTensors()),
+            namespace=tags,
+            written=True,
+            find_function=self._library.find,
         )
-        held = self._bound.to(name)
-        first = len(function.arguments) - len(held)
-        body = body_of(function, digest("saved_model", name), rewriting, _argument(held, first))
+        bound = self._bound.captured_inputs(name)
+        first = len(function.arguments) - len(bound)
+        body = function_body(function, digest("saved_model", name), rewriting, _argument(bound, first))
         rewritten = rewrite(body, rewriting)
         rewriting.analysis.finish()
         inlining.take_over(rewriting)
         if rewritten.changed:
-            self._changed[name] = edited(function.definition, rewritten)
-            self._added.update({one.signature.name: one for one in rewriting.library})
+            self._changed[name] = edited_definition(function.definition, rewritten)
+            self._added.update({definition.signature.name: definition for definition in rewriting.library})
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the folder: the same files, but for the functions and TensorFlow's fingerprint of them."""
-        shutil.copytree(self._path, path, ignore=_not_copied(self._path))
+        """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
+        shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
         file = type(self._file)()
         file.CopyFrom(self._file)
         library = file.meta_graphs[0].graph_def.library
@@ -94,26 +99,29 @@ class SavedModelFolder(Artefact):
             if name in self._changed:
                 definition.CopyFrom(self._changed[name])
                 definition.signature.name = name
-        there = {one.signature.name for one in library.function}  # the name of an added one tells its content
-        library.function.extend(one for name, one in self._added.items() if name not in there)
-        _note(path / ABOUT, about)
+        present = {
+            one.signature.name for one in library.function
+        }  # the name of an added one tells its content
+        library.function.extend(one for name, one in self._added.items() if name not in present)
+        _append_description(path / ABOUT, about)
         try:
             (path / _MODEL).write_bytes(file.SerializeToString(deterministic=True))
-        except Exception as error:  # protocol buffers end at 2 GB, each version of theirs with its own error
+        except Exception as error:
+            # Protocol buffers end at 2 GB, and the type of the error depends on their version.
             raise ArtefactError(f"{path.name} cannot be written as {_MODEL}: {error}") from error
         if (self._path / _FINGERPRINT).exists():
             fingerprinting_utils.write_fingerprint(str(path))
 
 
-def _note(path: Path, about: Mapping[str, Any]) -> None:
-    """Say what was done, after what was said of a copy that is instrumented again."""
+def _append_description(path: Path, about: Mapping[str, Any]) -> None:
+    """Append a description of the tools to the file that lists those of earlier copies."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"{json.dumps([*before, about], indent=1)}\n", encoding="utf-8")
 
 
 def _check_files(path: Path) -> None:
-    """Raise ArtefactError for a link that leads out of the folder, whose file a copy would have in it."""
+    """Raise ArtefactError for a link that leads out of the folder; a copy would contain the linked file."""
     for folder, _, names in os.walk(path, followlinks=True):
         inner = Path(folder).relative_to(path)
         for name in names:
@@ -121,6 +129,7 @@ def _check_files(path: Path) -> None:
 
 
 def _read(path: Path) -> Any:
+    """Read a SavedModel; raise ArtefactError for a broken one, or one of TensorFlow 1."""
     try:
         file = loader_impl.parse_saved_model(str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -133,31 +142,34 @@ def _read(path: Path) -> Any:
     return file
 
 
-def _concrete(node: Any) -> Sequence[str]:
+def _concrete_names(node: Any) -> Sequence[str]:
     if node.HasField("bare_concrete_function"):
         return [node.bare_concrete_function.concrete_function_name]
     return list(node.function.concrete_functions)
 
 
-def _argument(held: Sequence[Any], first: int) -> Callable[[int], Any]:
-    """The present value of an argument: of those that a function is bound to."""
-    return lambda position: held[position - first] if position >= first else None
+def _argument(bound: Sequence[Any], first: int) -> Callable[[int], Any]:
+    """Return a lookup of the present value of an argument; the captured tensors follow the arguments."""
+    return lambda position: bound[position - first] if position >= first else None
 
 
 def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
-    """Make calls of a copy that is equal to a function of the SavedModel be calls of that."""
-    known = {_content(one): name for name, one in changed.items()}
-    same = {name: known[key] for name, one in added.items() if (key := _content(one)) in known}
-    for name in same:
+    """Make calls of an edited copy call the function of the SavedModel, if that has the same content."""
+    names_by_content = {_content_without_name(function): name for name, function in changed.items()}
+    contents = {name: _content_without_name(function) for name, function in added.items()}
+    equal_names = {
+        name: names_by_content[content] for name, content in contents.items() if content in names_by_content
+    }
+    for name in equal_names:
         del added[name]
     for definition in (*changed.values(), *added.values()):
         for node in definition.node_def:
             for value in node.attr.values():
                 for function in [value.func] if value.HasField("func") else value.list.func:
-                    function.name = same.get(function.name, function.name)
+                    function.name = equal_names.get(function.name, function.name)
 
 
-def _content(definition: Any) -> bytes:
+def _content_without_name(definition: Any) -> bytes:
     copy = type(definition)()
     copy.CopyFrom(definition)
     copy.signature.name = ""
@@ -165,6 +177,6 @@ def _content(definition: Any) -> bytes:
     return content
 
 
-def _not_copied(root: Path) -> Callable[[str, list[str]], list[str]]:
-    left = (_MODEL, _KERAS, _FINGERPRINT)
-    return lambda folder, names: [one for one in names if one in left and Path(folder) == root]
+def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
+    rewritten = (_MODEL, _KERAS, _FINGERPRINT)
+    return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]

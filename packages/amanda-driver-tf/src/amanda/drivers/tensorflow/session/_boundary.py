@@ -1,4 +1,4 @@
-"""Runs of sessions: every way that leads from Python into the runtime."""
+"""Stand-ins for the methods by which sessions enter TensorFlow's runtime."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tensorflow.python.framework import errors_impl
 
 from .._recording import allow_tapes_in_routines
 from ._callables import Callables
-from ._cone import Request
-from ._run import Route, endpoint, request_of
+from ._execution_order import RunRequest
+from ._route import Route, endpoint_of, request_of
 
-Prepare = Callable[[Any, Request, State], "tuple[Route, Execution] | None"]
+Prepare = Callable[[Any, RunRequest, State], "tuple[Route, Execution] | None"]
 
 
-class Boundary:
-    """Sends the runs of sessions to what `prepare` has put beside the user's nodes."""
+class SessionBoundary:
+    """Sends the runs of sessions to instrumented copies, which `prepare` puts beside the user's nodes."""
 
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
@@ -32,37 +32,39 @@ class Boundary:
         self._local = threading.local()
 
     def attach(self, attributes: Attributes) -> None:
-        """Take the place of the methods through which sessions run, until `attributes` are restored."""
-        made = BaseSession._Callable
+        """Patch the methods through which sessions run, until `attributes` are restored."""
+        callable_class = BaseSession._Callable
         for holder, name, stand_in in (
-            (BaseSession, "_call_tf_sessionrun", self._run),
-            (BaseSession, "_call_tf_sessionprun", self._run_partly),
-            (BaseSession, "_do_call", self._do_call),
+            (BaseSession, "_call_tf_sessionrun", self._stand_in_for_run),
+            (BaseSession, "_call_tf_sessionprun", self._stand_in_for_partial_run),
+            (BaseSession, "_do_call", self._stand_in_for_do_call),
             (BaseSession, "_make_callable_from_options", self._callables.make),
-            (made, "__call__", self._callables.call),
+            (callable_class, "__call__", self._callables.call),
         ):
-            attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
+            attributes.set(holder, name, _method_with_original(stand_in, vars(holder)[name]))
         allow_tapes_in_routines(attributes)
 
-    def prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
-        """Return what stands for a run; None where nothing is instrumented."""
+    def prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
+        """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
         prepared = self._prepare(session, request, state)
         if prepared is not None:
             session._extend_graph()
         return prepared
 
-    def _prepared_now(
+    def _prepare_in_scope(
         self, session: Any, feeds: Any, fetches: Any, targets: Any
     ) -> tuple[Route, Execution] | None:
+        """Return the route and execution for a run, from the arguments of the C API; None outside scopes."""
         activation = interceptor.active()
         if activation is None:
             return None
-        return self.prepared(session, request_of(feeds, fetches, targets), activation.state)
+        return self.prepare_run(session, request_of(feeds, fetches, targets), activation.state)
 
-    def _run(
+    def _stand_in_for_run(
         self, run: Any, session: Any, options: Any, feeds: Any, fetches: Any, targets: Any, metadata: Any
     ) -> Any:
-        prepared = self._prepared_now(session, feeds, fetches, targets)
+        """Stand-in for `_call_tf_sessionrun`: runs the instrumented copy, if there is one."""
+        prepared = self._prepare_in_scope(session, feeds, fetches, targets)
         if prepared is None:
             return run(session, options, feeds, fetches, targets, metadata)
         route, execution = prepared
@@ -72,40 +74,45 @@ class Boundary:
 
     @contextmanager
     def under_way(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
-        """Context around a run, or a part: errors of routines as themselves, others in the user's names."""
-        told: BaseException | None = None
+        """Return a context around a run, or around a part of a partial run.
+
+        Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
+        """
+        routed_error: BaseException | None = None
         try:
             with execution.under_way() if whole else execution.part():
                 try:
                     yield
                 except errors_impl.OpError as error:
                     error._message = error.message.replace(route.prefix, "")
-                    told = error
+                    routed_error = error
                     raise
         except errors_impl.OpError as error:
-            if error is not told and getattr(self._local, "called", False):
-                self._local.own = error
+            if error is not routed_error and getattr(self._local, "in_session_call", False):
+                self._local.session_error = error
             raise
 
-    def _do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
+    def _stand_in_for_do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
+        """Stand-in for `_do_call`: raises an OpError of a routine as it is, and sets up partial runs."""
         if function.__name__ == "_setup_fn":
-            return self._set_up(call, session, function, *args)
-        outer = getattr(self._local, "called", False)
-        self._local.called, self._local.own = True, None
+            return self._set_up_partial_run(call, session, function, *args)
+        outer_call = getattr(self._local, "in_session_call", False)
+        self._local.in_session_call, self._local.session_error = True, None
         try:
             return call(session, function, *args)
         except errors_impl.OpError:
-            own = self._local.own
-            if own is None:
+            session_error = self._local.session_error
+            if session_error is None:
                 raise
         finally:
-            self._local.called, self._local.own = outer, None
-        raise own  # the session would have made another of it
+            self._local.in_session_call, self._local.session_error = outer_call, None
+        raise session_error  # `_do_call` has made another error of it, with the copy's nodes in the message
 
-    def _set_up(
+    def _set_up_partial_run(
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
     ) -> Any:
-        prepared = self._prepared_now(session, feeds, fetches, targets)
+        """Set up a partial run on the instrumented copy, if there is one."""
+        prepared = self._prepare_in_scope(session, feeds, fetches, targets)
         if prepared is None:
             return call(session, function, c_session, feeds, fetches, targets)
         route, execution = prepared
@@ -116,41 +123,42 @@ class Boundary:
         self._partial.setdefault(session, {})[handle] = _PartialRun(route, execution, fetches)
         return handle
 
-    def _run_partly(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
+    def _stand_in_for_partial_run(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
+        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run on the instrumented copy."""
         partial = self._partial.get(session, {}).get(handle)
         if partial is None:
             return run(session, handle, feeds, fetches)
-        feeds = partial.route.feeds(feeds, None if partial.begun else partial.execution.number)
+        feeds = partial.route.feeds(feeds, None if partial.has_begun else partial.execution.number)
         try:
             with self.under_way(partial.route, partial.execution, whole=False):
                 result = run(session, handle, feeds, partial.route.fetches(fetches))
         except BaseException:
             del self._partial[session][handle]  # no part comes after one that failed
             raise
-        partial.begun = True
-        partial.left -= {endpoint(output) for output in fetches}
-        if not partial.left:
+        partial.has_begun = True
+        partial.remaining_fetches -= {endpoint_of(output) for output in fetches}
+        if not partial.remaining_fetches:
             del self._partial[session][handle]
         return result
 
 
 class _PartialRun:
-    """A run that is fed and fetched in several parts; it calls back between them too.
+    """A run that is fed and fetched in several parts; its routines may be called between the parts, too.
 
-    left: what has not been fetched.
+    has_begun: True once a part has run.  remaining_fetches: tensors that no part has fetched yet.
     """
 
     def __init__(self, route: Route, execution: Execution, fetches: Any) -> None:
         self.route = route
         self.execution = execution
-        self.begun = False
-        self.left = {endpoint(output) for output in fetches}
+        self.has_begun = False
+        self.remaining_fetches = {endpoint_of(output) for output in fetches}
         execution.begin()
         finalize(self, execution.end)
 
 
-def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that gives the original to a stand-in, before its own arguments."""
+def _method_with_original(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a stand-in with the original method ahead of the arguments."""
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:

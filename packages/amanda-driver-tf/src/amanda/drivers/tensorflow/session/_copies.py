@@ -1,4 +1,4 @@
-"""Instrumented copies of what sessions run, put beside the user's nodes."""
+"""Instrumented copies of the operations that a session runs, put beside the user's nodes."""
 
 from __future__ import annotations
 
@@ -19,56 +19,57 @@ from ..graph import (
     GraphSyntax,
     Locations,
     Rewriting,
-    Rewritten,
-    draws,
+    RewrittenBody,
     function_named,
+    ops_with_generators,
     placeholder,
     rewrite,
     variable_of,
 )
-from ._cone import Endpoint, Request, after_forward, cone
-from ._draws import Draw, can_draw, drawing
+from ._execution_order import Endpoint, RunRequest, after_forward, executed_ops
+from ._forward_ops import ForwardOps
 from ._frames import OUTSIDE, Frames
-from ._gradients import ForwardOps
-from ._hidden import HiddenNodes
+from ._hidden_nodes import HiddenNodes
 from ._partition import Partition, partition
-from ._run import Route
+from ._random_ops import OriginalDraw, can_run_alone, draw_node
+from ._route import Route
 from ._stacks import Stacks
-from ._values import Reading
+from ._values import SessionValueReader
 
 NUMBER = "amanda/number"
 
 
-class Asked(NamedTuple):
-    """A request that a session is to run."""
+class SessionRun(NamedTuple):
+    """A session, and the request that it runs."""
 
     session: Any
-    request: Request
+    request: RunRequest
 
 
 @dataclass(kw_only=True)
 class SessionRewriting(Rewriting):
-    """One rewrite of what a session runs.
+    """The rewrite of the operations that a request runs.
 
-    own: the nodes as the user's graph has them, by name.  rewritten: what came of them.
+    vanilla_nodes: the nodes as the user's graph has them, by name.  rewritten: the edited nodes.
+    frames: the loops and branches of control flow of version 1.
     """
 
-    own: Mapping[str, Any] = field(init=False)
-    rewritten: Rewritten = field(init=False)
+    vanilla_nodes: Mapping[str, Any] = field(init=False)
+    rewritten: RewrittenBody = field(init=False)
     frames: Frames = field(init=False)
 
 
-def rewritten(asked: Asked, analysis: GraphAnalysis, namespace: Namespace) -> SessionRewriting:
-    """The rewrite of the part of a session's graph that a request runs."""
-    session, request = asked
+def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) -> SessionRewriting:
+    """Analyse the operations that a request runs, and edit copies of their nodes."""
+    session, request = run
     rewriting = SessionRewriting(analysis=analysis, namespace=namespace)
-    ops = cone(session.graph, request)
-    body, forward = _body(session, ops, request, rewriting)
+    ops = executed_ops(session.graph, request)
+    body, forward = _run_body(session, ops, request, rewriting)
     rewriting.frames = body.frames
-    rewriting.own = {name: _copied(node) for name, node in body.nodes.items()}
+    rewriting.vanilla_nodes = {name: _copy_node(node) for name, node in body.nodes.items()}
     rewriting.rewritten = rewrite(body, rewriting)
     rewriting.changed = rewriting.rewritten.changed
-    if forward.by_name:
+    if forward.guessed:
         rewriting.report(
             "gradients of an imported graph",
             "their forward ops are told by names: TensorFlow's own record is not in a GraphDef",
@@ -76,50 +77,49 @@ def rewritten(asked: Asked, analysis: GraphAnalysis, namespace: Namespace) -> Se
     return rewriting
 
 
-def route(asked: Asked, rewriting: SessionRewriting) -> Route:
-    """Put the copy beside the user's nodes; the way through it.
+def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
+    """Put the copy beside the user's nodes; return the route from the user's tensors to the copy's.
 
-    Raises Uninstrumented where TensorFlow refuses it.
+    Raises Uninstrumented where TensorFlow refuses the copy.
     """
-    session, request = asked
+    session, request = run
     rewritten, graph = rewriting.rewritten, session.graph
     number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
-    copied = _with_draws(graph, partition(rewriting.own, nodes), rewriting, rewriting.frames)
-    feeds = _Feeds(graph, request.feeds)
-    copied = [*feeds.redirected(copied), *feeds.placeholders]
+    copied = _keep_generators(graph, partition(rewriting.vanilla_nodes, nodes), rewriting, rewriting.frames)
+    feeds = _FedPlaceholders(graph, request.feeds)
+    copied = [*feeds.redirect(copied), *feeds.placeholders]
     names = {node.name for node in copied}
     endpoints: dict[Endpoint, Endpoint] = {}
-    wanted = [one for one in request.fetches if one not in request.feeds]
-    for one, text in zip(wanted, rewritten.outputs, strict=True):
+    fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
+    for fetch, text in zip(fetched, rewritten.outputs, strict=True):
         edge = GraphSyntax().parse(text)
         if edge.node in names:
-            endpoints[one] = (edge.node, edge.index)
-    targets = {
-        name: other for name in request.targets if (other := rewritten.removed.get(name, name)) in names
-    }
-    also = list(dict.fromkeys(one for group in rewritten.inserted.values() for one in group))
+            endpoints[fetch] = (edge.node, edge.index)
+    targets = {name: node for name in request.targets if (node := rewritten.removed.get(name, name)) in names}
+    extra = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
     ends = {
         NUMBER,
-        *also,
+        *extra,
         *targets.values(),
         *feeds.names.values(),
         *(name for name, _ in endpoints.values()),
     }
     try:
-        hidden = HiddenNodes.of(graph).put(session, copied, rewriting.library, sorted(ends))
+        hidden = HiddenNodes.of_graph(graph).add(session, copied, rewriting.library, sorted(ends))
     except errors_impl.OpError as error:
         raise Uninstrumented("a run of a session", f"TensorFlow refuses the copy: {error.message}") from error
-    return Route(hidden, endpoints, targets, feeds.names, also, NUMBER)
+    return Route(hidden, endpoints, targets, feeds.names, extra, NUMBER)
 
 
-def _body(
-    session: Any, ops: Sequence[Any], request: Request, rewriting: Rewriting
+def _run_body(
+    session: Any, ops: Sequence[Any], request: RunRequest, rewriting: Rewriting
 ) -> tuple[Body, ForwardOps]:
+    """Return the operations of a run as a body, and the forward operations of its gradients."""
     graph = session.graph
     forward = ForwardOps(ops)
-    ops = after_forward(ops, request, forward.of)
-    frames, stacks = Frames(ops, NUMBER), Stacks(ops, forward.of)
+    ops = after_forward(ops, request, forward.by_gradient)
+    frames, stacks = Frames(ops, NUMBER), Stacks(ops, forward.by_gradient)
     reference = ref(graph)
     body = Body(
         ops,
@@ -127,13 +127,13 @@ def _body(
         GraphSyntax(),
         NUMBER,
         digest("tensorflow/graph", interceptor.ordinal(graph)),
-        forward_of=lambda op: forward.of.get(op.name),
-        outputs=[Edge(*one) for one in request.fetches if one not in request.feeds],
-        read_value=Reading(session),
+        forward_of=lambda op: forward.by_gradient.get(op.name),
+        outputs=[Edge(*fetch) for fetch in request.fetches if fetch not in request.feeds],
+        read_value=SessionValueReader(session),
         variable_of=variable_of,
         functions=lambda name: function_named(name, reference()),
-        guessed=forward.by_name,
-        order_of=lambda op: 2 if op.name in forward.second else 1,
+        guessed=forward.guessed,
+        order_of=lambda op: 2 if op.name in forward.second_order else 1,
         frames=frames,
         place_of=Locations(rewriting.layers, graph, variable_of),
         captured=stacks.captured,
@@ -142,24 +142,27 @@ def _body(
     return body, forward
 
 
-def _with_draws(graph: Any, parted: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
-    """The copied nodes; those whose kernels hold generators run the originals, or it is said."""
+def _keep_generators(graph: Any, parts: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
+    """Return the copied nodes; a random op of the copy draws from the original op, or the report names it."""
     stand_ins = {}
-    torn = [f"{name} of a function" for name in draws(rewriting.library)]
-    for node in parted.torn:
+    restarted = [f"{name} of a function" for name in ops_with_generators(rewriting.library)]
+    for node in parts.restarted:
         op = graph.get_operation_by_name(node.name)
-        if can_draw(op) and frames.group(op, ()) == OUTSIDE:
-            slot = rewriting.add(Draw(node.name))
-            stand_ins[node.name] = drawing(node, op, slot, NUMBER)
+        if can_run_alone(op) and frames.group(op, ()) == OUTSIDE:
+            slot = rewriting.add(OriginalDraw(node.name))
+            stand_ins[node.name] = draw_node(node, op, slot, NUMBER)
         else:
-            torn.append(f"{node.name} ({node.op})")
-    for name in torn:
+            restarted.append(f"{node.name} ({node.op})")
+    for name in restarted:
         rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
-    return [stand_ins.get(node.name, node) for node in parted.copied]
+    return [stand_ins.get(node.name, node) for node in parts.copied]
 
 
-class _Feeds:
-    """Placeholders in the copy for the tensors that are fed; names: theirs by the tensor."""
+class _FedPlaceholders:
+    """Placeholders in the copy for the tensors that are fed.
+
+    names: of the placeholders, by the fed tensor.
+    """
 
     def __init__(self, graph: Any, feeds: frozenset[Endpoint]) -> None:
         self._graph = graph
@@ -167,8 +170,8 @@ class _Feeds:
         self.names: dict[Endpoint, str] = {}
         self.placeholders: list[Any] = []
 
-    def redirected(self, nodes: Sequence[Any]) -> list[Any]:
-        """The nodes, which read placeholders where they read what is fed."""
+    def redirect(self, nodes: Sequence[Any]) -> list[Any]:
+        """Make nodes read placeholders instead of fed tensors; return the nodes."""
         if self._feeds:
             for node in nodes:
                 for position, read in enumerate(node.input):
@@ -178,6 +181,7 @@ class _Feeds:
         return list(nodes)
 
     def _name(self, fed: Endpoint) -> str:
+        """Return the name of the placeholder for a fed tensor, which is added at its first use."""
         if fed not in self.names:
             name, index = fed
             tensor = self._graph.get_operation_by_name(name).outputs[index]
@@ -187,7 +191,7 @@ class _Feeds:
         return self.names[fed]
 
 
-def _copied(node: Any) -> Any:
+def _copy_node(node: Any) -> Any:
     copy = node_def_pb2.NodeDef()
     copy.CopyFrom(node)
     return copy

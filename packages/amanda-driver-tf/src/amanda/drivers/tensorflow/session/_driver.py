@@ -13,15 +13,15 @@ from tensorflow.python.eager import context
 
 from .._requirements import check
 from ..graph import GraphTensors, TensorFlowReads
-from ._boundary import Boundary
-from ._cone import Request
-from ._copies import Asked, SessionRewriting, rewritten, route
-from ._draws import SessionExecution
-from ._run import Route
+from ._boundary import SessionBoundary
+from ._copies import SessionRewriting, SessionRun, add_copy, rewrite_run
+from ._execution_order import RunRequest
+from ._random_ops import SessionExecution
+from ._route import Route
 
 
 class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
-    """TensorFlow's sessions: what they run is analysed, and a copy beside the user's graph runs instead."""
+    """Instruments TensorFlow's sessions: runs edited copies beside the operations of the user's graph."""
 
     api = 1
     framework = "tensorflow"
@@ -31,38 +31,39 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._boundary = Boundary(self._prepared)
+        self._boundary = SessionBoundary(self._prepare_run)
 
     def attach(self) -> None:
-        """Stand where runs of sessions begin."""
+        """Patch the methods through which sessions run."""
         check("graph")
         self._boundary.attach(self.attributes)
 
     def rewriting(self) -> AbstractContextManager[Any]:
-        """Eager mode: routines that are traced are no part of the user's graph."""
+        """Return a context of eager mode, so that traced routines do not enter the user's graph."""
         eager: AbstractContextManager[Any] = context.eager_mode()
         return eager
 
     def execution(self, state: State, table: Mapping[int, Any]) -> SessionExecution:
-        """One run of a copy."""
+        """Return the execution of one run of a copy."""
         return SessionExecution(state, self.tensors, table)
 
-    def rewrite(self, graph: Asked, analysis: GraphAnalysis) -> SessionRewriting:
+    def rewrite(self, graph: SessionRun, analysis: GraphAnalysis) -> SessionRewriting:
         """Rewrite the part of a session's graph that a request runs."""
-        return rewritten(graph, analysis, self.namespace)
+        return rewrite_run(graph, analysis, self.namespace)
 
-    def runnable(self, graph: Asked, rewriting: SessionRewriting) -> Route:
+    def runnable(self, graph: SessionRun, rewriting: SessionRewriting) -> Route:
         """Put the copy beside the user's nodes."""
-        return route(graph, rewriting)
+        return add_copy(graph, rewriting)
 
-    def _prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
+    def _prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
+        """Return the route and the execution of a run; None where it runs uninstrumented."""
         if session._target:
             state.report("a session of a server", "routines cannot be called in its process")
             return None
-        prepared = self.prepare(Asked(session, request), state, request, owner=session.graph)
+        prepared = self.prepare(SessionRun(session, request), state, request, owner=session.graph)
         if prepared is None:
             return None
-        found, execution = prepared
+        route, execution = prepared
         assert isinstance(execution, SessionExecution)
         execution.session = ref(session)
-        return found, execution
+        return route, execution

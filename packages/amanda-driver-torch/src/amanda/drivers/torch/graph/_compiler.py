@@ -1,4 +1,4 @@
-"""torch.compile in a scope: dynamo captures the same graphs, and another backend instruments them first."""
+"""torch.compile in scopes: dynamo captures graphs, and a backend instruments them for the user's."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ from amanda.backend import State
 from amanda.graph import History
 from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import GlobalStateSource
 from torch.utils._pytree import tree_flatten
 
-from .._asked import asks_for_graphs
-from .._leaves import Leaf, note
-from .._modules import Paths, module_path, plain_module_calls
-from .._surroundings import Surroundings
-from ._frames import ONCE, left_to_python
+from .._compiled_callables import asks_for_graphs
+from .._leaves import WatchedLeaf, note_leaves
+from .._modules import ParameterPaths, module_path, plain_module_calls
+from .._patches import TorchPatches
+from ._frames import SKIP_ONCE, skip_result
+from ._guards import guard_by_identity, guard_by_lifetime, guard_by_reads
 from ._instrument import namespace
-from ._instrumented import Inlet
+from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
+from ._node_runs import sequence, uninstrumented
+from ._observers import LateObservers
 from ._ops import Program
-from ._reads import TorchReads
-from ._record import sequence, uninstrumented
-from ._rewrite import Rewriting
-from ._symbols import Symbols
-from ._whole import Whole
+from ._rewrite import GraphRewriting
+from ._routine_inputs import TorchReads
+from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-LIMIT = 1 << 16
-"""Of compilations of one code object: scopes and tools come and go, and each model has its own graphs."""
+RECOMPILE_LIMIT = 1 << 16
+"""Limit on compilations of a code object: tools come and go, and each model has graphs of its own."""
 
 
-KEEPS = (
+ROUNDED_OTHERWISE = (
     "it keeps values for tools' routines, so that its numbers may be rounded otherwise than without tools: "
     "amanda.drivers.torch.graph.control compares them"
 )
 
 
-class Generation:
+class GraphGeneration:
     """Graphs that were compiled for a stack of tools, until its plans are forgotten.
 
-    The stack owns it, and it owns the graphs.  Dynamo, whose cache is as old as the user's function, refers
-    to both weakly, so that tools which nobody has any more take their graphs along.
+    The stack owns the generation, and the generation owns the graphs.  Dynamo's cache lives as long as the
+    user's function and refers to both weakly, so that graphs end with the last reference to their tools.
 
-    converters: by dynamo's callback.  It is a region of dynamo's own: what is compiled here does not count
-    against the limit that the user's own graphs have.
+    converters: by dynamo's callback.  region: number of a region of dynamo, so that graphs compiled here do
+    not count against the limit on the user's graphs.
     histories: of what routines read, by the code that was compiled.
     states: the state that was last in force, by whether autodiff is on.
     """
@@ -69,8 +68,10 @@ class Generation:
         self.states: dict[bool, State] = {}
         self.graphs: list[CompiledGraph] = []
         self.entries = _CacheEntries()
+        # Dynamo drops entries as their guarded object dies. It may be walking through its cache just now,
+        # so the object outlives the generation until dynamo next asks for a callback.
         finalize(self, _ENDED.append, self.entries).atexit = False
-        self.converters: WeakKeyDictionary[Any, dict[bool, Converter]] = WeakKeyDictionary()
+        self.converters: WeakKeyDictionary[Any, dict[bool, InstrumentingConverter]] = WeakKeyDictionary()
         limit = torch._dynamo.config.recompile_limit  # the user's, as it is outside of compilation
         self.histories: defaultdict[CodeType | None, History] = defaultdict(
             lambda: History(TorchReads, limit)
@@ -83,51 +84,57 @@ class _CacheEntries:
 
 
 _ENDED: list[_CacheEntries] = []
-"""Of generations that have ended, which may be while dynamo walks through the entries of a cache."""
+"""Entries of generations that have ended; kept for a while, as dynamo may be walking through a cache."""
 
 
-def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Return what dynamo is to call for frames of a compiled callable, whose own callback this is."""
+def choose_callback(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """Return the callback for frames of a compiled callable: an instrumenting one, or by `otherwise`."""
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
-    if not asks_for_graphs(state) or isinstance(callback, Converter):
-        return callback if isinstance(callback, Converter) else otherwise(callback)
-    if not Surroundings.leaves_stance(eval_frame._stance):
+    if not asks_for_graphs(state) or isinstance(callback, InstrumentingConverter):
+        return callback if isinstance(callback, InstrumentingConverter) else otherwise(callback)
+    if not TorchPatches.takes_no_stance(eval_frame._stance):
         return otherwise(callback)
+    # Tools are disabled here, or a routine or an op runs.
     if interceptor.active() is None:
         return otherwise(callback) if state.intercepts else callback
     if not isinstance(callback, CatchErrorsWrapper):
         state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
         return otherwise(callback)
     _ENDED.clear()  # dynamo looks for an entry only once it has the callback
-    found = _converter(state, callback)
-    if found.backend.apart:
-        set_eval_frame_isolate_recompiles_id(found.generation.region)
-    return found
+    converter = _converter_of(state, callback)
+    if converter.backend.apart:
+        set_eval_frame_isolate_recompiles_id(converter.generation.region)
+    return converter
 
 
-def _converter(state: State, callback: Any) -> Converter:
+def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
+    """Return the converter of a callback for the tools of a state, made when it is first needed."""
     stack = state.stack
     assert stack is not None
-    generation = stack.rewrites.get(Generation) if state.cache else Generation()
+    generation = stack.rewrites.get(GraphGeneration) if state.cache else GraphGeneration()
     if generation is None:
-        generation = stack.rewrites[Generation] = Generation()
+        generation = stack.rewrites[GraphGeneration] = GraphGeneration()
     generation.states[state.autodiff] = state
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
+        # The frame is dynamo's, three calls out: it holds the compiled callable as `fn`.
         apart = _has_compiled(underlying(callback), sys._getframe(3).f_locals.get("fn"))
-        backend = Backend(callback, state.autodiff, generation, apart)
-        converters[state.autodiff] = Converter(callback, backend, generation)
+        backend = InstrumentingBackend(callback, state.autodiff, generation, apart)
+        converters[state.autodiff] = InstrumentingConverter(callback, backend, generation)
     return converters[state.autodiff]
 
 
 def _has_compiled(backend: Any, function: Any) -> bool:
     """Return True if the user's backend has compiled a callable before, in a scope or outside."""
-    entries = [entry for code in _codes(function) for entry in eval_frame._debug_get_cache_entry_list(code)]
-    return any(_serves(entry.backend, backend) for entry in entries)
+    entries = [
+        entry for code in _codes_of(function) for entry in eval_frame._debug_get_cache_entry_list(code)
+    ]
+    return any(_compiled_by(entry.backend, backend) for entry in entries)
 
 
-def _codes(function: Any) -> Iterator[CodeType]:
+def _codes_of(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a callable and of the functions that it wraps."""
     while function is not None:
         owner = getattr(function, "__self__", None)
         if isinstance(owner, torch.nn.Module):
@@ -137,14 +144,14 @@ def _codes(function: Any) -> Iterator[CodeType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _serves(known: Any, backend: Any) -> bool:
-    if isinstance(known, Backend):
-        return not known.apart and bool(known.original == backend)
-    return bool(known == backend)
+def _compiled_by(compiled_by: Any, backend: Any) -> bool:
+    if isinstance(compiled_by, InstrumentingBackend):
+        return not compiled_by.apart and bool(compiled_by.original == backend)
+    return bool(compiled_by == backend)
 
 
-def instrumenting() -> State | None:
-    """The state in force, where compiled callables are to be instrumented."""
+def instrumenting_state() -> State | None:
+    """Return the state in force if compiled callables are to be instrumented in it, else None."""
     activation = interceptor.active()
     if activation is None or type(activation.state) is not State:
         return None
@@ -152,59 +159,62 @@ def instrumenting() -> State | None:
 
 
 def underlying(backend: Any) -> Any:
-    """The backend that dynamo tells compiled code by."""
+    """Return the user's backend within dynamo's wrappers; dynamo's cache compares backends by it."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return backend
 
 
-class _Frame(threading.local):
+class _ConvertedFrame(threading.local):
     """The frame that dynamo converts on this thread."""
 
     code: CodeType | None = None
     prefix = ""
     instance = 0
-    path_of = Paths(())
+    path_of = ParameterPaths(())
 
 
-_frame = _Frame()
+_frame = _ConvertedFrame()
 
 
-class Converter:
-    """Stands in for dynamo's callback."""
+class InstrumentingConverter:
+    """Stand-in for dynamo's callback: converts frames with a backend that instruments graphs."""
 
-    def __init__(self, callback: Any, backend: Backend, generation: Generation) -> None:
+    def __init__(self, callback: Any, backend: InstrumentingBackend, generation: GraphGeneration) -> None:
+        # Dynamo's own way to convert frames for another backend; the hooks are the user's.
         clone = callback._torchdynamo_orig_backend._clone_with_backend(backend)
-        clone._recompile_limit = LIMIT
+        clone._recompile_limit = RECOMPILE_LIMIT
         if hasattr(clone, "_inner_convert"):
-            clone._inner_convert._recompile_limit = LIMIT
+            clone._inner_convert._recompile_limit = RECOMPILE_LIMIT
         self._convert = CatchErrorsWrapper(clone, callback.hooks)
         self._torchdynamo_orig_backend = clone
         self.backend, self.generation = backend, generation
         self._op_by_op: dict[CodeType, SharedMemory] = {}
 
     def __call__(self, frame: Any, *args: Any) -> Any:
-        left = left_to_python(frame)
-        if left is not None:
-            return left
+        skipped = skip_result(frame)
+        if skipped is not None:
+            return skipped
         if frame.f_code in self._op_by_op:
-            self._tell(frame)
-            return ONCE
-        own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
+            self._report_op_by_op(frame)
+            return SKIP_ONCE
+        # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
+        receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
         before = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
         _frame.code = frame.f_code
         subjects = interceptor.subjects()
-        _frame.prefix, _frame.path_of = module_path(subjects), Paths(subjects)
-        _frame.instance = interceptor.ordinal(own) if isinstance(own, torch.nn.Module) else 0
+        _frame.prefix, _frame.path_of = module_path(subjects), ParameterPaths(subjects)
+        _frame.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
             with uninstrumented(), plain_module_calls(), self.backend.sizes():
                 result = self._convert(frame, *args)
         except BaseException:
+            # Dynamo wraps or swallows errors of a backend: the one noted there is raised as itself.
             failure = self.backend.failure()
             if isinstance(failure, SharedMemory):
                 self._op_by_op[frame.f_code] = failure
-                self._tell(frame)
-                return ONCE
+                self._report_op_by_op(frame)
+                return SKIP_ONCE
             if failure is not None:
                 raise failure from failure.__cause__
             raise
@@ -215,25 +225,25 @@ class Converter:
             raise failure from failure.__cause__
         return result
 
-    def _tell(self, frame: Any) -> None:
+    def _report_op_by_op(self, frame: Any) -> None:
         """Report that a compiled frame runs op by op."""
         failure = self._op_by_op[frame.f_code]
         self.backend.state.report(
-            f"the compiled graph of {_named(frame.f_code)}",
+            f"the compiled graph of {_function_name(frame.f_code)}",
             f"it runs op by op: {failure}",
             failure.where,
         )
 
 
-class Backend:
-    """Instruments a graph, then has the user's backend compile it.
+class InstrumentingBackend:
+    """Backend that instruments a graph, then has the user's backend compile it.
 
-    shared: whether the code serves outside of scopes too, where dynamo takes what was compiled here for what
-    the user's backend compiled: until a graph has routines in it.
-    apart: whether the code is in a region of dynamo's own.
+    shared: whether compiled code serves outside of scopes too.  There the backend equals the user's backend,
+    until a graph has routines in it, so that dynamo compiles the same code once.
+    apart: whether the code is in a region of dynamo's cache of its own.
     """
 
-    def __init__(self, callback: Any, autodiff: bool, generation: Generation, apart: bool) -> None:
+    def __init__(self, callback: Any, autodiff: bool, generation: GraphGeneration, apart: bool) -> None:
         self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
         self.original = underlying(callback)
         self._autodiff = autodiff
@@ -241,23 +251,24 @@ class Backend:
         self.apart = apart
         self.shared = not apart
         self.__name__ = "amanda"
-        self._failures = threading.local()
+        self._failures = threading.local()  # dynamo compiles on whichever thread calls first
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if isinstance(other, Backend):
+        # Dynamo reuses compiled code if the backends are equal: this decides which tools share graphs.
+        if isinstance(other, InstrumentingBackend):
             generation = self._generation()
             same = generation is not None and generation is other._generation() and self.apart == other.apart
             return same and self._autodiff == other._autodiff and self.original == other.original
-        return self.shared and instrumenting() is None and bool(self.original == other)
+        return self.shared and instrumenting_state() is None and bool(self.original == other)
 
     def __hash__(self) -> int:
-        return hash(type(self))
+        return hash(type(self))  # equality depends on the scope in force, which a hash must not
 
     @property
-    def generation(self) -> Generation:
-        """Return the generation, which the converter at work owns."""
+    def generation(self) -> GraphGeneration:
+        """Return the generation, which lives while its converter is called."""
         generation = self._generation()
         assert generation is not None
         return generation
@@ -268,7 +279,7 @@ class Backend:
         return self.generation.states[self._autodiff]
 
     def sizes(self) -> AbstractContextManager[Any]:
-        """Context in which each size has a graph of its own, where tools decide by sizes."""
+        """Return a context in which each size gets a graph of its own, if tools decide by shapes."""
         stack = self.state.stack
         if stack is None or not stack.guards:
             return nullcontext()
@@ -278,81 +289,81 @@ class Backend:
         return fixed
 
     def failure(self) -> BaseException | None:
-        """Take what was raised while a graph was instrumented, which dynamo wraps."""
+        """Return and forget the error of instrumenting a graph on this thread; dynamo would wrap it."""
         error: BaseException | None = getattr(self._failures, "error", None)
         self._failures.error = None
         return error
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         program = Program(self.state)
-        whole = Whole(program) if _is_by_autograd(self.original) else None
+        late = LateObservers(program) if _is_by_autograd(self.original) else None
         try:
-            instrumented = self._instrumented(module, inputs, program, whole)
+            instrumented = self._instrument(module, inputs, program, late)
         except BaseException as error:
             self._failures.error = error
             raise
-        users = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
-        if instrumented is not None and not _is_torchs(users):
-            program.report(*_altered(users, instrumented))
+        user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
+        if instrumented is not None and not _is_from_torch(user_backend):
+            program.report(*_pattern_entry(user_backend, instrumented))
         if instrumented is not None:
             self.shared = False
-            if program.gathering and _name(self.original).startswith("inductor"):
-                program.report(f"compiled graph of {_named(_frame.code)}", KEEPS)
+            if program.gathering and _backend_name(self.original).startswith("inductor"):
+                program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
         targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
+        # A graph without routines goes to the backend as it is, so that it stays the user's to the bit.
         compiled = self._compile(module if instrumented is None else instrumented, inputs, **options)
-        _forget(targets)
+        _drop_from_inductor_cache(targets)
         if program.traced:
-            _guard_by_reads(program, self.generation.histories[_frame.code])
-        graph = CompiledGraph(program, compiled, whole)
+            guard_by_reads(program, self.generation.histories[_frame.code])
+        graph = CompiledGraph(program, compiled, late)
         self.generation.graphs.append(graph)
         if instrumented is None:
-            return _weakly(graph, compiled)
-        _end_with(self.generation)
-        return _weakly(graph)
+            return _callable_for_dynamo(graph, compiled)
+        guard_by_lifetime(self.generation.entries)
+        return _callable_for_dynamo(graph)
 
-    def _instrumented(
-        self, module: GraphModule, inputs: Sequence[Any], program: Program, whole: Whole | None
+    def _instrument(
+        self, module: GraphModule, inputs: Sequence[Any], program: Program, late: LateObservers | None
     ) -> GraphModule | None:
-        places = [node for node in module.graph.nodes if node.op == "placeholder"]
-        weights = ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in places]
-        weights = [
-            weight or isinstance(one, torch.nn.Parameter) for weight, one in zip(weights, inputs, strict=True)
-        ]
-        _guard_by_identity([node for node, one in zip(places, inputs, strict=True)
-                            if isinstance(one, torch.nn.Parameter)])  # fmt: skip
-        symbols = Symbols(module, inputs, [node.meta.get("example_value") for node in places], weights)
-        rewriting = Rewriting(
+        """Return the graph of the converted frame with routines in it; None if tools insert none."""
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        is_parameter = [isinstance(value, torch.nn.Parameter) for value in inputs]
+        is_static = ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in nodes]
+        weights = [static or parameter for static, parameter in zip(is_static, is_parameter, strict=True)]
+        guard_by_identity([node for node, parameter in zip(nodes, is_parameter, strict=True) if parameter])
+        symbols = GraphSymbols(module, inputs, [node.meta.get("example_value") for node in nodes], weights)
+        rewriting = GraphRewriting(
             module, symbols, program, namespace(), _frame.prefix, _frame.instance,
-            history=self.generation.histories[_frame.code], path_of=_frame.path_of, whole=whole,
+            history=self.generation.histories[_frame.code], path_of=_frame.path_of, late=late,
         )  # fmt: skip
-        return rewriting.rewritten()
+        return rewriting.rewrite()
 
 
-def _is_torchs(backend: Any) -> bool:
-    """Return True for a backend of torch's own, whose compilation of tools' routines is tested."""
+def _is_from_torch(backend: Any) -> bool:
+    """Return True for a backend of torch's, with which compiled routines are tested."""
     module = getattr(backend, "__module__", None) or type(backend).__module__
     return str(module).partition(".")[0] == "torch"
 
 
 def _is_by_autograd(backend: Any) -> bool:
-    """Return True for a backend of torch's own that compiles by AOTAutograd."""
-    own = _is_torchs(getattr(backend, "compiler_fn", backend))
-    return own and _name(backend).startswith(("inductor", "aot_", "cudagraphs"))
+    """Return True for a backend of torch's that compiles by AOTAutograd."""
+    from_torch = _is_from_torch(getattr(backend, "compiler_fn", backend))
+    return from_torch and _backend_name(backend).startswith(("inductor", "aot_", "cudagraphs"))
 
 
-def _name(backend: Any) -> str:
-    users = getattr(backend, "compiler_fn", backend)
-    return str(getattr(backend, "compiler_name", getattr(users, "__name__", "")))
+def _backend_name(backend: Any) -> str:
+    user_backend = getattr(backend, "compiler_fn", backend)
+    return str(getattr(backend, "compiler_name", getattr(user_backend, "__name__", "")))
 
 
-def _named(code: CodeType | None) -> str:
+def _function_name(code: CodeType | None) -> str:
     """Return the name of a function by its code."""
     return str(getattr(code, "co_qualname", getattr(code, "co_name", "a function")))
 
 
-def _altered(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
-    """Entry of a report on a graph whose nodes a backend of the user's cannot all match by their targets."""
-    altered = [node for node in graph.graph.nodes if isinstance(node.target, Inlet)]
+def _pattern_entry(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
+    """Return a report's entry on a graph whose nodes a user's backend cannot all match by their targets."""
+    altered = [node for node in graph.graph.nodes if isinstance(node.target, InstrumentedCall)]
     code = getattr(backend, "__code__", None)
     return (
         f"graph given to the backend {getattr(backend, '__name__', type(backend).__name__)}",
@@ -361,86 +372,47 @@ def _altered(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
     )
 
 
-def _guard_by_identity(places: Sequence[Any]) -> None:
-    """Compile graphs of their own for another model's parameters."""
-    for node in places:
-        source = node._dynamo_source
-        if source is not None:
-            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-
-
-def _guard_by_reads(program: Program, history: History) -> None:
-    """Guard the graph by what its routines read, so that changes retrace it; report what guards miss."""
-    reads = program.reads
-    reads.settle()
-    for entry in reads.unfollowed(program.traced, "a compiled graph"):
-        program.report(*entry)
-    history.take(reads)
-    reference = ref(reads)
-
-    def is_as_it_was(_: Any) -> bool:
-        activation = interceptor.ACTIVATION.get(None)
-        state = None if activation is None else activation.state
-        if not (asks_for_graphs(state) and state.enabled):
-            return True
-        reads = reference()
-        return reads is not None and reads.hold()
-
-    def guard(builder: Any, made: Any) -> None:
-        said = ["what traceable routines of Amanda's tools read is as it was"]
-        builder.guard_manager.root.add_lambda_guard(is_as_it_was, said, made.user_stack)
-
-    install_guard(GlobalStateSource().make_guard(guard))
-
-
-def _end_with(generation: Generation) -> None:
-    """Have dynamo drop the entry that it is about to make once the generation has ended."""
-
-    def guard(builder: Any, made: Any) -> None:
-        builder.id_ref(generation.entries, "tools of a scope")
-
-    install_guard(GlobalStateSource().make_guard(guard))
-
-
-def _forget(targets: Sequence[Any]) -> None:
-    """Take targets of nodes out of a cache of inductor's, by what they are called with, which never ends."""
+def _drop_from_inductor_cache(targets: Sequence[Any]) -> None:
+    """Drop targets of nodes from a cache of inductor's that would hold them, and their tools, for ever."""
     patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")
     cache = getattr(getattr(patterns, "numpy_compat_normalization", None), "cache", {})
     for target in targets:
-        if isinstance(target, Inlet):
+        if isinstance(target, InstrumentedCall):
             cache.pop(target, None)
 
 
 class CompiledGraph:
-    """A graph as it was compiled, with what tools are told when it runs."""
+    """A compiled graph with the reports, late observers and leaves that belong to each run."""
 
-    def __init__(self, program: Program, compiled: Callable[..., Any], whole: Whole | None) -> None:
-        self._program, self._compiled, self._whole = program, compiled, whole
+    def __init__(self, program: Program, compiled: Callable[..., Any], late: LateObservers | None) -> None:
+        self._program, self._compiled, self._late = program, compiled, late
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph; tools are told in scopes alone."""
-        state, program = instrumenting(), self._program
+        """Run the graph; in scopes that instrument graphs, also report and call late observers."""
+        state, program = instrumenting_state(), self._program
         if state is None:
             return self._compiled(*args)
-        for entry in program.reports:
+        for entry in program.reports:  # again in each scope that runs the graph; a report drops repeats
             state.report(*entry)
         start = sequence()
-        if self._whole:
-            outputs = self._whole.run(self._compiled, args)
+        if self._late:
+            outputs = self._late.run(self._compiled, args)
         else:
             with interceptor.Suspension():
                 outputs = self._compiled(*args)
         if program.leaves and torch.is_grad_enabled():
             leaves = [
-                Leaf(args[place] if isinstance(place, int) else place, name, tools)
+                WatchedLeaf(args[place] if isinstance(place, int) else place, name, tools)
                 for place, name, tools in program.leaves
             ]
-            note(tree_flatten((outputs, args))[0], start, leaves)
+            note_leaves(tree_flatten((outputs, args))[0], start, leaves)
         return outputs
 
 
-def _weakly(graph: CompiledGraph, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return what dynamo calls for a graph; otherwise: what runs once the tools have ended, if anything."""
+def _callable_for_dynamo(
+    graph: CompiledGraph, otherwise: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return a function for dynamo that runs a graph; otherwise: runs once the graph's tools have ended."""
     reference = ref(graph)
 
     def run(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Values that an exported program computes of weights and constants alone, stored instead."""
+"""Folding of values that an exported program computes from weights and constants alone."""
 
 from __future__ import annotations
 
@@ -12,108 +12,126 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
-_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_TENSOR_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
-def store_constants(program: ExportedProgram, known: Mapping[str, Any]) -> None:
-    """Compute what depends on a constant that is new, and else on weights at most; store what comes of it.
+def store_constants(program: ExportedProgram, old_constants: Mapping[str, Any]) -> None:
+    """Fold values that depend on new constants and on weights alone into stored tensors.
 
-    known: the constants that are not new, by the names that they had: a program that is exported again has
-    others for them, and the old ones for what nothing reads.  A weight that nothing else reads takes the
-    value; else the constant does.
+    old_constants: the constants before the program was exported again, which renames constants: a constant
+    equal to one of them is not new.  A folded value goes into a weight that nothing else reads, if there is
+    one, else into the new constant.
     """
-    _Storing(program, known).run()
+    _ConstantFolder(program, old_constants).fold()
 
 
-class _Storing:
-    """values: of the nodes that are known.  made: those among them that depend on a new constant."""
+class _ConstantFolder:
+    """Folding of a program's constants.
 
-    def __init__(self, program: ExportedProgram, known: Mapping[str, Any]) -> None:
+    values: of nodes that depend on stored tensors alone.  sources: for each computed node that depends on a
+    new constant, the placeholders that the node depends on.  new_places: placeholders of new constants.
+    used_places: placeholders that have taken a folded value.
+    """
+
+    def __init__(self, program: ExportedProgram, old_constants: Mapping[str, Any]) -> None:
         self.program = program
-        self.known = known
+        self.old_constants = old_constants
         places = [node for node in program.graph.nodes if node.op == "placeholder"]
         specs = zip(places, program.graph_signature.input_specs, strict=True)
-        self.targets = {node: spec.target for node, spec in specs if spec.kind in _HELD}
+        self.targets = {node: spec.target for node, spec in specs if spec.kind in _TENSOR_KINDS}
+        # A buffer that the program writes has no constant value.
         changed = {*program.graph_signature.buffers_to_mutate.values()}
         self.values = {
             node: self._stored(name) for node, name in self.targets.items() if name and name not in changed
         }
-        self.fresh = {
+        self.new_places = {
             node
             for node, value in self.values.items()
             if self.targets[node] in program.constants
-            and not any(_equal(value, one) for one in known.values())
+            and not any(_are_equal(value, constant) for constant in old_constants.values())
         }
-        self.made: dict[Node, set[Node]] = {}  # with the held ones that each depends on
-        self.taken: set[Node] = set()
+        self.sources: dict[Node, set[Node]] = {}
+        self.used_places: set[Node] = set()
 
-    def run(self) -> None:
+    def fold(self) -> None:
+        """Compute the values, store those that other nodes read, and drop what nothing reads any more."""
         for node in self.program.graph.nodes:
             self._compute(node)
-        ends = [node for node in self.made if any(user not in self.made for user in node.users)]
+        # The last folded nodes before the rest of the program; what is returned stays computed, because the
+        # signature names outputs by their nodes.
+        ends = [node for node in self.sources if any(user not in self.sources for user in node.users)]
         ends = [node for node in ends if all(user.op != "output" for user in node.users)]
         for node in ends:
             self._store(node, ends)
-        for node in reversed([*self.made]):
+        for node in reversed([*self.sources]):  # users before what they use
             if not node.users:
                 self.program.graph.erase_node(node)
-        self._drop([node for node in self.targets if not node.users and self._is_left_over(node)])
+        self._drop([node for node in self.targets if not node.users and self._may_be_dropped(node)])
         self.program.graph.lint()
         self.program.graph_module.recompile()
 
     def _compute(self, node: Node) -> None:
-        given = node.all_input_nodes
-        if node.op != "call_function" or not given or any(one not in self.values for one in given):
+        """Compute a node's value if all its inputs have values and one depends on a new constant."""
+        inputs = node.all_input_nodes
+        if (
+            node.op != "call_function"
+            or not inputs
+            or any(node_input not in self.values for node_input in inputs)
+        ):
             return
         sources = {
-            source for one in given for source in ({one} if one in self.targets else self.made.get(one, ()))
+            source
+            for node_input in inputs
+            for source in ({node_input} if node_input in self.targets else self.sources.get(node_input, ()))
         }
-        if not sources & self.fresh:
+        if not sources & self.new_places:
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         with torch.no_grad():
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        self.made[node] = sources
+        self.sources[node] = sources
 
     def _store(self, node: Node, ends: Collection[Node]) -> None:
         """Replace a node, for all that reads it, by a weight or a new constant that holds its value."""
-        free = [place for place in self.made[node] if self._takes(place, node, ends)]
+        free = [place for place in self.sources[node] if self._takes(place, node, ends)]
         if not free:
             return
-        place = min(free, key=lambda one: one in self.fresh)
-        self.taken.add(place)
+        # Weights first: their names are those of the model.
+        place = min(free, key=lambda candidate: candidate in self.new_places)
+        self.used_places.add(place)
         name = str(self.targets[place])
-        held = self._stored(name)
+        old_value = self._stored(name)
         stored = self.values[node].detach().clone()
-        if isinstance(held, torch.nn.Parameter):
-            stored = torch.nn.Parameter(stored, held.requires_grad)
+        if isinstance(old_value, torch.nn.Parameter):
+            stored = torch.nn.Parameter(stored, old_value.requires_grad)
         holder = self.program.constants if name in self.program.constants else self.program.state_dict
         holder[name] = stored
         place.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.made)
+        node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.sources)
 
     def _takes(self, place: Node, node: Node, ends: Collection[Node]) -> bool:
-        """Return True if a held tensor can be a node's value: nothing else reads it, or what equals that."""
-        value, held = self.values[node], self.values[place]
-        if place in self.fresh:
-            return place not in self.taken and all(user in self.made for user in place.users)
-        if held.shape != value.shape or held.dtype != value.dtype:
+        """Return True if a stored tensor can take a node's value: only nodes of that value read it."""
+        value, stored_value = self.values[node], self.values[place]
+        if place in self.new_places:
+            return place not in self.used_places and all(user in self.sources for user in place.users)
+        if stored_value.shape != value.shape or stored_value.dtype != value.dtype:
             return False
-        others = [one for one in ends if place in self.made[one]]
-        own = all(user in self.made or place in self.taken for user in place.users)
-        return own and all(torch.equal(self.values[one], value) for one in others)
+        sharing_ends = [end for end in ends if place in self.sources[end]]
+        is_free = all(user in self.sources or place in self.used_places for user in place.users)
+        return is_free and all(torch.equal(self.values[end], value) for end in sharing_ends)
 
     def _stored(self, name: Any) -> Any:
-        held = self.program.state_dict.get(name)
-        return self.program.constants[name] if held is None else held
+        weight = self.program.state_dict.get(name)
+        return self.program.constants[name] if weight is None else weight
 
-    def _is_left_over(self, node: Node) -> bool:
-        return node in self.fresh or self.targets[node] in self.known
+    def _may_be_dropped(self, node: Node) -> bool:
+        return node in self.new_places or self.targets[node] in self.old_constants
 
     def _drop(self, nodes: Sequence[Node]) -> None:
+        """Drop placeholders with their tensors and their entries in the signature."""
         signature, program = self.program.graph_signature, self.program
         gone = {str(self.targets[node]) for node in nodes}
-        signature.input_specs[:] = [one for one in signature.input_specs if one.target not in gone]
+        signature.input_specs[:] = [spec for spec in signature.input_specs if spec.target not in gone]
         for node in nodes:
             program.graph.erase_node(node)
         for name in gone:
@@ -121,7 +139,7 @@ class _Storing:
             program.state_dict.pop(name, None)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one is other
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+def _are_equal(first: Any, second: Any) -> bool:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return first is second
+    return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)

@@ -43,7 +43,10 @@ class Control:
         """Return the comparison in one sentence."""
         if not self.differences:
             return f"{self.compared} tensors are those of the unobserved run, to the bit"
-        most = max(self.differences, key=lambda one: (one.largest != one.largest, one.largest))
+        most = max(
+            self.differences,
+            key=lambda difference: (difference.largest != difference.largest, difference.largest),
+        )
         noise = f"differ in {len(self.noise)}" if self.noise else "are equal to the bit"
         return (
             f"{len(self.differences)} of {self.compared} tensors differ from those of the unobserved run, "
@@ -66,32 +69,33 @@ def control(step: Callable[[], Any], model: torch.nn.Module, *tools: Tool) -> Co
     >>> print(control(lambda: compiled(torch.ones(3, 2)), model, amanda.Tool()))
     3 tensors are those of the unobserved run, to the bit
     """
-    kept = _State(model)
+    state = _ModelState(model)
     try:
-        bare, again = kept.run(step), kept.run(step)
+        bare, bare_again = state.run(step), state.run(step)
         with apply(*tools, compiled="instrument"):
-            observed = kept.run(step)
+            observed = state.run(step)
     finally:
-        kept.restore()
-    return Control(len(bare), list(_differences(bare, observed)), list(_differences(bare, again)))
+        state.restore()
+    return Control(len(bare), list(_differences(bare, observed)), list(_differences(bare, bare_again)))
 
 
-class _State:
+class _ModelState:
     """State of a model, and of the generators of random numbers, from which every run begins."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._held = {name: one.detach().clone() for name, one in _held(model)}
-        self._gradients = {name: _copied(one.grad) for name, one in model.named_parameters()}
+        self._tensors = {name: tensor.detach().clone() for name, tensor in _named_tensors(model)}
+        self._gradients = {name: _copy_of(tensor.grad) for name, tensor in model.named_parameters()}
         self._random = torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def restore(self) -> None:
+        """Set the model and the generators back to the state."""
         with torch.no_grad():
-            for name, one in _held(self._model):
-                one.copy_(self._held[name])
+            for name, tensor in _named_tensors(self._model):
+                tensor.copy_(self._tensors[name])
         for name, parameter in self._model.named_parameters():
-            parameter.grad = _copied(self._gradients[name])
+            parameter.grad = _copy_of(self._gradients[name])
         torch.set_rng_state(self._random)
         if self._devices:
             torch.cuda.set_rng_state_all(self._devices)
@@ -99,29 +103,38 @@ class _State:
     def run(self, step: Callable[[], Any]) -> dict[str, torch.Tensor]:
         """Return the numbers of a run by their names."""
         self.restore()
-        made = {f"output{keystr(path)}": one for path, one in tree_flatten_with_path(step())[0]}
-        made |= {f"gradient of {name}": one.grad for name, one in self._model.named_parameters()}
-        made |= dict(_held(self._model))
-        return {name: one.detach().clone() for name, one in made.items() if isinstance(one, torch.Tensor)}
+        numbers = {f"output{keystr(path)}": tensor for path, tensor in tree_flatten_with_path(step())[0]}
+        numbers |= {f"gradient of {name}": tensor.grad for name, tensor in self._model.named_parameters()}
+        numbers |= dict(_named_tensors(self._model))
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in numbers.items()
+            if isinstance(tensor, torch.Tensor)
+        }
 
 
-def _held(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def _differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Iterator[Difference]:
-    for name in {**one, **other}:
-        if name not in one or name not in other or one[name].shape != other[name].shape:
+def _differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Iterator[Difference]:
+    """Yield the tensors of two runs that differ in a bit, with the largest distance of two elements."""
+    for name in {**first, **second}:
+        if name not in first or name not in second or first[name].shape != second[name].shape:
             yield Difference(name, float("nan"))
-        elif one[name].dtype != other[name].dtype or not torch.equal(_bits(one[name]), _bits(other[name])):
-            wide = torch.complex128 if one[name].is_complex() else torch.float64
-            yield Difference(name, float((one[name].to(wide) - other[name].to(wide)).abs().max()))
+        elif first[name].dtype != second[name].dtype or not torch.equal(
+            _bits(first[name]), _bits(second[name])
+        ):
+            # Differences of small integers and halves would overflow, or lose their last bits.
+            wide = torch.complex128 if first[name].is_complex() else torch.float64
+            yield Difference(name, float((first[name].to(wide) - second[name].to(wide)).abs().max()))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # As bytes: NaN must equal NaN, and 0.0 differ from -0.0.
     return tensor.reshape(-1).contiguous().view(torch.uint8)

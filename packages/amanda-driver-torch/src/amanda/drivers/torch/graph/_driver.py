@@ -14,13 +14,12 @@ import torch
 from amanda import interceptor
 from amanda.backend import Driver, Namespace
 
-from .._asked import OP_BY_OP, asks_for_graphs, has_stances
+from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from .._modules import plain_module_calls
-from .._op_by_op import tell
+from .._patches import TorchPatches
 from .._requirements import missing_for_graphs
-from .._surroundings import Surroundings
 
-FOLLOWED_NATIVELY = "compiled callables run op by op in scopes; `python -m amanda` says why there is none"
+NEEDS_NATIVE = "compiled callables run op by op in scopes; `python -m amanda` says why there is none"
 
 
 class GraphDriver(Driver):
@@ -32,18 +31,20 @@ class GraphDriver(Driver):
 
     @cached_property
     def namespace(self) -> Namespace:
-        """`pytorch/<version>/graph`."""
+        """Return the namespace of the ops, `pytorch/<version>/graph`."""
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/graph")
 
     def attach(self) -> None:
-        """Stand where dynamo is asked for its callback, and where compiled code runs."""
+        """Patch the place where dynamo chooses its callback, and the places where compiled code runs."""
         self.attributes.when_imported("torch._dynamo.eval_frame", self._follow_dynamo)
         self.attributes.when_imported(_RUNTIME, self._run_compiled_code_as_one)
 
     def _follow_dynamo(self) -> None:
+        """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it."""
         module = sys.modules["torch._dynamo.eval_frame"]
-        if not has_stances():  # the driver of eager mode says so to scopes that ask for graphs
+        if not supports_stances():  # the driver of eager mode says so to scopes that ask for graphs
             return
+        # Dynamo asks this function at each call of a compiled callable which callback its frames get.
         original = module._callback_from_stance
 
         @functools.wraps(original)
@@ -52,16 +53,16 @@ class GraphDriver(Driver):
                 return original(callback)
             activation = interceptor.active()
             if activation is None:
-                return _AsOutside(callback) if _is_outside(module._stance) else original(callback)
-            compiler = _compiler(activation.state)
-            caller = sys._getframe(1)
-            otherwise = functools.partial(_by_stance, original, activation.state, module, caller)
-            return otherwise(callback) if compiler is None else compiler.chosen(callback, otherwise)
+                return _PlainCallback(callback) if _runs_as_outside(module._stance) else original(callback)
+            compiler = _compiler_module(activation.state)
+            caller = sys._getframe(1)  # dynamo's frame, which names the compiled callable
+            by_stance = functools.partial(_callback_by_stance, original, activation.state, module, caller)
+            return by_stance(callback) if compiler is None else compiler.choose_callback(callback, by_stance)
 
         self.attributes.set(module, "_callback_from_stance", callback_from_stance)
 
     def _run_compiled_code_as_one(self) -> None:
-        """Keep ops of compiled code, and of a compiler that a backward pass calls, from eager mode."""
+        """Patch AOTAutograd so that ops of compiled code, and of its compiler, do not reach eager mode."""
         module = sys.modules[_RUNTIME]
         for holder, name in (
             (module, "call_func_at_runtime_with_args"),
@@ -69,15 +70,16 @@ class GraphDriver(Driver):
         ):
             original = getattr(holder, name, None)
             if original is not None:
-                self.attributes.set(holder, name, _alone(original))
+                self.attributes.set(holder, name, _uninstrumented(original))
 
 
-def _compiler(state: Any) -> ModuleType | None:
-    """Return the compiler of instrumented graphs; None where no scope asked for them, or means lack."""
+def _compiler_module(state: Any) -> ModuleType | None:
+    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts."""
     if not interceptor.NATIVE:
         if asks_for_graphs(state):
-            state.report("graphs of torch.compile without the native interceptor", FOLLOWED_NATIVELY)
+            state.report("graphs of torch.compile without the native interceptor", NEEDS_NATIVE)
         return None
+    # Imported late: the module needs dynamo, and names of it that older versions of torch lack.
     name = f"{__package__}._compiler"
     if sys.modules.get(name) is None and not asks_for_graphs(state):
         return None
@@ -88,26 +90,26 @@ def _compiler(state: Any) -> ModuleType | None:
         except (ImportError, AttributeError) as error:
             lacking = (str(error),)
     if asks_for_graphs(state):
-        what = f"graphs of torch.compile with torch {torch.__version__}"
-        state.report(what, f"{OP_BY_OP} ({', '.join(lacking)})")
+        subject = f"graphs of torch.compile with torch {torch.__version__}"
+        state.report(subject, f"{GRAPHS_UNSUPPORTED} ({', '.join(lacking)})")
     return None
 
 
-def _is_outside(stance: Any) -> bool:
+def _runs_as_outside(stance: Any) -> bool:
     """Return True if no scope is in force here, or its tools are disabled: compiled code runs as it is.
 
-    Without the native interceptor dynamo would see stand-ins for torch's functions, so it does not.
+    False without the native interceptor, as dynamo would see stand-ins for torch's functions.
     """
     if not interceptor.NATIVE:
         return False
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.state.intercepts:
         return False  # a routine, or an op, runs
-    return stance is Surroundings.stance and Surroundings.leaves_stance(stance)
+    return stance is TorchPatches.stance and TorchPatches.takes_no_stance(stance)
 
 
-class _AsOutside:
-    """Stands in for a callback of dynamo's where no tool is in force, though a scope is open elsewhere."""
+class _PlainCallback:
+    """Stand-in for dynamo's callback where no tool is in force, though a scope is open elsewhere."""
 
     def __init__(self, callback: Any) -> None:
         self._torchdynamo_orig_backend = callback
@@ -117,30 +119,31 @@ class _AsOutside:
             return self._torchdynamo_orig_backend(*args)
 
 
-def _by_stance(
+def _callback_by_stance(
     original: Callable[[Any], Any], state: Any, dynamo: ModuleType, caller: FrameType, callback: Any
 ) -> Any:
-    """Return what dynamo calls for frames by its stance: the scope's own, or one taken within the scope."""
-    found = original(callback)
-    if found is None:
-        if dynamo._stance is Surroundings.stance and Surroundings.leaves_stance(dynamo._stance):
-            tell(state, caller)
-        return found
+    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it."""
+    frame_callback = original(callback)
+    if frame_callback is None:
+        if dynamo._stance is TorchPatches.stance and TorchPatches.takes_no_stance(dynamo._stance):
+            report_op_by_op(state, caller)
+        return frame_callback
     stance = getattr(dynamo._stance, "stance", dynamo._stance)
     if not interceptor.NATIVE:  # dynamo would trace through what stands in for torch's functions
         state.report("compiled code", f"it runs op by op, though torch.compiler's stance is {stance!r}")
         return None
     state.report("compiled code", f"it runs as it is while torch.compiler's stance is {stance!r}")
-    if found is False:
-        return found
+    if frame_callback is False:
+        return frame_callback
+    # Even under the user's stance dynamo must not compile Amanda's own frames.
     try:
-        from ._frames import Sparing
+        from ._frames import CallbackForUserFrames
     except ImportError:
-        return found
-    return Sparing(found)
+        return frame_callback
+    return CallbackForUserFrames(frame_callback)
 
 
-def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+def _uninstrumented(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         with interceptor.Suspension():

@@ -9,28 +9,29 @@ from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo.types import ConvertFrameReturn
 
-_PLAINLY = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-"""Without dynamo, and so is all that is called in turn."""
+_SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+"""Run the frame, and all that it calls, without dynamo."""
 
-ONCE = ConvertFrameReturn(_PLAINLY, apply_to_code=False)
-"""The word to dynamo for a frame that this call alone runs without it."""
+SKIP_ONCE = ConvertFrameReturn(_SKIP, apply_to_code=False)
+"""Dynamo's result for a frame that runs without dynamo in this call alone."""
 
 
-def left_to_python(frame: Any) -> ConvertFrameReturn | None:
-    """Return what dynamo is told of a frame that it shall not convert; None for others.
+def skip_result(frame: Any) -> ConvertFrameReturn | None:
+    """Return dynamo's result for a frame that it must not convert; None for other frames.
 
-    It is told for good of Amanda's own code, and of others once: a routine may be called elsewhere too.
+    Amanda's own code is skipped for good. Other code is skipped once: a routine may be called elsewhere too.
     """
+    # Frames of Amanda and of routines call the interceptor, which dynamo would trace into the user's graph.
     if interceptor.codes.is_ours(frame.f_code):
-        return ConvertFrameReturn(_PLAINLY)
-    return ONCE if interceptor.active() is None else None
+        return ConvertFrameReturn(_SKIP)
+    return SKIP_ONCE if interceptor.active() is None else None
 
 
-class Sparing:
-    """Stands in for a callback of dynamo's that converts frames of the user alone."""
+class CallbackForUserFrames:
+    """Stand-in for dynamo's callback that converts frames of the user alone."""
 
     def __init__(self, callback: Any) -> None:
         self._torchdynamo_orig_backend = callback
 
     def __call__(self, frame: Any, *args: Any) -> Any:
-        return left_to_python(frame) or self._torchdynamo_orig_backend(frame, *args)
+        return skip_result(frame) or self._torchdynamo_orig_backend(frame, *args)

@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten
 
 from ._ops import Program
-from ._rewrite import Rewriting
-from ._symbols import Symbols
+from ._rewrite import GraphRewriting
+from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
     from amanda import Tool
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 @cache
 def namespace() -> Namespace:
-    """`pytorch/<version>/graph`."""
+    """Return the namespace of the ops, `pytorch/<version>/graph`."""
     return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/graph")
 
 
 @checked
 def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None = None) -> GraphModule:
-    """A copy of a graph with the tools' routines in it, which run whenever it does, outside of scopes too.
+    """Return a copy of a graph with the routines of tools in it, which run whenever the graph runs.
 
     module: of `torch.fx.symbolic_trace`, of `torch.export` (`program.module()`), or any other, of torch's
-    functions or of ATen's operators.  example: positional arguments that it may be called with; needed
-    where the graph itself does not say what it is given, as that of symbolic_trace.
-    Gives `module` itself where the tools insert nothing.  Routines marked @amanda.traceable are tensor code
+    functions or of ATen's operators.  example: positional arguments for the graph; needed where the graph has
+    no examples of its inputs, as after symbolic_trace.
+    Returns `module` itself if the tools insert nothing.  Routines marked @amanda.traceable are tensor code
     of the graph, so that `torch.export.export(instrumented, args)` gives a program that runs without Amanda;
-    others are calls of Python, by `torch.ops.amanda`.
-    Raises AmandaError where the example is missing.
+    others are calls of Python, by `torch.ops.amanda`.  No scope is needed to run the copy.
+    Raises AmandaError if an example is needed and missing.
 
     >>> import amanda, torch
     >>> from amanda.drivers.torch.graph import instrument
@@ -48,13 +48,13 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
     """
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     symbols = [node.meta.get("val", node.meta.get("example_value")) for node in places]
-    given: list[Any] = symbols
+    inputs: list[Any] = symbols
     if example is not None:
-        given = tree_flatten(tuple(example))[0]
-        if len(given) != len(places):
+        inputs = tree_flatten(tuple(example))[0]
+        if len(inputs) != len(places):
             raise AmandaError(
                 f"the graph takes {len(places)} values ({', '.join(node.name for node in places)}), "
-                f"the example has {len(given)}"
+                f"the example has {len(inputs)}"
             )
     elif any(symbol is None for symbol in symbols):
         raise AmandaError(
@@ -62,14 +62,15 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
             "that it may be called with"
         )
     if any(symbol is None for symbol in symbols):
-        symbols = given
+        symbols = inputs
+    # `every`: the copy runs its routines outside of scopes too, so the scope here is for the analysis alone.
     with apply(*tools) as scope:
         program = Program(State.current(), every=True)
-        rewriting = Rewriting(module, Symbols(module, given, symbols), program, namespace())
-        instrumented = rewriting.rewritten()
+        rewriting = GraphRewriting(module, GraphSymbols(module, inputs, symbols), program, namespace())
+        instrumented = rewriting.rewrite()
         for entry in program.reports:
             scope.report.add(*entry)
     if instrumented is None:
         return module
-    instrumented.meta["amanda"] = program
+    instrumented.meta["amanda"] = program  # programs are looked up weakly: the copy keeps its own alive
     return instrumented

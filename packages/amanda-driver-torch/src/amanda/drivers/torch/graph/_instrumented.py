@@ -1,7 +1,7 @@
-"""The stand-in of a node in a rewritten graph: its native ops, with the routines of tools around them.
+"""Callables in the place of nodes of a rewritten graph: native ops with the routines of tools around them.
 
-It is called wherever the graph runs: by a backend that traces the graph into another, which makes
-traceable routines part of that, and by one that runs the graph as it is.
+Whatever runs the graph calls them: a backend that traces the graph into another graph, which makes traceable
+routines part of that graph, or a backend that runs the graph as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from amanda.backend import OpFacts
 from amanda.plan import Actions, is_among
 from torch.utils._pytree import tree_flatten
 
-from ._gathering import Gathering
-from ._held import Held
+from ._node_runs import NodeReplay, backward_nodes, fill_template, sequence
+from ._observers import WaitingObservers
 from ._ops import TENSORS, Program
-from ._record import Replay, backward_nodes, filled, sequence
+from ._routine_inputs import HeldTensors
 from ._routines import Routines
 
 
@@ -28,7 +28,7 @@ class BackwardSite(NamedTuple):
     plan: Actions
 
 
-class Step:
+class OpStep:
     """A native op with its facts and its actions.
 
     backward: by the backward op's place among those of the op.
@@ -43,39 +43,40 @@ class Step:
         return bool(self.plan or self.backward)
 
 
-class Inlet:
-    """A callable of a rewritten graph, called with an execution's token and what its routines hold first.
+class InstrumentedCall:
+    """Callable of a rewritten graph; its first arguments are an execution's token and the held tensors.
 
-    held: the tensors that traceable routines hold.
+    held_tensors: the tensors that its traceable routines hold.
     """
 
     def __init__(self, name: str, program: Program) -> None:
         self.__name__ = self.__qualname__ = f"instrumented_{name}"
         self.__module__ = "amanda"
         self.program = program
-        self.held = Held()
+        self.held_tensors = HeldTensors()
 
-    def __deepcopy__(self, memo: Any) -> Inlet:
-        return self
+    def __deepcopy__(self, memo: Any) -> InstrumentedCall:
+        return self  # compilers copy graphs, whose copies belong to the same program and tools
 
     def __call__(self, token: torch.Tensor | None, *values: Any) -> Any:
-        """The node's value, of what tensors stand for those that are held, and of what the node is given."""
-        count = len(self.held.tensors)
-        # Routines in the backward pass are held by autograd's nodes, so they must not hold an output in turn.
+        """Return the node's value; values: the held tensors as the graph has them, then the node's inputs."""
+        count = len(self.held_tensors.tensors)
+        # Hooks in the backward pass hold `routines`: no output may be reachable from there, or autograd's
+        # graph would be a cycle that is never freed.
         standing_in, values = values[:count], values[count:]
-        routines = Routines(self.program, token, lambda: self.held.replaced_by(standing_in))
-        with routines.at_work():
+        routines = Routines(self.program, token, lambda: self.held_tensors.replaced_by(standing_in))
+        with routines.running():
             return self.run(routines, values)
 
     def run(self, routines: Routines, values: Sequence[Any]) -> Any:
-        """The node's value."""
+        """Return the node's value."""
         raise NotImplementedError
 
 
-class Instrumented(Inlet):
-    """A node that comes to native ops."""
+class InstrumentedNode(InstrumentedCall):
+    """Callable in the place of a node: the node's native ops with routines around them."""
 
-    def __init__(self, name: str, program: Program, replay: Replay, steps: Sequence[Step]) -> None:
+    def __init__(self, name: str, program: Program, replay: NodeReplay, steps: Sequence[OpStep]) -> None:
         super().__init__(name, program)
         self.replay = replay
         self.steps = steps
@@ -83,23 +84,27 @@ class Instrumented(Inlet):
     def run(self, routines: Routines, values: Sequence[Any]) -> Any:
         placed = tree_flatten(list(values))[0]
         for call, step in zip(self.replay.calls, self.steps, strict=True):
-            args, kwargs = filled((call.args, call.kwargs), placed)
+            args, kwargs = fill_template((call.args, call.kwargs), placed)
             if step:
-                outputs = _run(step, self.replay.bind(call.site, args, kwargs), routines)
+                outputs = _run_step(step, self.replay.bind(call.site, args, kwargs), routines)
             else:
                 outputs = call.site.invoke(args, kwargs)
             placed += tree_flatten(outputs)[0]
-        return filled(self.replay.result, placed)
+        return fill_template(self.replay.result, placed)
 
 
-def _run(step: Step, call: Any, routines: Routines) -> Any:
+def _run_step(step: OpStep, call: Any, routines: Routines) -> Any:
+    """Run a native op with its routines, and hook its backward ops."""
     plan, facts = step.plan, step.facts
-    inputs = routines.in_turn(plan.before, call.inputs, facts, call.mutable)
+    inputs = routines.run_all(plan.before, call.inputs, facts, call.mutable)
     target = inputs[0] if _is_changed_in_place(step, call, inputs) else None
-    if target is not None:  # what the op saves for its backward op is not written once more
+    if target is not None:
+        # The op may save its result for the backward op: the op writes a clone, and the routine's value
+        # goes into the target.
         inputs = [target.clone(), *inputs[1:]]
     start = sequence()
     outputs = NotImplemented
+    # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
     if plan.replace is not None:
         outputs = routines.replace(plan.replace, call, inputs, facts)
     if outputs is NotImplemented:
@@ -107,26 +112,26 @@ def _run(step: Step, call: Any, routines: Routines) -> Any:
     values, rebuild = call.with_written(outputs, inputs, *TENSORS.flatten(outputs))
     written = call.written(inputs, values)
     if step.backward:
-        tensors = [one for one in (*values, *written) if isinstance(one, torch.Tensor)]
+        tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
         for node, place in list(backward_nodes(tensors, start, sequence())):
             if place in step.backward:
                 routines.hook(node, *step.backward[place])
     if target is not None:
-        (changed,) = routines.in_turn(plan.after, values, facts)
+        (changed,) = routines.run_all(plan.after, values, facts)
         return rebuild([target.copy_(changed)])
-    mutable = [i for i, one in enumerate(values) if is_among(one, written)]
-    changed = routines.in_turn(plan.after, values, facts, mutable)
+    mutable = [i for i, value in enumerate(values) if is_among(value, written)]
+    changed = routines.run_all(plan.after, values, facts, mutable)
     return outputs if changed is values else rebuild(changed)
 
 
-def _is_changed_in_place(step: Step, call: Any, inputs: Sequence[Any]) -> bool:
+def _is_changed_in_place(step: OpStep, call: Any, inputs: Sequence[Any]) -> bool:
     """Return True if routines may change what an op has written into the tensor that it is called on."""
     in_place = call.targets == (0,) and isinstance(inputs[0], torch.Tensor)
     return in_place and any(action.select != () and not action.observer for action in step.plan.after)
 
 
-class Leaf(Inlet):
-    """A parameter as the graph reads it: routines see its whole gradient."""
+class InstrumentedLeaf(InstrumentedCall):
+    """Callable between a parameter and all its readers, so that routines see the whole gradient."""
 
     def __init__(self, name: str, program: Program, site: BackwardSite) -> None:
         super().__init__(name, program)
@@ -135,25 +140,26 @@ class Leaf(Inlet):
     def run(self, routines: Routines, values: Sequence[Any]) -> Any:
         (leaf,) = values
         if not (leaf.requires_grad and torch.is_grad_enabled()):
-            return leaf
-        read = leaf.view_as(leaf)
+            return leaf  # no gradient will come
+        # The node of the view gets the sum of the gradients of all readers, as AccumulateGrad does.
+        leaf_view = leaf.view_as(leaf)
         facts, plan = self.site
 
-        def entering(gradients: Sequence[Any]) -> Any:
-            with routines.at_work():
-                gradients = tuple(routines.in_turn(plan.before, list(gradients), facts))
-                routines.in_turn(plan.after, [], facts)
+        def observe_gradient(gradients: Sequence[Any]) -> Any:
+            with routines.running():
+                gradients = tuple(routines.run_all(plan.before, list(gradients), facts))
+                routines.run_all(plan.after, [], facts)
                 return gradients
 
-        read.grad_fn.register_prehook(entering)
-        return read
+        leaf_view.grad_fn.register_prehook(observe_gradient)
+        return leaf_view
 
 
-class Last(Inlet):
-    """An output of the graph, before which observers that wait are called."""
+class WaitingObserversCall(InstrumentedCall):
+    """Callable before an output of the graph that hands over values to the waiting observers."""
 
     def run(self, routines: Routines, values: Sequence[Any]) -> Any:
         (output,) = values
         if routines.token is not None:
-            Gathering.of(self.program, routines.token).hand_over(routines.token)
+            WaitingObservers.of(self.program, routines.token).hand_over(routines.token)
         return output

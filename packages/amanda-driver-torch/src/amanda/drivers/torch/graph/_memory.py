@@ -1,4 +1,4 @@
-"""Views in a graph: where a routine's value would no longer share the memory that its node's value shares."""
+"""Views in a graph: checks for routines whose values lose the memory that a node's value shares."""
 
 from __future__ import annotations
 
@@ -14,76 +14,86 @@ if TYPE_CHECKING:
     from amanda.backend import Action, OpFacts
     from torch.fx import Node
 
-    from ._instrumented import Step
-    from ._record import NativeCall, Ran
+    from ._instrumented import OpStep
+    from ._node_runs import NativeCall, NodeRun
 
 
 class SharedMemory(AmandaError):
-    """A graph writes into memory, or hands it on, of which a routine changes a view.
+    """Error for a graph that writes, or returns, memory of which a routine changes a view.
 
-    In eager mode writes reach both; a graph has to be left to it.  where: the user's line.
+    In eager mode writes reach the view and the routine's value; the graph has to run op by op.
+    where: the user's line.
     """
 
-    def __init__(self, what: str, where: str) -> None:
-        super().__init__(f"a routine changes a view, and {what} the memory that it is a view of")
+    def __init__(self, subject: str, where: str) -> None:
+        super().__init__(f"a routine changes a view, and {subject} the memory that it is a view of")
         self.where = where
 
 
-def check_views(ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]) -> None:
-    """Raise SharedMemory where a routine may change a view whose memory others see later.
+def check_views(ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]) -> None:
+    """Raise SharedMemory if a routine may change a view whose memory is seen later through another value.
 
-    That is memory that a node writes after the view is made, where another value in it is read later or by
-    the caller, and memory that several of the graph's inputs and outputs lie in.
+    That is memory that a node writes after the view is made, if another value in it is read after the write
+    or by the caller, and memory in which several inputs and outputs of the graph lie.
     """
     viewed = list(_changed_views(ran, steps))
     if not viewed:
         return
+    # Per storage the first changed view is enough: what is written after it is seen through it.
     order = {node: i for i, node in enumerate(ran)}
-    first: dict[int, tuple[int, Step]] = {}
+    first: dict[int, tuple[int, OpStep]] = {}
     for node, step, memory in viewed:
         first.setdefault(memory, (order[node], step))
     for written, at, memory in _writes(ran):
-        made, changed = first.get(memory, (len(order), None))
-        if changed is not None and made < order[at] and _seen_later(ran, order, memory, written, order[at]):
-            raise SharedMemory(f"{_name(at)} writes into", changed.facts.source)
+        first_view, changed = first.get(memory, (len(order), None))
+        if (
+            changed is not None
+            and first_view < order[at]
+            and _is_read_later(ran, order, memory, written, order[at])
+        ):
+            raise SharedMemory(f"{_target_name(at)} writes into", changed.facts.source)
     for memory, (_, step) in first.items():
-        outside = [node for node, one in ran.items() if memory in _memories(one.value) and is_outside(node)]
+        outside = [
+            node for node, ran_node in ran.items() if memory in _memories(ran_node.value) and is_outside(node)
+        ]
         if len(outside) > 1:
             raise SharedMemory("the graph is given, or gives, more than one value in", step.facts.source)
 
 
 def seen_and_written(
-    ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]
+    ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[int, Action]]:
     """Yield ids of ops, and observers there, whose values lie in memory into which the graph writes."""
     written = {memory for _, _, memory in _writes(ran)}
-    for node, each in steps.items() if written else ():
-        for call, step in zip(ran[node].calls, each, strict=True):
+    for node, op_steps in steps.items() if written else ():
+        for call, step in zip(ran[node].calls, op_steps, strict=True):
             for action in step.plan.inserted:
                 values = call.values if action.type.is_after else call.call.inputs
                 if action.select is not None:
-                    values = [one for i, one in enumerate(values) if i in action.select]
+                    values = [value for i, value in enumerate(values) if i in action.select]
                 if not written.isdisjoint(_memories(values)):
                     yield step.facts.op_id, action
 
 
-def unlike_eager(
-    ran: Mapping[Node, Ran], sites: Mapping[int, tuple[OpFacts, bool]], by_autograd: bool
+def backward_views_unlike_eager(
+    ran: Mapping[Node, NodeRun], sites: Mapping[int, tuple[OpFacts, bool]], by_autograd: bool
 ) -> Iterator[tuple[OpFacts, str]]:
-    """Yield backward ops of views that do not run as in eager mode, and why.
+    """Yield facts of backward ops of views that do not run as in eager mode, and the reason.
 
-    sites: backward ops with routines by the id of autograd's node; whether the graph calls one of these.
-    by_autograd: whether AOTAutograd compiles the graph.
+    sites: by the id of autograd's node, facts of a backward op with routines, and whether the graph calls
+    one of the routines.  by_autograd: whether AOTAutograd compiles the graph.
     """
-    for made in _views_made_outside(ran) if by_autograd and sites else ():
-        facts, calls = sites.get(id(made), (None, False))
+    for grad_node in _views_made_outside(ran) if by_autograd and sites else ():
+        facts, calls = sites.get(id(grad_node), (None, False))
         if facts is not None and calls:
             yield facts, "AOTAutograd makes the view outside of the graph: its routines are not called"
     order = {node: i for i, node in enumerate(ran)}
     for written, at, _ in _writes(ran) if sites else ():
         facts, _ = sites.get(id(written.grad_fn), (None, False))
         if facts is not None and written._base is not None:
-            readers = [user for node, one in ran.items() if one.value is written for user in node.users]
+            readers = [
+                user for node, ran_node in ran.items() if ran_node.value is written for user in node.users
+            ]
             if any(order.get(user, len(order)) > order[at] for user in readers):
                 yield (
                     facts,
@@ -91,56 +101,57 @@ def unlike_eager(
                 )
 
 
-def _views_made_outside(ran: Mapping[Node, Ran]) -> Iterator[Any]:
+def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
     """Yield autograd's nodes of views that a graph gives beside another value in their memory."""
-    outside = [(node, one.value) for node, one in ran.items() if is_outside(node)]
+    outside = [(node, item.value) for node, item in ran.items() if is_outside(node)]
     count = Counter(memory for _, value in outside for memory in set(_memories(value)))
     for node, value in outside:
-        given = (
+        view = (
             value
-            if isinstance(value, torch.Tensor) and any(one.op == "output" for one in node.users)
+            if isinstance(value, torch.Tensor) and any(item.op == "output" for item in node.users)
             else None
         )
-        if given is None or given._base is None or not any(count[memory] > 1 for memory in _memories(given)):
+        if view is None or view._base is None or not any(count[memory] > 1 for memory in _memories(view)):
             continue
-        made, base = given.grad_fn, given._base.grad_fn
-        while made is not None and made is not base:
-            yield made
-            made = made.next_functions[0][0] if made.next_functions else None
+        grad_node, base = view.grad_fn, view._base.grad_fn
+        while grad_node is not None and grad_node is not base:
+            yield grad_node
+            grad_node = grad_node.next_functions[0][0] if grad_node.next_functions else None
 
 
 def _changed_views(
-    ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]
-) -> Iterator[tuple[Node, Step, int]]:
-    for node, each in steps.items():
-        for call, step in zip(ran[node].calls, each, strict=True):
+    ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
+) -> Iterator[tuple[Node, OpStep, int]]:
+    for node, op_steps in steps.items():
+        for call, step in zip(ran[node].calls, op_steps, strict=True):
             if any(action.select != () and not action.observer for action in step.plan.inserted):
-                yield from ((node, step, memory) for memory in _views(call))
+                yield from ((node, step, memory) for memory in _viewed_memory(call))
 
 
-def _views(call: NativeCall) -> set[int]:
-    """Memory in which both an input of a call lies and an output that is none of its inputs."""
+def _viewed_memory(call: NativeCall) -> set[int]:
+    """Return the storages in which both an input of a call lies and an output that is none of its inputs."""
     native = call.call
-    given = set(_memories(native.inputs))
+    input_memory = set(_memories(native.inputs))
     written = {id(native.inputs[i]) for i in native.targets}
-    made = [one for one in tree_flatten(call.outputs)[0] if id(one) not in written]
-    return given & set(_memories(made))
+    outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
+    return input_memory & set(_memories(outputs))
 
 
-def _writes(ran: Mapping[Node, Ran]) -> Iterator[tuple[Any, Node, int]]:
-    for node, one in ran.items():
-        for call in one.calls:
+def _writes(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
+    for node, ran_node in ran.items():
+        for call in ran_node.calls:
             for i in call.call.mutable:
                 yield from ((call.call.inputs[i], node, memory) for memory in _memories(call.call.inputs[i]))
 
 
-def _seen_later(
-    ran: Mapping[Node, Ran], order: Mapping[Node, int], memory: int, written: Any, at: int
+def _is_read_later(
+    ran: Mapping[Node, NodeRun], order: Mapping[Node, int], memory: int, written: Any, at: int
 ) -> bool:
     """Return whether the memory is read by another value after the write, or by the caller."""
-    for node, one in ran.items():
-        if one.value is written or memory not in _memories(one.value):
+    for node, ran_node in ran.items():
+        if ran_node.value is written or memory not in _memories(ran_node.value):
             continue
+        # The output node is no key of `order`: it comes after all nodes.
         users = [order.get(user, len(order)) for user in node.users]
         if node.op in ("placeholder", "get_attr") or any(user > at for user in users):
             return True
@@ -153,9 +164,10 @@ def is_outside(node: Node) -> bool:
 
 
 def _memories(values: Any) -> list[int]:
-    tensors = [one for one in tree_flatten(values)[0] if isinstance(one, torch.Tensor)]
-    return [one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided]
+    tensors = [tensor for tensor in tree_flatten(values)[0] if isinstance(tensor, torch.Tensor)]
+    # Tensors without data have storages too, which views share as in a run.
+    return [tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided]
 
 
-def _name(node: Node) -> str:
+def _target_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))

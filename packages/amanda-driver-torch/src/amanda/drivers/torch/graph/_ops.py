@@ -17,11 +17,11 @@ from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
 from .._tensors import TorchTensors, cast_to_fit
-from ._reads import TorchReads
+from ._routine_inputs import TorchReads
 
 
 class ExportedTensors(TorchTensors):
-    """`TensorOps` while a graph is exported: autodiff has no part in what is kept."""
+    """`TensorOps` while a graph is exported: exported graphs have no backward pass."""
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -30,7 +30,7 @@ class ExportedTensors(TorchTensors):
         return func(*values, **kwargs)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`value` in the type of `original`."""
+        """Return `value` in the type of `original`."""
         return cast_to_fit(original, value)
 
 
@@ -38,7 +38,7 @@ class GraphTensors(TorchTensors):
     """`TensorOps` of values that may have symbols for sizes."""
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each tensor, also in lists."""
+        """Return the shapes of the tensors as text: sizes may be symbols, which cannot be compared."""
         return (str(super().shapes(inputs)),)
 
 
@@ -48,7 +48,7 @@ _EXPORTED: Any = ExportedTensors()
 
 
 def tensors() -> Any:
-    """`TensorOps` for routines that are part of a graph."""
+    """Return the `TensorOps` for routines that are part of a graph."""
     return _EXPORTED if torch.compiler.is_exporting() else TENSORS
 
 
@@ -56,16 +56,16 @@ _TOKEN = "amanda_execution"
 
 
 class Program:
-    """The routines of a graph by slot, and whose tools they are.
+    """The routines of a graph, by slot, and facts of the graph.
 
-    state: in force when it was made.  every: whether routines are called outside of the tools' scopes too.
-    traced: traceable routines, with the tensors that they hold.  reads: what else they read.
-    called_as_python: those that cannot be traced: at which op, and why.
-    gathering: whether a compiler traces the graph to its end, so that observers may wait for that.
-    in_turn: ids of tools that insert other routines than observers, and so see ops in order.
-    at_once: ids of ops, and observers there, that see memory into which the graph writes.
-    leaves: those with routines at their AccumulateGrad, each a position among what the graph is given, or a
-    parameter that it holds; with a name, and the tools.
+    state: in force when the program was made.  every: whether routines are called outside of scopes too.
+    traced: traceable routines, with the tensors that they hold.  reads: other values that they read.
+    called_as_python: traceable routines that cannot be traced: at which op, and why.
+    gathering: whether a compiler traces the graph to its end, so that observers may wait until then.
+    in_turn: ids of tools with routines other than observers, whose observers must see ops in order.
+    at_once: op ids with observers of memory into which the graph writes; these observers cannot wait.
+    leaves: with routines at their AccumulateGrad, each a position among the graph's inputs, or a parameter
+    that the graph holds; with a name, and the tools.
     """
 
     _numbers = count(1)
@@ -88,7 +88,7 @@ class Program:
         self.living[self.number] = self
 
     def slot(self, key: Hashable, make: Callable[[], Any]) -> int:
-        """The slot of what is called at a place, made when it is first asked for."""
+        """Return the slot of a call by its key; `make` makes the call the first time."""
         if key not in self._slots:
             slot = self._slots[key] = len(self.table)
             self.table[slot] = make()
@@ -100,15 +100,19 @@ class Program:
             return False
         return (facts.op_id, action) not in self.at_once
 
-    def report(self, what: str, reason: str, where: str = "") -> None:
-        """Note what cannot be instrumented, for the scopes' reports."""
-        entry = (what, reason, where)
+    def report(self, subject: str, reason: str, where: str = "") -> None:
+        """Note something that cannot be instrumented, for the reports of scopes in which the graph runs."""
+        entry = (subject, reason, where)
         if entry not in self.reports:
             self.reports.append(entry)
 
 
 class GraphExecution(Execution):
-    """One run of a graph, forward and backward; it lives as long as the tensor that stands for it is read."""
+    """One run of a graph, forward and backward.
+
+    A tensor in the graph, the token, stands for the execution and holds it, so that the execution lives as
+    long as the graph or its backward pass needs the token.
+    """
 
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
@@ -121,19 +125,21 @@ class GraphExecution(Execution):
         self.living[self.number] = self
 
     def token(self) -> torch.Tensor:
-        """The tensor that stands for it."""
+        """Return the tensor that stands for the execution in the graph."""
         self._call_openings()
+        # Held by the tensor: autograd saves the token, and so keeps the execution for its backward pass.
         token = torch.full((), self.number, dtype=torch.int64)
         setattr(token, _TOKEN, self)
         return token
 
     @staticmethod
     def by(token: torch.Tensor) -> GraphExecution:
-        """The execution that a tensor stands for."""
-        found = getattr(token, _TOKEN, None) or GraphExecution.living.get(int(token))
-        if found is None:
+        """Return the execution that a tensor stands for."""
+        # A compiler may copy the token, which loses the attribute: its number then finds the execution.
+        execution = getattr(token, _TOKEN, None) or GraphExecution.living.get(int(token))
+        if execution is None:
             raise AmandaError("a routine was called for an execution of a graph that is over")
-        return found
+        return execution
 
     def runs_action(self, action: Any) -> bool:
         """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force."""
@@ -147,14 +153,14 @@ class GraphExecution(Execution):
         return state.enabled and state.is_open(action.tool)
 
     def call_at(self, slot: int, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-        """Return what the routine at a slot gives; its exceptions as they are."""
+        """Run the call at a slot, and return its outputs."""
         called: Any = self.table[slot]
         with interceptor.Suspension():
-            return called.run(self, called.handed(values, numbers))  # type: ignore[no-any-return]
+            return called.run(self, called.take_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
-class Kept(NamedTuple):
-    """The record that a routine which takes part in autodiff leaves for the backward pass."""
+class TapedCall(NamedTuple):
+    """Inputs and outputs of a routine that takes part in autodiff, for the backward pass."""
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -163,39 +169,47 @@ class Kept(NamedTuple):
 Tensors = list[torch.Tensor]
 
 
-def _begin(program: int) -> torch.Tensor:
+def _begin_execution(program: int) -> torch.Tensor:
     return GraphExecution(Program.living[program]).token()
 
 
-def _call(
+def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    return _owned(GraphExecution.by(token).call_at(slot, values, numbers), likes, slot)
+    return _own_memory(GraphExecution.by(token).call_at(slot, values, numbers), likes, slot)
 
 
-def _tape(
+def _call_taped(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
+    """Call a routine under autograd, and keep its graph for `_pull_gradients`."""
     execution = GraphExecution.by(token)
+    # A graph of the routine's own, from leaves: the graph around it sees one op, `tape`.
     with torch.enable_grad():
         inputs = [_leaf(value) for value in values]
         outputs = execution.call_at(slot, inputs, numbers)
-    execution.stores[slot] = [Kept(inputs, outputs)]
-    return _owned([one.detach() for one in outputs], likes, slot)
+    execution.stores[slot] = [TapedCall(inputs, outputs)]
+    return _own_memory([output.detach() for output in outputs], likes, slot)
 
 
-def _pull(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
-    (kept,) = GraphExecution.by(token).stores[slot]
-    pairs = [(one, grad) for one, grad in zip(kept.outputs, gradients, strict=True) if one.requires_grad]
+def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
+    """Return the gradients of a taped routine's inputs."""
+    (taped,) = GraphExecution.by(token).stores[slot]
+    pairs = [
+        (tensor, grad) for tensor, grad in zip(taped.outputs, gradients, strict=True) if tensor.requires_grad
+    ]
     if pairs:
         outputs, grads = zip(*pairs, strict=True)
         with interceptor.Suspension():
             torch.autograd.backward(outputs, grads, retain_graph=True)
-    pulled = [one.grad for one in kept.inputs]
-    for one in kept.inputs:
-        one.grad = None
-    zeros = [torch.zeros_like(like) if one is None else one for one, like in zip(pulled, likes, strict=True)]
-    return _owned(zeros, likes, slot)
+    pulled = [tensor.grad for tensor in taped.inputs]
+    for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
+        tensor.grad = None
+    zeros = [
+        torch.zeros_like(like) if tensor is None else tensor
+        for tensor, like in zip(pulled, likes, strict=True)
+    ]
+    return _own_memory(zeros, likes, slot)
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
@@ -203,47 +217,51 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
-def _owned(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], slot: int) -> Tensors:
-    """Results as tensors that share no memory with what the op was given."""
+def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], slot: int) -> Tensors:
+    """Copy results into new tensors: a custom op must not return memory of its inputs."""
     if not likes:
-        return [one.clone(memory_format=torch.contiguous_format) for one in results]
-    for one, like in zip(results, likes, strict=True):
-        if one.shape != like.shape:
+        return [result.clone(memory_format=torch.contiguous_format) for result in results]
+    for result, like in zip(results, likes, strict=True):
+        if result.shape != like.shape:
             raise AmandaError(
-                f"a routine returned shape {tuple(one.shape)} where a graph has shape {tuple(like.shape)}; "
-                "one that changes shapes is to be @amanda.traceable and @amanda.differentiable in a graph"
+                f"a routine returned shape {tuple(result.shape)} where a graph has shape "
+                f"{tuple(like.shape)}; one that changes shapes is to be @amanda.traceable and "
+                "@amanda.differentiable in a graph"
             )
-    return [torch.empty_like(like).copy_(one) for one, like in zip(results, likes, strict=True)]
+    return [torch.empty_like(like).copy_(result) for result, like in zip(results, likes, strict=True)]
 
 
-def _like(
+def _call_without_data(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
+    """Return empty tensors like the results of a call, for compilers that trace without data."""
     if likes:
-        return [torch.empty_like(one) for one in likes]
+        return [torch.empty_like(like) for like in likes]
     called: Any = Program.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []
-    return called.made(called.handed(values, numbers))  # type: ignore[no-any-return]
+    return called.outputs_without_data(called.take_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 _CALL = "(Tensor token, Tensor[] values, SymInt[] numbers, Tensor[] likes, int program, int slot) -> Tensor[]"
 _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "begin": ("(int program) -> Tensor", _begin, lambda program: torch.empty((), dtype=torch.int64)),
-    "call": (_CALL, _call, _like),
-    "tape": (_CALL, _tape, _like),
+    "begin": ("(int program) -> Tensor", _begin_execution,
+              lambda program: torch.empty((), dtype=torch.int64)),
+    "call": (_CALL, _call_routine, _call_without_data),
+    "tape": (_CALL, _call_taped, _call_without_data),
     "pull": (
-        "(Tensor token, Tensor[] gradients, Tensor[] likes, int slot) -> Tensor[]", _pull,
-        lambda token, gradients, likes, slot: [torch.empty_like(one) for one in likes],
+        "(Tensor token, Tensor[] gradients, Tensor[] likes, int slot) -> Tensor[]", _pull_gradients,
+        lambda token, gradients, likes, slot: [torch.empty_like(like) for like in likes],
     ),
 }  # fmt: skip
 
 
 @cache
 def custom_ops() -> Any:
-    """`torch.ops.amanda`, registered with torch when a graph first needs it.
+    """Return `torch.ops.amanda`, registered with torch when a graph first needs the ops.
 
-    begin: starts an execution.  call: a routine.  tape: one that takes part in autodiff; pull: its gradients.
+    begin: starts an execution.  call: calls a routine.  tape: calls a routine that takes part in autodiff.
+    pull: computes gradients of that routine.
     """
     library: Any = torch.library.Library("amanda", "DEF")  # type: ignore[no-untyped-call]
     _libraries.append(library)
@@ -252,6 +270,7 @@ def custom_ops() -> Any:
         library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"amanda::{name}", without_data, lib=library)
         op = getattr(torch.ops.amanda, name).default
+        # Without these two, compilers would reorder calls, merge equal ones, and drop unused ones.
         _register_effectful_op(op, EffectType.ORDERED)
         torch.fx.node.has_side_effect(op)
     return torch.ops.amanda

@@ -1,4 +1,4 @@
-"""Routines at the ops of a graph: part of it where they are traceable, else calls of Python."""
+"""Routines at the ops of a graph: part of the graph if they are traceable, else calls of Python."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from amanda.action import differentiable
 from amanda.backend import Action, OpFacts
 from amanda.plan import Actions, run_replacement, run_routine
 
-from ._called import Called, CalledForGradients, CalledInstead, Values, cloned, gradients_of
-from ._gathering import Gathering
+from ._node_runs import uninstrumented
+from ._observers import WaitingObservers
 from ._ops import Program, custom_ops, tensors
-from ._record import uninstrumented
+from ._python_calls import (
+    GradientReplacementCall,
+    PlaceValues,
+    PythonCall,
+    ReplacementCall,
+    read_gradients,
+    with_clones,
+)
 
 
 class Routines:
-    """Runs routines for one call of a node, and in the backward pass of that.
+    """Routines of one call of a node, and of the backward pass of that call.
 
-    token: of the execution, where routines are called as Python.  standing_in: makes a context in which
-    others stand for the tensors that the routines hold.
+    token: of the execution, if routines are called as Python.  standing_in: makes a context in which values
+    of the graph replace the tensors that the routines hold.
     """
 
     def __init__(
@@ -35,8 +42,8 @@ class Routines:
         self._standing_in = standing_in
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Context for routines, in which nothing is instrumented."""
+    def running(self) -> Iterator[None]:
+        """Enter a context for routines, in which nothing is instrumented."""
         with uninstrumented(), self._standing_in():
             yield
 
@@ -51,30 +58,35 @@ class Routines:
         facts: OpFacts,
         mutable: Sequence[int] = (),
     ) -> list[Any]:
-        """The values after a routine."""
+        """Run a routine, and return the values after it."""
         if action.opening:
             return values
         if not self.inlines(action):
             action = self._as_call(action, facts)
         return run_routine(tensors(), action, values, facts, {}, self.program.state.autodiff, mutable)
 
-    def in_turn(
+    def run_all(
         self, actions: Iterable[Action], values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
     ) -> list[Any]:
-        """The values after some routines; mutable: positions of the user's tensors that the op writes."""
+        """Run routines in order, and return the values after them.
+
+        mutable: positions of the user's tensors that the op writes.
+        """
         for action in actions:
             values = self.run(action, values, facts, mutable)
         return values
 
     def replace(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
-        """Return what a routine gives instead of an op; NotImplemented: the op shall run."""
+        """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run."""
         if self.inlines(action):
             result = run_replacement(tensors(), action, inputs, facts, {}, call.targets, call.computation())
             return result if result is NotImplemented else call.formed(result)
-        values = Values(cloned(inputs, call.targets))  # what autograd saves is not what is written below
+        values = PlaceValues(
+            with_clones(inputs, call.targets)
+        )  # what autograd saves is not what is written below
         compute, targets = call.computation(), call.targets
         slot = self._slot(
-            action, facts, values, lambda: CalledInstead(action, facts, values, compute, targets)
+            action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
         )
         results = self._taped(slot, values, [])
         if call.targets:
@@ -89,64 +101,73 @@ class Routines:
         entered: list[Any] = []
 
         def before(gradients: Sequence[Any]) -> Any:
-            with self.at_work():
-                entered[:] = self.in_turn(plan.before, list(gradients), facts)
+            with self.running():
+                entered[:] = self.run_all(plan.before, list(gradients), facts)
             return tuple(entered)
 
         def after(gradients: Sequence[Any], outer: Sequence[Any]) -> Any:
-            with self.at_work():
-                left = list(gradients)
+            with self.running():
+                leaving = list(gradients)
                 if plan.replace is not None:
-                    left = self._replaced(plan.replace, left, entered, facts)
-                return tuple(self.in_turn(plan.after, left, facts))
+                    leaving = self._replace_gradients(plan.replace, leaving, entered, facts)
+                return tuple(self.run_all(plan.after, leaving, facts))
 
         if plan.before or plan.replace:
             node.register_prehook(before)
         if plan.after or plan.replace:
             node.register_hook(after)
 
-    def _replaced(self, action: Action, left: list[Any], entered: list[Any], facts: OpFacts) -> list[Any]:
-        wanted = [i for i, one in enumerate(left) if one is not None]
+    def _replace_gradients(
+        self, action: Action, leaving: list[Any], entered: list[Any], facts: OpFacts
+    ) -> list[Any]:
+        read_positions = [i for i, gradient in enumerate(leaving) if gradient is not None]
         if self.inlines(action):
             result = run_replacement(tensors(), action, entered, facts, {})
             if result is NotImplemented:
-                return left
-            results = gradients_of(result, len(left), wanted, action, facts)
+                return leaving
+            results = read_gradients(result, len(leaving), read_positions, action, facts)
         else:
-            values = Values(entered)
-            likes = [left[i] for i in wanted]
-            leaving = tuple(one is not None for one in left)
+            values = PlaceValues(entered)
+            likes = [leaving[i] for i in read_positions]
+            is_read = tuple(gradient is not None for gradient in leaving)
             slot = self._slot(
-                action, facts, values, lambda: CalledForGradients(action, facts, values, leaving), leaving
+                action,
+                facts,
+                values,
+                lambda: GradientReplacementCall(action, facts, values, is_read),
+                is_read,
             )
             results = custom_ops().call(
                 self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
             )
-        placed = list(left)
-        for i, one in zip(wanted, results, strict=True):
-            placed[i] = one
+        placed = list(leaving)
+        for i, gradient in zip(read_positions, results, strict=True):
+            placed[i] = gradient
         return placed
 
     def _as_call(self, action: Action, facts: OpFacts) -> Action:
-        """An action whose routine is a node that calls the routine."""
+        """Return an action whose routine inserts a custom op that calls the action's routine as Python."""
         taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
-        def call(*given: Any) -> Any:
-            values = Values(given)
-            gives = () if action.observer else values.given
-            slot = self._slot(action, facts, values, lambda: Called(action, facts, values, gives))
+        def call(*place_values: Any) -> Any:
+            values = PlaceValues(place_values)
+            result_positions = () if action.observer else values.given
+            slot = self._slot(
+                action, facts, values, lambda: PythonCall(action, facts, values, result_positions)
+            )
+            # Each call of Python is a kernel of its own to compilers: observers may share one.
             if self.program.gathers(action, facts) and self.token is not None:
-                waiting = Gathering.of(self.program, self.token)
+                waiting = WaitingObservers.of(self.program, self.token)
                 waiting.add(self.token, slot, values, action.type.is_backward)
                 return None
-            likes = list(values.tensors) if gives else []
+            likes = list(values.tensors) if result_positions else []
             if taped:
                 results = self._taped(slot, values, likes)
             else:
                 results = custom_ops().call(
                     self.token, values.flat, values.numbers, likes, self.program.number, slot
                 )
-            if not gives:
+            if not result_positions:
                 return None
             placed = values.with_tensors(results)
             return placed if len(placed) > 1 or isinstance(placed[0], list) else placed[0]
@@ -155,30 +176,38 @@ class Routines:
         return Action(action.type, differentiable(call) if taped else call, action.tool, action.select, {})
 
     def _slot(
-        self, action: Action, facts: OpFacts, values: Values, make: Callable[[], Called], which: Any = None
+        self,
+        action: Action,
+        facts: OpFacts,
+        values: PlaceValues,
+        make: Callable[[], PythonCall],
+        form: Any = None,
     ) -> int:
-        """The slot of a routine; a backend that runs the graph as it is has other values each time."""
-        slot = self.program.slot((id(facts), action, values.pattern, which), make)
+        """Return the slot of a routine's call, with the constants of this run.
+
+        A backend that runs the graph as it is comes here in each run, with other constants.
+        """
+        slot = self.program.slot((id(facts), action, values.pattern, form), make)
         called: Any = self.program.table[slot]
-        called.others = values.others
+        called.constants = values.constants
         return slot
 
-    def _taped(self, slot: int, values: Values, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _taped(self, slot: int, values: PlaceValues, likes: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(
-            Taped.apply(  # type: ignore[no-untyped-call]
+            TapedRoutine.apply(  # type: ignore[no-untyped-call]
                 self.token, self.program.number, slot, len(likes), values.numbers, *values.flat, *likes
             )
         )
 
 
-class Taped(torch.autograd.Function):
-    """A routine that is called as Python and takes part in autodiff."""
+class TapedRoutine(torch.autograd.Function):
+    """Autograd function of a routine that is called as Python and takes part in autodiff."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, program: int, slot: int, count: int, numbers: list[int], *given: Any
+        ctx: Any, token: torch.Tensor, program: int, slot: int, count: int, numbers: list[int], *tensors: Any
     ) -> Any:
-        values, likes = list(given[: len(given) - count]), list(given[len(given) - count :])
+        values, likes = list(tensors[: len(tensors) - count]), list(tensors[len(tensors) - count :])
         ctx.slot = slot
         ctx.count = count
         ctx.save_for_backward(token, *values)
@@ -188,6 +217,9 @@ class Taped(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         token, *values = ctx.saved_tensors
         pulled = custom_ops().pull(token, list(gradients), values, ctx.slot)
-        needed = ctx.needs_input_grad[5 : 5 + len(values)]
-        given = [one if needs else None for one, needs in zip(pulled, needed, strict=True)]
-        return None, None, None, None, None, *given, *[None] * ctx.count
+        needs_gradient = ctx.needs_input_grad[5 : 5 + len(values)]
+        input_gradients = [
+            gradient if needs else None for gradient, needs in zip(pulled, needs_gradient, strict=True)
+        ]
+        # For token, program, slot, count and numbers; then the values; then the likes.
+        return None, None, None, None, None, *input_gradients, *[None] * ctx.count

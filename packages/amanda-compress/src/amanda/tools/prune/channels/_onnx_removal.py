@@ -1,0 +1,182 @@
+"""Removes channels of an ONNX model: smaller initializers, and the attributes and numbers that say sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import onnx
+from onnx import ModelProto, NodeProto, numpy_helper
+
+from amanda.tools import onnx_graph
+from amanda.tools.libraries import numpy as np
+from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
+from amanda.tools.prune.channels._plan import Plan
+from amanda.tools.prune.channels._tracing import Step
+
+
+def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
+    """Return a copy of a model without the channels that a plan does not keep."""
+    made = ModelProto()
+    made.CopyFrom(whole)
+    graph = made.graph
+    held = {one.name: one for one in graph.initializer}
+    for name, axis, kept in plan.axes():
+        array = np.ascontiguousarray(numpy_helper.to_array(held[name]).compress(kept, axis))
+        held[name].CopyFrom(numpy_helper.from_array(array, name))
+    for given in graph.input:
+        if given.name in held:
+            given.type.CopyFrom(
+                onnx.helper.make_tensor_type_proto(held[given.name].data_type, held[given.name].dims)
+            )
+    unread = {one.name for one in graph.initializer} - onnx_graph.read_in(graph)
+    sizes = _Sizes(made, plan)
+    nodes = [one for node in graph.node for one in (*sizes.correct(node), node)]
+    if len(nodes) > len(graph.node):
+        copied = onnx.GraphProto(node=nodes)
+        del graph.node[:]
+        graph.node.extend(copied.node)
+    has_types = bool(graph.value_info)
+    onnx_graph.remove_unread(graph, kept=unread)
+    return onnx.shape_inference.infer_shapes(made) if has_types else made
+
+
+class _Sizes:
+    """Corrects what nodes say of the sizes of their tensors."""
+
+    def __init__(self, model: ModelProto, plan: Plan) -> None:
+        self._graph, self._alive = model.graph, plan.alive
+        self._opset = next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
+        self._tracing = cast(OnnxTracing, plan.tracing)
+        self._steps: dict[str, Step] = {one.key: one for one in plan.tracing.steps}
+        self._whole_groups = plan.tracing.notes.whole_groups
+        self._fixed = {one.name for one in model.graph.initializer}
+        for node in model.graph.node:
+            if self._fixed.issuperset(node.input) and node.op_type in _PURE:
+                self._fixed.update(node.output)
+        self._makers = {name: node for node in model.graph.node for name in node.output}
+        self._readers = Counter(name for node in model.graph.node for name in node.input)
+
+    def correct(self, node: NodeProto) -> Sequence[NodeProto]:
+        """Give a node the new sizes; return the nodes that it now reads besides."""
+        step = self._steps.get(onnx_graph.first_output_of(node))
+        if step is None or not step.read or node.domain not in ("", "ai.onnx"):
+            pass
+        elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
+            (_, channels, *_), (_, depth, *_) = (self._extents(one) for one in step.read[:2])
+            onnx_graph.set_attribute(node, "group", channels // depth)
+        elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
+            groups = onnx_graph.attribute_of(node, "num_groups", 1) * self._extents(step.read[0])[1]
+            onnx_graph.set_attribute(node, "num_groups", groups // step.read[0][1][1])
+        elif node.op_type in _NUMBERS_AT:
+            return self._say_extents(node, _NUMBERS_AT[node.op_type], step)
+        elif node.op_type == "Slice":
+            self._slice(node, step)
+        elif node.op_type == "Split":
+            self._split(node, step)
+        return ()
+
+    def _extents(self, part: Any) -> tuple[int, ...]:
+        return self._tracing.extents(part, self._alive)
+
+    def _say_extents(self, node: NodeProto, index: int, step: Step) -> Sequence[NodeProto]:
+        """Write new extents into the numbers of a shape; return a copy of a Concat that others read."""
+        numbers = self._tracing.numbers.get((step.key, index))
+        before, after = step.made[0][1], self._extents(step.made[0])
+        if numbers is None or before == after:
+            return ()
+        last = len(before) - len(numbers)
+        new = {
+            i: after[i + last] for i, number in enumerate(numbers.tolist())
+            if before[i + last] != after[i + last] and number == before[i + last]
+        }  # fmt: skip
+        maker = self._makers.get(node.input[index])
+        if not new:
+            return ()
+        if node.input[index] in self._fixed:
+            self._give(node, index, _replaced(numbers, 0, new))
+            return ()
+        if maker is None or maker.op_type != "Concat":
+            return ()
+        own, first = maker, 0
+        if self._readers[maker.output[0]] > 1:
+            own = NodeProto()
+            own.CopyFrom(maker)
+            own.name = own.output[0] = node.input[index] = f"{step.key}/{index}"
+        for i, name in enumerate(maker.input):
+            piece = self._tracing.numbers[onnx_graph.first_output_of(maker), i]
+            if name in self._fixed and _replaced(piece, first, new).tolist() != piece.tolist():
+                self._give(own, i, _replaced(piece, first, new))
+            first += len(piece)
+        return () if own is maker else (own,)
+
+    def _slice(self, node: NodeProto, step: Step) -> None:
+        """Count the bounds in channels that are kept."""
+        given = [self._numbers(node, step, name, i + 1) for i, name in enumerate(("starts", "ends", "axes"))]
+        starts, ends, axes = given
+        if starts is None or ends is None:
+            return
+        axes = np.arange(len(starts)) if axes is None else axes
+        steps = self._numbers(node, step, "steps", 4)
+        starts, ends = starts.copy(), ends.copy()
+        families, shape = step.read[0]
+        is_changed = False
+        for i, axis in enumerate(axes.tolist()):
+            axis %= len(shape)
+            places = self._tracing.places(families, axis, self._alive)
+            if places is not None and not places.all() and (steps is None or steps[i] == 1):
+                first, last, _ = slice(int(starts[i]), int(ends[i])).indices(len(places))
+                starts[i], ends[i] = places[:first].sum(), places[:last].sum()
+                is_changed = True
+        if is_changed:
+            for i, (name, value) in enumerate((("starts", starts), ("ends", ends))):
+                if self._opset < 10:
+                    onnx_graph.set_attribute(node, name, value.tolist())
+                else:
+                    self._give(node, i + 1, value)
+
+    def _split(self, node: NodeProto, step: Step) -> None:
+        """Say how many channels of each part are kept."""
+        axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.made[0][1])
+        sizes = [self._extents(part)[axis] for part in step.made]
+        if sizes == [shape[axis] for _, shape in step.made]:
+            return
+        if self._opset < 13:
+            onnx_graph.set_attribute(node, "split", sizes)
+            return
+        onnx_graph.remove_attribute(node, "num_outputs")
+        if len(node.input) == 1:
+            node.input.append("")
+        self._give(node, 1, np.array(sizes, np.int64))
+
+    def _numbers(self, node: NodeProto, step: Step, name: str, index: int) -> Any:
+        """Return numbers that are the same for all inputs of the model; None of others."""
+        if self._opset < 10:
+            found = onnx_graph.attribute_of(node, name, None)
+            return None if found is None else np.array(found)
+        if len(node.input) <= index or node.input[index] not in self._fixed:
+            return None
+        return self._tracing.numbers.get((step.key, index))
+
+    def _give(self, node: NodeProto, index: int, array: Any) -> None:
+        """Give a node an initializer of its own: others may read the one that it had."""
+        name = f"{node.output[0]}/{index}/kept"
+        self._graph.initializer.append(numpy_helper.from_array(array, name))
+        node.input[index] = name
+
+
+_PURE = ("Cast", "Concat", "Identity", "Squeeze", "Unsqueeze")
+"""Ops through which constant numbers are followed."""
+
+_NUMBERS_AT = {"Reshape": 1, "Expand": 1, "Resize": 3}
+"""Input of ops that says extents of their result."""
+
+
+def _replaced(numbers: Any, first: int, new: dict[int, int]) -> Any:
+    """Return a piece of the numbers of a shape, the first of which has this place, with new ones."""
+    found = numbers.copy()
+    for place, number in new.items():
+        if first <= place < first + len(found):
+            found[place - first] = number
+    return found

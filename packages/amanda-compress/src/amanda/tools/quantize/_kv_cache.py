@@ -1,0 +1,275 @@
+"""Quantisation of the keys and values that a model keeps while it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import amanda
+from amanda.options import NonNegativeInt, PositiveInt, Range, checked
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize._result import sqnr
+from amanda.tools.results import Column, Result, shortened
+from amanda.tools.select import Globs, Selection, as_remarks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CacheAxis = Literal["token", "channel"]
+"""Numbers that share a scale: channels of one token, or one channel of consecutive tokens."""
+
+_NONE_MET = (
+    "no op was met that makes a cache grow, as torch.cat does in transformers' DynamicCache: generate with "
+    'use_cache=True and without cache_implementation="static" within the scope'
+)
+
+
+class KVCacheTool(amanda.Tool):
+    """A tool that quantises keys and values as they enter the cache of a PyTorch model that generates.
+
+    A cache is what torch.cat makes of an empty tensor and the first keys or values, (batch, heads, tokens,
+    channels), and later of that and the next tokens.  Ops read what the cache holds, so that attention over
+    the prompt reads quantised tokens too.
+
+    bits: 2 to 8, unsigned, from the least number of each group to the largest.
+    group_size: how many numbers share a scale.
+    keys, values: "token" for groups of channels of a token; "channel" for groups of consecutive tokens of a
+        channel, which are quantised once a group is complete.
+    residual: number of the last tokens that stay as they are.
+    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
+
+    Gradients pass rounding straight through.
+    Raises QuantizeError for options that make no sense, and channels that are no multiple of the group.
+    Source: Liu et al. 2024 (KIVI), sec. 3.
+
+    >>> cache = KVCacheTool(bits=2, keys="channel", residual=32)
+    """
+
+    @checked(error=QuantizeError)
+    def __init__(
+        self,
+        bits: Annotated[int, Range(2, 8)] = 4,
+        group_size: PositiveInt = 32,
+        keys: CacheAxis = "token",
+        values: CacheAxis = "token",
+        residual: NonNegativeInt = 128,
+        module: Globs = None,
+        exclude: Globs = None,
+    ) -> None:
+        super().__init__()
+        self._selection = Selection(module=module, exclude=exclude)
+        self.bits, self.group_size, self.residual = bits, group_size, residual
+        self.axes: tuple[CacheAxis, CacheAxis] = (keys, values)
+        self._caches: dict[str, CachedStates] = {}
+        self._left: dict[str, str] = {}
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._analyse)
+
+    @property
+    def result(self) -> KVCacheResult:
+        """The keys and values of each layer, with bytes and noise."""
+        return KVCacheResult(self)
+
+    @property
+    def caches(self) -> Sequence[CachedStates]:
+        """Return what was cached, in the order in which it was met."""
+        return tuple(self._caches.values())
+
+    @property
+    def left(self) -> Mapping[str, str]:
+        """Return ops that seem to write a cache and are left as they are, and why."""
+        return self._left
+
+    def unmatched(self) -> list[str]:
+        """Return a sentence if no cache was met."""
+        unmatched = [*super().unmatched(), *self._selection.unmatched()]
+        return [*unmatched, *([] if self._caches or unmatched else [_NONE_MET])]
+
+    def clear(self) -> None:
+        """Forget caches and their noise."""
+        self._caches, self._left = {}, {}
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        if context.namespace[0] != "pytorch" or context["phase"] != "forward":
+            return
+        is_cat = context["type"] == "cat" and context.get_input_names() == ("tensors", "dim")
+        is_write = context.get_op_type() == "index_copy_" and context.get_inputs()[0].dim() == 4
+        if not (is_cat or is_write) or not self._selection.fits(context):
+            return
+        place, module = self.place(context), context.get_scope()
+        if is_cat:
+            context.replace_op(partial(self._cat, place, module))
+        else:
+            self._left[place] = "it writes into a cache of fixed size; give generate a DynamicCache"
+
+    def _cat(self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any) -> Tensor:
+        """Return the concatenation, in which tokens that leave the residual window are quantised."""
+        made: Tensor = original(tensors, dim)
+        if len(tensors) != 2 or made.dim() != 4 or dim not in (-2, 2) or not made.is_floating_point():
+            return made
+        tokens = made.shape[-2] - tensors[1].shape[-2]
+        if tokens > (self._caches[place].longest if place in self._caches else 0):
+            self._left[place] = (
+                f"it continues {tokens} tokens that the tool has not seen; begin a cache in the scope"
+            )
+            return made
+        if place not in self._caches:
+            number = sum(one.module == module for one in self._caches.values())
+            if number > 1 and len(set(self.axes)) > 1:
+                raise QuantizeError(
+                    f"{module} caches more than keys and values, or is a path in two models: let `keys` and "
+                    "`values` be the same, or give each model a tool"
+                )
+            self._left.pop(place, None)
+            self._caches[place] = CachedStates(self, module, number)
+        return self._caches[place].quantised(made, tokens)
+
+
+class CachedStates:
+    """Keys or values of one attention, of which a tool quantises the older tokens.
+
+    shape: (batch, heads, tokens, channels) at the last step.  held: number of those tokens in integers.
+    longest: most tokens of a step.
+    itemsize: bytes of a number that is not quantised.
+    """
+
+    def __init__(self, tool: KVCacheTool, module: str, number: int) -> None:
+        self.module, self.tensor = module, ("keys", "values")[number] if number < 2 else f"states {number}"
+        self.axis = tool.axes[min(number, 1)]
+        self._tool = tool
+        self._signal: Any = 0.0  # tensors where the states are: a step does not wait for the device
+        self._noise: Any = 0.0
+        self.shape: tuple[int, ...] = ()
+        self.held = self.longest = self.itemsize = 0
+
+    def quantised(self, states: Tensor, before: int) -> Tensor:
+        """Quantise tokens of keys or values that have left the residual window now, in place; return them.
+
+        before: number of tokens that were cached before.
+        Raises QuantizeError for groups that do not fit.
+        """
+        import torch
+
+        tool, tokens = self._tool, states.shape[-2]
+        if self.axis == "token" and states.shape[-1] % tool.group_size:
+            raise QuantizeError(
+                f"{self.tensor} of {self.module} have {states.shape[-1]} channels, which are no multiple of "
+                f"group_size {tool.group_size}"
+            )
+        if self.axis == "channel" and 0 < before < self.shape[-2]:
+            raise QuantizeError(
+                f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have {before} of them now: "
+                'groups of tokens are for caches that only grow; let the axis be "token"'
+            )
+        first, last = (self._complete(count) for count in (before, tokens))
+        self.shape, self.held, self.itemsize = tuple(states.shape), last, states.element_size()
+        self.longest = max(self.longest, tokens)
+        if first == last:
+            return states
+        with torch.no_grad():
+            leaving = states[..., first:last, :]
+            made = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
+            exact = leaving.double()
+            self._signal += exact.square().sum()
+            self._noise += (made - exact).square().sum()
+            leaving.copy_(made)
+        return states
+
+    def _complete(self, tokens: int) -> int:
+        """Return how many of so many tokens are quantised."""
+        count = max(tokens - self._tool.residual, 0)
+        return count if self.axis == "token" else count // self._tool.group_size * self._tool.group_size
+
+    @property
+    def before(self) -> int:
+        """Return the bytes of the cache without quantisation."""
+        batch, heads, tokens, channels = self.shape
+        return batch * heads * tokens * channels * self.itemsize
+
+    @property
+    def after(self) -> int:
+        """Return the bytes of the integers, of scale and least number of each group, and of other tokens."""
+        batch, heads, tokens, channels = self.shape
+        numbers = batch * heads * channels * self.held
+        groups = numbers // self._tool.group_size
+        others = batch * heads * channels * (tokens - self.held) * self.itemsize
+        return -(-numbers * self._tool.bits // 8) + 2 * groups * self.itemsize + others
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal-to-quantisation-noise ratio in dB of the quantised tokens; None before there are some.
+
+        Waits for the device.
+        """
+        signal, noise = float(self._signal), float(self._noise)
+        return sqnr(signal, noise) if signal or noise else None
+
+
+def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis) -> Tensor:
+    """Return keys or values as integers of so many bits stand for them, in their own dtype.
+
+    states: (..., tokens, channels).  axis: "token" for groups of channels, "channel" for groups of tokens,
+    of which both have to be a multiple of `group_size`.  A number x of a group becomes
+    round((x - least) / scale) * scale + least, scale being (most - least) / (2^bits - 1); scale and least are
+    kept in the dtype of the states.
+    Source: Liu et al. 2024 (KIVI), sec. 3.1, and Frantar et al. 2022 for groups.
+    """
+    import torch
+
+    if axis == "channel":
+        return quantized_states(states.transpose(-1, -2), bits, group_size, "token").transpose(-1, -2)
+    wide = torch.promote_types(states.dtype, torch.float32)
+    groups = states.to(wide).reshape(*states.shape[:-1], -1, group_size)
+    levels = 2**bits - 1
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale, least = (one.to(states.dtype).to(wide) for one in ((most - least) / levels, least))
+    steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
+    made: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)
+    return made
+
+
+class KVCacheResult(Result):
+    """A row for the keys and for the values of each layer, with bytes as after the last step.
+
+    before, after: bytes of all of them without and with quantisation.
+    left: ops that seem to write a cache and are left as they are, and why.
+    """
+
+    name: ClassVar[str] = "kv_cache"
+    title = "Quantised caches"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("module", show=partial(shortened, width=44)), Column("tensor"), Column("axis"),
+        Column("bits", number=True), Column("group_size", number=True), Column("tokens", number=True),
+        Column("quantised", number=True), Column("before", show="{:,}".format, total=True, unit="B"),
+        Column("after", show="{:,}".format, total=True, unit="B"),
+        Column("SQNR", show="{:.1f}".format, number=True, unit="dB"),
+    )  # fmt: skip
+
+    def __init__(self, tool: KVCacheTool) -> None:
+        self._rows = [
+            (one.module, one.tensor, one.axis, tool.bits, tool.group_size, one.shape[-2], one.held,
+             one.before, one.after, one.sqnr)
+            for one in tool.caches
+        ]  # fmt: skip
+        self.before, self.after = (
+            sum(getattr(one, name) for one in tool.caches) for name in ("before", "after")
+        )
+        self.left = dict(tool.left)
+        self.remarks = as_remarks(tool.unmatched())
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for the keys and for the values of each layer."""
+        return self._rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the bytes of all caches, and what was left."""
+        return {"before": self.before, "after": self.after, "left": self.left}
+
+    def notes(self) -> Sequence[str]:
+        """Return the bytes of all caches, and what was left."""
+        told = (
+            [f"The caches would have {self.after:,} bytes, and have {self.before:,}."] if self._rows else []
+        )
+        return [*told, *(f"{place} is left as it is: {why}." for place, why in self.left.items())]

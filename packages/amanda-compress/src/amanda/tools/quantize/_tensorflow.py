@@ -1,0 +1,145 @@
+"""Quantisation in TensorFlow: a kernel, and the second run of an op."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import amanda
+from amanda.tools.kit import RequiredNames, tensors_of
+from amanda.tools.libraries import numpy as np
+from amanda.tools.quantize._grid import FloatGrid, Grid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.quantize",
+    "tensorflow",
+    "tensorflow.python.eager.record:record_operation",
+    "tensorflow.python.framework.op_def_registry:get",
+)
+
+Floats: TypeAlias = "NDArray[np.float32]"
+
+_PIECE = 65_536
+"""Elements of a piece that stays in the cache."""
+
+
+def kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Any:
+    """Return fake-quantised values with the straight-through gradient, recorded on tapes.
+
+    TensorFlow's own kernel rounds differently, and single operators take ten times as long.
+    Returns None for a tensor that is not float32 in host memory, for axes that are not adjacent, and
+    for a floating grid.
+    """
+    follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
+    if isinstance(grid, FloatGrid) or not (
+        follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32
+    ):
+        return None
+    tensor, array = _empty(x.shape)
+    clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
+    return _recorded(tensor, x, clipped)
+
+
+def _write_on_grid(
+    x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], into: Floats
+) -> NDArray[np.intp]:
+    """Write the quantised array piece by piece; return the flat positions of clipped values, and of NaN.
+
+    x, into: contiguous.
+    """
+    first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
+    from_first = bool(axes) and not first
+    rows, made = (one if from_first else one.reshape(-1, *x.shape[first:]) for one in (x, into))
+    inner = x.shape[first:last] + (1,) * (x.ndim - last)
+    shape = inner if from_first else (1, *inner)
+    s, z = (np.asarray(one, np.float32).reshape(shape) for one in (scale, zero_point))
+    inverse, length = np.float32(1) / s, prod(rows.shape[1:])
+    each = max(1, _PIECE // length)
+    clipped = []
+    for start in range(0, len(rows), each):
+        piece, out = rows[start : start + each], made[start : start + each]
+        own = slice(start, start + each) if len(s) > 1 else slice(None)
+        np.multiply(piece, inverse[own], out=out)
+        np.rint(out, out=out)
+        np.add(out, z[own], out=out)
+        inside = np.clip(out, np.float32(grid.low), np.float32(grid.high))
+        outside = inside != out
+        if outside.any():
+            clipped.append(np.flatnonzero(outside) + start * length)
+        np.subtract(inside, z[own], out=inside)
+        np.multiply(inside, s[own], out=out)
+    return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
+
+
+def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
+    """Return a tensor, recorded on tapes: its gradient passes to `given` where no value was clipped."""
+    _REQUIRED.check()
+    from tensorflow.python.eager import record
+
+    record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
+    return tensor
+
+
+def _passing(gradient: Any, clipped: NDArray[Any]) -> Any:
+    if not clipped.size:
+        return gradient
+    gradient = _tf().convert_to_tensor(gradient)
+    tensor, array = _empty(gradient.shape)
+    np.copyto(array, np.asarray(gradient))
+    array.reshape(-1)[clipped] *= 0
+    return _recorded(tensor, gradient, clipped)
+
+
+def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
+    """Return a tensor in host memory, and an array in the same memory to write its values through.
+
+    TensorFlow's allocator reuses memory of the last step; NumPy would request new memory from the system.
+    """
+    with _tf().device("CPU:0"):
+        tensor = _tf().raw_ops.Empty(shape=_constant_shape(tuple(shape)), dtype="float32")
+    array = np.asarray(tensor)
+    memory = (ctypes.c_float * array.size).from_address(array.ctypes.data)
+    return tensor, np.frombuffer(memoryview(memory), np.float32).reshape(array.shape)
+
+
+@functools.lru_cache(4096)
+def _constant_shape(shape: tuple[int, ...]) -> Any:
+    return _tf().constant(shape, "int32", (len(shape),))
+
+
+def write_recompute(context: amanda.OpContext) -> None:
+    """Write `recompute`, the op as a function: eager TensorFlow lacks `get_computation`."""
+    context["recompute"] = _recompute(context)
+
+
+def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
+    """Return the op as a function of its inputs; None for a stateful op, and without a raw op of its name."""
+    _REQUIRED.check()
+    from tensorflow.python.framework import op_def_registry
+
+    kind, found = context.get_op_type(), context.get_attrs()
+    definition = op_def_registry.get(kind)
+    raw = getattr(_tf().raw_ops, kind, None)
+    if definition is None or raw is None or definition.is_stateful:
+        return None
+    inputs = definition.input_arg
+    inferred = {name for one in inputs for name in (one.type_attr, one.number_attr, one.type_list_attr)}
+    attributes = {one.name: found[one.name] for one in definition.attr
+                  if one.name in found and one.name not in inferred}  # fmt: skip
+
+    def recompute(values: Sequence[Any]) -> Any:
+        return raw(**{one.name: value for one, value in zip(inputs, values, strict=True)}, **attributes)
+
+    return recompute
+
+
+def _tf() -> Any:
+    import tensorflow
+
+    return tensorflow

@@ -1,0 +1,223 @@
+"""The tool: rounds values that the selected ops read to a grid of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import amanda
+from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
+from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
+from amanda.tools.quantize._files import read_scales, write_scales
+from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
+from amanda.tools.quantize._observers import ObserverName
+from amanda.tools.quantize._op import QuantizedOp
+from amanda.tools.quantize._options import TYPES, Method, Options, operands
+from amanda.tools.quantize._quantizer import Quantizer
+from amanda.tools.quantize._result import QuantizeResult
+from amanda.tools.select import Globs, Patterns, Selection, as_remarks, listed
+from amanda.tools.weights import SharedState, WeightReads
+
+
+class QuantizeTool(amanda.Tool):
+    """A tool that simulates quantisation of the weights and activations that ops read.
+
+    method: the source of scales.  "static": a calibration, after which scales are fixed; "dynamic": for
+        activations the values of each execution; "qat": training with the straight-through estimator, where
+        scales follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
+    weight_bits, activation_bits: 2 to 16, or "e4m3" or "e5m2" for floating types of 8 bits; None leaves
+        weights or activations unquantised.  {"layer1": 8, "*": 4}: bits by globs of modules, of which the
+        first that fits counts; an op that none fits is not quantised.
+    type: globs of StandardMapping's words or the framework's names; by default convolutions, linear layers,
+        products of matrices and attention.
+    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
+    observer, weight_observer: the method by which a calibration finds ranges: "minmax", "percentile"
+        (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as torch.ao's).
+    per_channel: whether each output channel of a weight has a scale.
+    group_size: number of consecutive inputs of each output of a weight that share a scale, such as 32, 64 or
+        128; None: each output has one scale.
+    symmetric_weights, symmetric_activations: signed integers with zero as zero point, else unsigned ones.
+    rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
+    averaging: weight of each new batch in the moving averages of "qat".
+    calibration: number of executions of each op that calibrate it; 0: only those in `calibrating`.
+    sqnr: measure signal-to-quantisation-noise ratios; each op then runs twice.
+
+    Raises QuantizeError for options that do not go together.
+
+    >>> quantize = QuantizeTool(activation_bits=None)
+    """
+
+    @checked(error=QuantizeError)
+    def __init__(
+        self,
+        method: Method = "static",
+        weight_bits: Bits | Mapping[Name, Bits | None] | None = 8,
+        activation_bits: Bits | Mapping[Name, Bits | None] | None = 8,
+        type: Globs = None,
+        observer: ObserverName = "minmax",
+        weight_observer: ObserverName = "minmax",
+        percentile: Annotated[float, Range(above=50, most=100)] = 99.99,
+        per_channel: bool = True,
+        symmetric_weights: bool = True,
+        symmetric_activations: bool = False,
+        rounding: Rounding = "half_even",
+        averaging: PositiveShare = 0.01,
+        calibration: NonNegativeInt = 0,
+        sqnr: bool = False,
+        group_size: PositiveInt | None = None,
+        module: Globs = None,
+        exclude: Globs = None,
+    ) -> None:
+        super().__init__()
+        wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
+        self._types = Patterns("type", wanted)
+        self._selection = Selection(type, module, exclude=exclude)
+        self.options = Options(
+            method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
+            group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
+        )  # fmt: skip
+        self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
+        self._places: dict[str, QuantizedOp] = {}
+        self._several: dict[str, str] = {}
+        self.parts = SharedState()
+        self.depends_on(StandardMapping(), operands(), WeightReads())
+        self.add_inst_for_op(self._analyse)
+        if self.options.trains:
+            self.add_inst_for_op(self._analyse_backward, backward=True)
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Return a context whose executions calibrate scales, and compute without quantisation.
+
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  After an exception the
+        scales are as they were, and what was observed is forgotten.
+        """
+        self.is_calibrating = True
+        try:
+            yield
+        except BaseException:
+            for place in self._places.values():
+                place.forget()
+            raise
+        finally:
+            self.is_calibrating = False
+        with amanda.disabled():
+            for place in self._places.values():
+                place.settle()
+
+    def freeze(self) -> None:
+        """Fix the scales of "qat"."""
+        self.is_frozen = True
+
+    def unfreeze(self) -> None:
+        """Make the scales of "qat" follow the values again."""
+        self.is_frozen = False
+
+    @property
+    def result(self) -> QuantizeResult:
+        """Every tensor that is quantised, with its scale, zero point and noise."""
+        places = self._places.values()
+        rows = [row for place in places for row in place.rows()]
+        waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
+        left = {one.name: one.left for one in places if one.left}
+        result = QuantizeResult(rows, self.options.method, waiting, left | self._several)
+        result.remarks = as_remarks(self.unmatched())
+        return result
+
+    def unmatched(self) -> list[str]:
+        """Return sentences on options that no op fitted."""
+        return [
+            *super().unmatched(),
+            *self.options.unmatched(),
+            *self._selection.unmatched(),
+        ]
+
+    def clear(self) -> None:
+        """Forget scales and noise, and analyse ops anew."""
+        self.is_calibrating = self.is_frozen = False
+        self.load_state_dict({})
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load scales that `state_dict` returned, as tensors or arrays."""
+        self._places, self.parts, self._several = {}, SharedState(), {}
+        super().load_state_dict(state, strict)
+
+    def save(self, path: str | Path) -> Path:
+        """Write scales, zero points and offsets, by "module/op/tensor", as .json or .safetensors.
+
+        Zero points are integers; the file has the grid of each tensor and the axes of its channels.
+        """
+        names = {id(value): name for name, value in self.state_dict().items()}
+        arrays, grids = {}, {}
+        for quantizer in self._quantizers():
+            for part, value in quantizer.state.items() if quantizer.settled else ():
+                name = names[id(value)]
+                arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
+                grids[name.removesuffix(f".{part}")] = {
+                    "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes,
+                    "group_size": quantizer.group_size,
+                    "dtype": getattr(quantizer.grid, "dtype", ""),
+                }  # fmt: skip
+        return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
+
+    def load(self, path: str | Path) -> None:
+        """Load the scales of a file that `save` wrote, and analyse ops anew.
+
+        Raises QuantizeError for a file that a tool with other options wrote.
+        """
+        arrays, about = read_scales(path)
+        mine, theirs = self.options.told(), about.get("options", {})
+        unlike = [f"{name} {theirs.get(name)!r}, not {mine[name]!r}" for name in mine
+                  if theirs.get(name) != mine[name]]  # fmt: skip
+        if unlike:
+            raise QuantizeError(f"{path} holds scales for {'; '.join(unlike)}")
+        self.load_state_dict(arrays)
+
+    def gradients(self) -> list[tuple[Any, Any]]:
+        """Return pairs of a gradient and a learned scale or offset, for `optimizer.apply_gradients`.
+
+        For TensorFlow, where no tape reaches the scales in graphs; each call resets the gradients.
+        PyTorch's optimizers take the parameters that `parameters` returns.
+        """
+        found = []
+        for quantizer in self._quantizers():
+            found += [(one, quantizer.state[part]) for part, one in quantizer.collected.items()]
+            quantizer.collected = {}
+        return found
+
+    def quantized_op(self, context: amanda.OpContext) -> QuantizedOp | None:
+        """Return the quantizers of an op that was analysed; None of an op that is not quantised."""
+        return self._places.get(self.place(context))
+
+    def _quantizers(self) -> Iterator[Quantizer]:
+        for place in self._places.values():
+            yield from place.made
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        kind = context["type"]
+        if context["phase"] != "forward" or WeightReads.computes_weight(context):
+            return
+        is_several = not self._selection.has_types and kind in SEVERAL_WEIGHTS
+        if not (self._selection.has_types or is_several or self._types(kind, context.get_op_type())):
+            return
+        if not self._selection.fits(context):
+            return
+        if is_several:
+            self._several[f"{kind} of {context.get_scope() or context.get_source()}"] = (
+                WeightReads.several_weights
+            )
+            return
+        name = self.place(context)
+        if name not in self._places:
+            options = self.options.at(context.get_scopes())
+            if options is None:
+                return
+            self._places[name] = QuantizedOp(context, self, options)
+        self._places[name].insert(context)
+
+    def _analyse_backward(self, context: amanda.OpContext) -> None:
+        place = self.quantized_op(context) if context["is_called_back"] else None
+        if place is not None:
+            place.insert_backward(context)

@@ -1,0 +1,182 @@
+"""AWQ: inputs with large activations are scaled up before rounding (Lin et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import amanda
+from amanda.options import PositiveInt, Range, checked
+from amanda.tools.libraries import numpy as np
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
+from amanda.tools.quantize.weights._fold import FoldingTool, tied
+from amanda.tools.quantize.weights._grouping import dequantized, quantized
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
+from amanda.tools.select import as_remarks
+from amanda.tools.weights import ParameterStore, SelectionOptions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+Steps: TypeAlias = Annotated[int, Range(1, 10_000)]
+
+
+class AWQTool(IntegerTool, FoldingTool):
+    """Quantises weights by AWQ: the integers are of a weight whose inputs are scaled up by their activations.
+
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
+    symmetric: signed integers with zero as zero point, else unsigned ones.
+    steps: number of exponents of the activations between 0 and 1 that are tried.
+    clip: True to shrink the range of each group, too: see `awq_clipped`.  The authors' code does so for all
+    layers but queries and keys, which `exclude` and a second tool leave out.
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+
+    Ops read the integers' weight divided by the scales of the inputs again.  Each weight has its own scales,
+    or after `prepare` each input; `finalize` writes them into the layers that make the inputs.
+    Raises QuantizeError for options that make no sense.
+
+    >>> awq = AWQTool(bits=4, group_size=32)
+    """
+
+    @checked(error=QuantizeError)
+    def __init__(
+        self,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
+        symmetric: bool = True,
+        steps: Steps = 20,
+        clip: bool = False,
+        **selected: Unpack[SelectionOptions],
+    ) -> None:
+        super().__init__(bits, group_size, symmetric, **selected)
+        self._steps, self._clip = steps, clip
+
+    def on_weight(self, weight: CalibratedWeight) -> str | None:
+        """Make room for the integers of a weight and the scales of its inputs."""
+        misfit = super().on_weight(weight)
+        if misfit is None:
+            weight.keep("smoothing", np.ones(int(np.prod(weight.canonical_shape[1:])), "float32"))
+        return misfit
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Choose the scales of the inputs of a weight, and its integers."""
+        super().solve(weight, matrix, samples)
+        scales, size = weight.like(weight["smoothing"], matrix), self.size(weight)
+        scaled = matrix * scales
+        if self._clip:
+            assert samples.gram is not None
+            gram = samples.gram / samples.count
+            scaled = awq_clipped(
+                scaled, gram / (scales * scales[:, None]), partial(self._rounded, size=size), size
+            )
+        self.write(weight, matrix, quantized(scaled, self.grid, size))
+
+    def factors(
+        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    ) -> Tensor:
+        """Return the scales of an input with the least error of all weights that multiply it."""
+        import torch
+
+        weights, matrices, samples = zip(*given, strict=True)
+        count = sum(one.count for one in samples)
+        magnitudes = sum(one.magnitudes for one in samples) / count
+        gram = sum(one.gram for one in samples) / count
+        rounded = partial(self._rounded, size=self.size(weights[0]))
+        return awq_scales(torch.cat(matrices), tied(magnitudes, slots, "mean"), gram, rounded, self._steps)
+
+    def on_folded(
+        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
+    ) -> None:
+        """Divide the scales of integers whose outputs were divided."""
+        super().on_folded(weight, value, scales, is_read)
+        for axis, scale in scales:
+            if weight.layout is not None and weight.layout[axis] == "O":
+                weight["scale"] = weight["scale"] * weight.like(scale, weight["scale"])[:, None]
+        weight["sums"] = sums_of(weight.plain(value))
+
+    def finalize(self, model: Any) -> Any:
+        """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
+
+        After `prepare` the scales of inputs go into the layers that make the inputs, if there are such;
+        remarks of the result name the weights that hold their scales themselves, and why.
+        Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as before.
+        """
+        if self._folds is None:
+            return super().finalize(model)
+        self.check_model(model)
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
+            folded = self.write_factors(model, undo)
+            result = super().finalize(model)
+        texts = (f"{name} holds the scales of its inputs: {why}" for name, why in folded.left.items())
+        result.remarks = [*result.remarks, *as_remarks(texts)]
+        return result
+
+    def _rounded(self, matrix: Tensor, size: int) -> Tensor:
+        return dequantized(*quantized(matrix, self.grid, size))
+
+
+@checked(error=QuantizeError)
+def awq_scales(
+    matrix: Tensor,
+    magnitudes: Tensor,
+    gram: Tensor,
+    rounded: Callable[[Tensor], Tensor],
+    steps: Steps = 20,
+) -> Tensor:
+    """Return the scales of inputs, (K,), with the least squared error of the outputs.
+
+    The scales are powers of the magnitudes, with exponents 0, 1 / steps, ..., 1 - 1 / steps, divided by the
+    root of their largest times their smallest.
+    matrix: (outputs, K).  magnitudes: (K,), mean magnitudes of the inputs.  gram: (K, K), mean products of
+    pairs of inputs.  rounded: quantises and dequantises a matrix.
+    Raises QuantizeError if no error is a finite number.
+    Sources: Lin et al. 2023, eqs. 4 and 5; `auto_scale` of the authors' code.
+    """
+    best, least = None, float("inf")
+    for step in range(steps):
+        scales = magnitudes.pow(step / steps).clamp(min=1e-4)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        error = (rounded(matrix * scales) / scales - matrix).to(gram.dtype)
+        loss = float(((error @ gram) * error).sum())
+        if loss < least:
+            best, least = scales, loss
+    if best is None:
+        raise QuantizeError(
+            f"the errors of all {steps} exponents overflow {gram.dtype}: scale the inputs down"
+        )
+    return best
+
+
+@checked(error=QuantizeError)
+def awq_clipped(
+    matrix: Tensor,
+    gram: Tensor,
+    rounded: Callable[[Tensor], Tensor],
+    size: PositiveInt,
+    steps: Steps = 20,
+) -> Tensor:
+    """Return a matrix whose groups of so many inputs are clipped to what gives the least squared error.
+
+    The limits are 1, 1 - 1 / steps, ... of the largest magnitude of a group, to above a half of it; the error
+    is that of the part of an output that comes from the group.
+    matrix: (outputs, K).  gram: (K, K), mean products of pairs of the inputs.  rounded: quantises and
+    dequantises a matrix.
+    Source: `auto_clip_layer` of the authors' code of Lin et al. 2023, with all inputs instead of a sample.
+    """
+    import torch
+
+    groups = matrix.reshape(len(matrix), -1, size)
+    grams = torch.stack([gram[i : i + size, i : i + size] for i in range(0, len(gram), size)])
+    most = groups.abs().amax(-1, keepdim=True)
+    best, least = groups, torch.full_like(most, torch.inf)
+    for step in range(steps // 2):
+        limit = most * (1 - step / steps)
+        clipped = groups.clamp(-limit, limit)
+        error = (rounded(clipped.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
+        loss = (torch.einsum("ogi,gij->ogj", error, grams) * error).sum(-1, keepdim=True)
+        best, least = clipped.where(loss < least, best), loss.minimum(least)
+    return best.reshape(matrix.shape)

@@ -1,0 +1,233 @@
+"""Base of tools that change weights by what the ops that read them were given in a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import amanda
+from amanda.options import deprecated
+from amanda.tools.kit import canonical_extents
+from amanda.tools.mapping import MATRIX_PRODUCTS
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from amanda.tools.weights import SelectionOptions
+
+UNREAD = "no op that multiplies by it ran in the calibration"
+ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
+
+
+class Samples:
+    """Sums over the inputs of a weight in a calibration, of K weights for each output.
+
+    No tensor is one of inference mode, so that calls outside of it add to them too.
+
+    weight: as the op read it.  count: number of rows of inputs.  magnitudes: (K,), sum of magnitudes.
+    most: (K,), largest magnitudes.  gram: (K, K), sum of products of pairs of inputs; None if not wanted.
+    """
+
+    def __init__(self, weight: Tensor, rows: Tensor, wants_gram: bool) -> None:
+        import torch
+
+        size = rows.shape[1]
+        self.weight, self.count = weight.detach(), 0
+        with torch.inference_mode(False):
+            self.magnitudes, self.most = rows.new_zeros(size), rows.new_zeros(size)
+            self.gram = rows.new_zeros(size, size) if wants_gram else None
+
+    def add(self, rows: Tensor) -> None:
+        """Add inputs (n, K)."""
+        magnitudes = rows.abs()
+        self.count += len(rows)
+        self.magnitudes += magnitudes.sum(0)
+        self.most = self.most.maximum(magnitudes.amax(0))
+        if self.gram is not None:
+            self.gram.addmm_(rows.T, rows)
+
+
+class CalibratedWeight(Weight):
+    """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be."""
+
+    samples: Samples | None = None
+    misfit: str = UNREAD
+
+    def matrix(self, value: Tensor) -> Tensor:
+        """Return a value of the weight as (outputs, K), in float32 or wider.
+
+        Raises QuantizeError for NaN and infinity.
+        """
+        found: Tensor = self.canonical(self.plain(value)).flatten(1)
+        if not found.isfinite().all():
+            raise QuantizeError(f"NaN or Inf in {self.name}: integers stand for finite numbers")
+        return found
+
+    def check(self, samples: Samples) -> None:
+        """Raise QuantizeError for NaN and infinity in the inputs, or in their sums."""
+        if not samples.most.isfinite().all():
+            raise QuantizeError(f"NaN or Inf in what the {self.type} of {self.name} is given")
+        sums = samples.magnitudes if samples.gram is None else samples.gram
+        if not sums.isfinite().all():
+            raise QuantizeError(
+                f"the {self.type} of {self.name} is given up to {float(samples.most.max()):.3g}: products of "
+                f"that overflow {sums.dtype}; calibrate with smaller inputs, or exclude it"
+            )
+
+
+class CalibratedTool(WeightTool[CalibratedWeight]):
+    """Changes weights of products in PyTorch by what their ops read in a calibration.
+
+    A subclass makes the state of a weight in `solve`.
+    """
+
+    error = QuantizeError
+    weight_type = CalibratedWeight
+    framework = "PyTorch"
+    leaves_rows = ROWS
+    calibration: str
+    """Sentence on the last calibration; "" before one is complete."""
+    wants_gram: ClassVar[bool] = True
+    """True if `solve` reads the gram matrix of inputs, which has the square of their number of elements."""
+
+    def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
+        super().__init__(**selected)
+        self.is_calibrating, self.calibration = False, ""
+        self._is_finding_weights = False
+        self.settled: set[CalibratedWeight] = set()
+        self.add_inst_for_op(self._analyse)
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Make the state of a weight.
+
+        matrix: the weight as (outputs, K), in float32 or wider.
+        """
+        raise NotImplementedError
+
+    def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
+        """Run `model` once on an example, so that its weights are found; return the model's result.
+
+        Before a calibration ops compute with the weights as they are, and else with those of the calibration
+        or of the state that was loaded.
+        """
+        is_made = any(weight.is_ready or weight.is_left for weight in self.weights)
+        self._is_finding_weights = not (is_made or self.waiting_state())
+        try:
+            return super().prepare(model, *example, **kwargs)
+        finally:
+            self._is_finding_weights = False
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Return a context whose executions calibrate, and compute with the weights as they are.
+
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
+        """
+        with self._collecting():
+            yield
+            for weight in self.weights:
+                self.settle(weight)
+        self.calibration = "all weights by inputs from the model as it is"
+
+    @deprecated(use="calibrating", since="amanda-compress 0.2", gone="0.4")
+    def collecting(self) -> AbstractContextManager[None]:
+        """Return a context that begins a calibration anew.  Deprecated: use `calibrating`."""
+        return self._collecting()
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Return a context that begins a calibration anew; `settle` makes the states within."""
+        self._expire()
+        for weight in self.weights:
+            weight.is_left = False
+        self.is_calibrating, self.calibration, self.settled = True, "", set()
+        try:
+            yield
+        finally:
+            self.is_calibrating = False
+            for weight in self.weights:
+                weight.samples = None
+
+    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+        """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
+        return True
+
+    def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
+        """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
+        if self.is_calibrating and weight.is_ready and weight not in self.settled:
+            weight.updated = -1
+        if not (weight.is_ready or weight.is_left or self.is_calibrating or self._is_finding_weights):
+            raise QuantizeError(
+                f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
+                f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
+            )
+
+    def settle(self, weight: CalibratedWeight) -> None:
+        """Make the state of a weight of the inputs that were collected, or leave it with the reason."""
+        import torch
+
+        samples = weight.samples
+        self.settled.add(weight)
+        weight.is_left = samples is None or weight.misfit != UNREAD
+        place = f"{weight.type} of {weight.module or weight.source}"
+        if samples is None or weight.is_left:
+            self.weights.reasons[place] = weight.misfit
+            return
+        self.weights.reasons.pop(place, None)
+        with amanda.disabled(), torch.no_grad():
+            matrix = weight.matrix(samples.weight)
+            weight.check(samples)
+            self.solve(weight, matrix, samples)
+        weight.updated = 0
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        read = weight_input(context) if context["phase"] == "forward" else None
+        if read is None or context.is_static():
+            return
+        form, find = self.weights.at(context, read)
+        if form is None and find is None:
+            return
+        data = read.multiplied_input(context)
+        misfit = _misfit(context, read, data is not None)
+        if data is None or misfit:
+            if isinstance(form, CalibratedWeight):
+                form.misfit = misfit
+            return
+        find = find or (lambda value, source: form)
+        inputs = [data.position, read.index]
+        rows_of, layout = data.rows, read.layout
+        context.insert_before_op(self._add, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
+        self.on_product(context, inputs, data.axis, find)
+
+    def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
+        """Called for each op whose weight may be changed.
+
+        inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
+        find: returns the weight at an execution, from what the op is given and its origin.
+        """
+
+    def _add(self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]) -> None:
+        weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
+        if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
+            return
+        found = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
+        if not self.takes(weight, found):
+            return
+        if weight.samples is None:
+            weight.samples = Samples(value, found, self.wants_gram)
+        weight.samples.add(found)
+
+
+def _misfit(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
+    """Return why the op of a weight is no product that one matrix computes; "" where it is."""
+    kind, groups = context["type"], context["weight_groups"]
+    rank = len(context["shape"](context.get_inputs()[read.index]) or ())
+    if kind in MATRIX_PRODUCTS and rank != 2:
+        return f"its weight has {rank} axes, and a product of matrices is expected"
+    if not is_followed or read.layout is None:
+        return f"it is a {kind}; the method is for linear layers, products of matrices and convolutions"
+    return "" if groups == 1 else f"its convolution has {groups} groups, each of which reads other inputs"

@@ -1,0 +1,204 @@
+"""GPTQ: columns are rounded one by one, and those that follow make up for it (Frantar et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from amanda.options import PositiveInt, Range, checked
+from amanda.tools.kit import Progress
+from amanda.tools.quantize._grid import Grid, QuantizeError
+from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+from amanda.tools.quantize.weights._grouping import Codes, dequantized, nearest, qparams
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
+from amanda.tools.weights import SelectionOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+Damping: TypeAlias = Annotated[float, Range(above=0, below=1)]
+
+
+class GPTQTool(IntegerTool, CalibratedTool):
+    """Quantises weights by GPTQ, which takes the inputs of their ops into account.
+
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
+    symmetric: signed integers with zero as zero point, else unsigned ones.
+    damping: share of the mean of the Hessian's diagonal that is added to the diagonal.  block: number of
+    columns whose errors are passed on together.
+    act_order: True to round columns with larger inputs first.  Groups remain those of consecutive inputs,
+    with scales of the weight as it was, so that integers are stored in the order of the inputs.
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+
+    The Hessian of each weight comes from a calibration of the whole unquantised model, or in
+    `calibrate_in_order` of the model whose former weights are quantised.
+    Raises QuantizeError for options that make no sense.
+
+    >>> gptq = GPTQTool(bits=4, group_size=32)
+    """
+
+    @checked(error=QuantizeError)
+    def __init__(
+        self,
+        bits: WeightBits = 4,
+        group_size: PositiveInt | None = 128,
+        symmetric: bool = True,
+        damping: Damping = 0.01,
+        block: PositiveInt = 128,
+        act_order: bool = False,
+        **selected: Unpack[SelectionOptions],
+    ) -> None:
+        super().__init__(bits, group_size, symmetric, **selected)
+        self._damping, self._block, self._act_order = damping, block, act_order
+        self._turn: _Turn | None = None
+
+    @checked(error=QuantizeError)
+    def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
+        """Quantise weights in the order in which ops read them first, after which later inputs know of it.
+
+        run: executes all batches with the model; it is called once for each weight, or for several weights
+        that multiply one input, such as those of queries, keys and values.
+        progress: True to show progress on stderr.
+        Use it inside of a scope of the tool.  Raises QuantizeError as `calibrating` does, and if a call runs
+        no op whose weight waits; then no weight has integers.
+        Source: Frantar et al. 2022, sec. 4; `true_sequential` of the authors' code.
+        """
+        turn: _Turn | None = None
+        calls = done = 0
+        try:
+            with self._collecting(), Progress(progress) as shown:
+                while turn is None or turn.waiting:
+                    self._turn = turn = _Turn()
+                    run()
+                    calls += 1
+                    if not turn.weights:
+                        raise QuantizeError(
+                            f"call {calls} of run read no weight that waits for a calibration: use "
+                            f"calibrate_in_order within `with amanda.apply(tool)` of this "
+                            f"{type(self).__name__}, and a function that executes all batches each time"
+                        )
+                    done += len(turn.weights)
+                    names = ", ".join(weight.name for weight in turn.weights)
+                    shown.begin(done + len(turn.waiting), names, done - 1)
+                    for weight in turn.weights:
+                        self.settle(weight)
+                        weight.samples = None
+                    shown.done("left" if all(one.is_left for one in turn.weights) else "quantised")
+                for weight in self.weights:
+                    if weight not in self.settled:
+                        self.settle(weight)
+        except BaseException:
+            self._expire()
+            raise
+        finally:
+            self._turn = None
+        self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
+
+    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+        """Return True in a calibration of all weights, or if it is the turn of this one."""
+        return self._turn is None or self._turn.takes(weight, rows)
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Choose the integers of a weight."""
+        import torch
+
+        assert samples.gram is not None
+        hessian = samples.gram * (2 / samples.count)
+        options = self.grid, self.size(weight), self._damping, self._block, self._act_order
+        try:
+            self.write(weight, matrix, gptq(matrix, hessian, *options))
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise QuantizeError(
+                f"the Hessian of {weight.name}'s inputs has no Cholesky factor with damping {self._damping}: "
+                "give more"
+            ) from error
+
+
+class _Turn:
+    """Weights that one run of all batches calibrates: the first to be read, and others that share its input.
+
+    weights: in order.  waiting: others that were read.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[CalibratedWeight] = []
+        self.waiting: set[CalibratedWeight] = set()
+        self._rows: Tensor | None = None
+
+    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+        """Return True if inputs (n, K) that a weight is about to multiply count in this run."""
+        if weight in self.weights:
+            return True
+        if self._rows is None:
+            self._rows = rows.clone()  # a program may write into its memory
+        elif weight in self.waiting or not _is_equal(rows, self._rows):
+            self.waiting.add(weight)
+            return False
+        self.weights.append(weight)
+        return True
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    kind = a.shape, a.dtype, a.device
+    return kind == (b.shape, b.dtype, b.device) and bool((a == b).all())
+
+
+@checked(error=QuantizeError)
+def gptq(
+    matrix: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    group_size: PositiveInt,
+    damping: Damping = 0.01,
+    block: PositiveInt = 128,
+    act_order: bool = False,
+) -> Codes:
+    """Return the integers of a matrix of weights, column by column.
+
+    matrix: (outputs, K).  hessian: (K, K), 2 / n times the sum of products of pairs of the n inputs.
+    act_order: True to round columns by decreasing diagonal of the Hessian, as `act_order` with
+    `static_groups` of the authors' code does: the scales of all groups are those of the matrix before any
+    column is rounded.
+    Otherwise the scales of a group that does not span the matrix are those of its columns when the block that
+    it begins in has been reached, as in the authors' code.
+    Integers and scales are in the order of the matrix.  Inputs that are always 0 have weights 0.
+    Source: Frantar et al. 2022, algorithm 1.
+    """
+    import torch
+
+    whole, dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
+    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else range(len(hessian))
+    order = torch.as_tensor(order, device=matrix.device)
+    left = matrix.double().masked_fill(dead, 0)
+    first = qparams(matrix if whole else left.to(matrix.dtype), grid, group_size)
+    scale, zero_point = (one.double() for one in first)
+    inverse = _inverse(hessian.double()[order][:, order], damping)
+    left, codes, inputs = left[:, order], torch.empty_like(left), order.tolist()
+    for start in range(0, len(inputs), block):
+        end = min(start + block, len(inputs))
+        now, errors = left[:, start:end].clone(), torch.empty_like(left[:, start:end])
+        for i, column in enumerate(range(start, end)):
+            group = slice(inputs[column] // group_size, inputs[column] // group_size + 1)
+            if column % group_size == 0 and not (whole or act_order):
+                columns = left[:, column : column + group_size].to(matrix.dtype)
+                scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
+            its = scale[:, group], zero_point[:, group]
+            code = nearest(now[:, i : i + 1], *its, grid)
+            codes[:, inputs[column]] = code[:, 0]
+            error = (now[:, i : i + 1] - dequantized(code, *its)) / inverse[column, column]
+            now[:, i:] -= error * inverse[column, column:end]
+            errors[:, i : i + 1] = error
+        left[:, end:] -= errors @ inverse[start:end, end:]
+    return Codes(codes, scale.to(matrix.dtype), zero_point.to(matrix.dtype))
+
+
+def _inverse(hessian: Tensor, damping: float) -> Any:
+    """Return the upper Cholesky factor of the inverse of a damped Hessian."""
+    import torch
+
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1
+    diagonal += damping * diagonal.mean()
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)

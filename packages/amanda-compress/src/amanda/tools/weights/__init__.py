@@ -1,0 +1,25 @@
+"""What tools that change weights need: where an op reads its weight, state by weight, and changes of both.
+
+class Halved(WeightTool):
+    @amanda.traceable
+    def transform(self, value):
+        return value / 2
+
+In: ops, in the words of StandardMapping; models, whose parameters a `ParameterStore` reads and writes.
+Out: other values of weights, where ops read them and, by `finalize`, in the model.
+"""
+
+from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._parameters import ParameterError, ParameterStore, StoredParameter, parameter_store
+from amanda.tools.weights._result import WeightResult
+from amanda.tools.weights._selection import SelectionOptions
+from amanda.tools.weights._shared_state import SharedState
+from amanda.tools.weights._tool import WeightTool
+from amanda.tools.weights._weight import Weight, WeightError, WeightView
+from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
+
+__all__ = [
+    "ParameterError", "ParameterSlice", "ParameterStore", "SelectionOptions", "SharedState",
+    "StoredParameter", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
+    "WeightTool", "WeightView", "parameter_store", "weight_input",
+]  # fmt: skip

@@ -1,0 +1,211 @@
+"""Tensors of PyTorch that ops have copied or selected out of parameters: which elements of it they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import amanda
+from amanda.backend import TensorMap
+from amanda.tools.kit import RequiredNames, tensors_of
+from amanda.tools.weights._parameters import StridedLayout, parameter_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:UntypedStorage._cdata")
+
+COPIES = frozenset({"contiguous", "clone", "to"})
+"""Ops whose result is their input element by element, elsewhere in memory or in another type."""
+SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
+"""Ops that select elements by indices, which the data may choose."""
+
+READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of the weight"
+"""Keys of contexts and of executions."""
+
+_MOST = 64
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """The parameter, and the part of it, that a tensor is.
+
+    holder: the parameter.  of: gives the same elements of any tensor in the parameter's shape.
+    form: which part of the parameter it is, element by element; None of elements that were selected.
+    """
+
+    holder: Tensor
+    of: Callable[[Tensor], Tensor]
+    form: StridedLayout | None
+
+    @classmethod
+    def of_input(cls, context: amanda.OpContext, index: int) -> ParameterSlice | None:
+        """Return the slice that an input of an op is, during analysis; None for a computed value.
+
+        The tool that calls this depends on `WeightReads`.
+        """
+        return cast("ParameterSlice | None", context[READS].source(context, index))
+
+    @classmethod
+    def of_execution(cls, run: Mapping[str, Any]) -> ParameterSlice | None:
+        """Return the slice that the weight was before any tool changed it; None for a computed weight.
+
+        run: the dict of the execution that a routine receives.
+        """
+        return run.get(SLICE)
+
+
+class _Made(NamedTuple):
+    """A tensor that lives as long as its storage, and its origin, of which it does not keep the parameter."""
+
+    storage: Any
+    layout: StridedLayout
+    holder: Callable[[], Tensor | None]
+    of: Callable[[Tensor], Tensor]
+    form: StridedLayout | None
+
+
+class FollowedSlices:
+    """Copies and selections of parameters' elements, as long as these live.
+
+    In eager mode routines follow each execution.  Of a graph's symbols no more is known than that they are
+    selections, which ops are analysed in the order in which they compute.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+        self._most = _MOST
+        self._symbols: TensorMap[bool] = TensorMap()
+        self._held = f"origins {next(_numbers)}"  # several tools may follow one op
+
+    def of(self, value: Tensor) -> ParameterSlice | None:
+        """Return the origin of a tensor that is no view of a parameter; None if it was computed."""
+        found = (
+            self._made.get(value.untyped_storage()._cdata) if tensors_of(value).is_strided(value) else None
+        )
+        holder = None if found is None or found.storage.expired() else found.holder()
+        if found is None or holder is None:
+            return None
+        form = StridedLayout.of(value)
+        if form == found.layout:
+            return ParameterSlice(holder, found.of, found.form)
+        own = None if found.form is None else _composed(found.form, found.layout, form)
+        return ParameterSlice(holder, partial(_viewed, found.of, found.layout, form), own)
+
+    def follow(self, context: amanda.OpContext) -> None:
+        """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
+        if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
+            return
+        if self.source(next(iter(context.get_inputs()), None)) is None:
+            return
+        compute = None if context["type"] in COPIES else context.get_computation()
+        context.insert_before_op(_hold, name=self._held)
+        context.insert_after_op(self._note, compute=compute)
+
+    def follow_symbols(self, context: amanda.OpContext) -> None:
+        """Note the outputs of an op of a graph as `follow` does, where outputs are symbols."""
+        if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/graph"):
+            return
+        selects = context["type"] in SELECTIONS and context.get_variable(0) is not None
+        if selects or self.is_selected(context.get_inputs()[0]):
+            for one in context.get_outputs() or ():
+                if getattr(one, "_base", one) is None:  # else it is a view of the parameter, which is known
+                    self._symbols[one] = True
+
+    def is_selected(self, symbol: Any) -> bool:
+        """Return True if a symbol of a graph was selected out of a parameter, or is a view of such."""
+        base = getattr(symbol, "_base", None)
+        return self._symbols.get(symbol if base is None else base) is not None
+
+    @amanda.differentiable  # to be given what is a view of a parameter as that
+    def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+        inputs = run.pop(self._held)
+        source = self.source(inputs[0])
+        if (
+            source is None
+            or parameter_store(made).owner(made) is not None
+            or not tensors_of(made).is_strided(made)
+        ):
+            return
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        if len(self._made) >= self._most:
+            self.sweep()
+        _REQUIRED.check()
+        storage, of, form = made.untyped_storage(), source.of, source.form
+        if compute is not None:
+            of, form = partial(_selected, compute, of, inputs[1:]), None
+        lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._made[storage._cdata] = _Made(
+            lives, StridedLayout.of(made), weakref.ref(source.holder), of, form
+        )
+
+    def sweep(self) -> None:
+        """Forget what is freed, and with it the indices that selected it."""
+        for key, one in list(self._made.items()):  # other threads may write meanwhile
+            if one.storage.expired() and self._made.get(key) is one:
+                self._made.pop(key, None)
+        self._most = max(_MOST, 2 * len(self._made))
+
+    def source(self, value: Any) -> ParameterSlice | None:
+        """Return where an input comes from: a view of a parameter, or what was made of one."""
+        if not tensors_of(value).is_strided(value):
+            return None
+        holder = parameter_store(value).owner(value)
+        if holder is None:
+            return self.of(value)
+        form = StridedLayout.of(value)
+        return ParameterSlice(holder, partial(_viewed, _itself, StridedLayout.of(holder), form), form)
+
+
+@amanda.differentiable
+def _hold(*inputs: Any, name: str, run: dict[str, Any]) -> None:
+    run[name] = inputs
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _selected(
+    compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], others: Any, whole: Tensor
+) -> Tensor:
+    return compute([of(whole), *others])
+
+
+def _viewed(
+    of: Callable[[Tensor], Tensor], layout: StridedLayout, form: StridedLayout, whole: Tensor
+) -> Tensor:
+    """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
+    import torch
+
+    laid = of(whole)
+    extents, strides, offset = layout
+    if laid.stride() != strides or not laid.is_contiguous():
+        values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
+        laid.copy_(values)
+    return laid.as_strided(form.extents, form.strides, form.offset - offset + laid.storage_offset())
+
+
+def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
+    """Return the part of a parameter that a view of a copy of a part is; None if no strides describe it."""
+    import torch
+
+    if not prod((*part.extents, *form.extents)):
+        return None
+    places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
+    found = _viewed(_itself, layout, form, places)
+    first = found[(0,) * found.dim()]
+    steps = [int(found.select(axis, 1)[(0,) * (found.dim() - 1)] - first) if size > 1 else 1
+             for axis, size in enumerate(found.shape)]  # fmt: skip
+    made = StridedLayout(tuple(found.shape), tuple(steps), int(first))
+    if min(steps, default=0) < 0:
+        return None
+    whole = torch.arange(made.offset, made.end).as_strided(made.extents, made.strides)
+    return made if torch.equal(whole, found) else None

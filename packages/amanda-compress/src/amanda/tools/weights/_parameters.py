@@ -1,0 +1,218 @@
+"""Parameters of models between executions: their identities, the parts that ops read, and their values.
+
+A part of a parameter is what `ParameterStore.locate` returns beside the identity; None for the whole
+parameter in its own shape.  Stores of further frameworks are entry points of the group `amanda.parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+from amanda import interceptor
+from amanda.errors import AmandaError
+from amanda.tools.libraries import do, to_numpy
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import InstalledEntries, backend_of
+
+Changed = Callable[[Any], Any]
+"""Returns new values of a part of a parameter, from its present ones."""
+Undo = list[Callable[[], Any]]
+"""Functions that write back the values that parameters had, in the order of the changes."""
+
+
+class ParameterError(AmandaError, ValueError):
+    """A model without parameters, or a parameter that cannot be written."""
+
+
+class StridedLayout(NamedTuple):
+    """How a tensor lies in memory that it shares: extents and strides of its axes, and where it begins."""
+
+    extents: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> StridedLayout:
+        """Return the layout of a tensor of PyTorch or MindSpore."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    @property
+    def end(self) -> int:
+        """The position after the last element."""
+        steps = zip(self.extents, self.strides, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+class StoredParameter:
+    """A parameter of a model that can be read and written, wherever its values are.
+
+    identity: the number or name by which tools know it, see `ParameterStore.identity`.
+    This class serves libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
+    """
+
+    def __init__(self, identity: Any, parameter: Any) -> None:
+        self.identity, self._parameter = identity, parameter
+
+    def read(self) -> Any:
+        """Return the values of the whole parameter, in its own shape and element type, without autograd."""
+        return np.array(to_numpy(self._parameter))
+
+    def change(self, changed: Changed, part: Any = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part.
+
+        undo: receives a function that writes the present values back, before new ones are written.
+        Raises ParameterError for a parameter that cannot be written.
+        """
+        old = self.read()
+        new = changed(old.copy())
+        if undo is not None:
+            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
+        do("assign", self._parameter, new, like=self._parameter)
+
+
+class ParameterStore:
+    """The parameters of models of one framework; a subclass serves a framework that reads parts of them.
+
+    This class knows parameters that ops read as a whole, of a library whose `to_numpy`, and
+    `assign(parameter, array)`, autoray knows.
+    """
+
+    def identity(self, parameter: Any) -> Any:
+        """Return a hashable value that tells a parameter from others as long as it lives.
+
+        parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
+        """
+        return interceptor.ordinal(parameter)
+
+    def name(self, parameter: Any) -> str:
+        """Return the name that the framework has given to a parameter; "" without one."""
+        return ""
+
+    def owner(self, tensor: Any) -> Any:
+        """Return the parameter that a tensor is, or is a view of; None for a computed tensor."""
+        return None
+
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
+        """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        return (self.identity(parameter), None) if parameter is weight else None
+
+    def whole(self, parameter: Any) -> Any:
+        """Return the part that is all of a parameter, where parts overlap; None where they do not."""
+        return None
+
+    def slices(self, parameter: Any) -> Sequence[Any]:
+        """Return the parameters that an op reads one at a time, of a stack of them; () for another."""
+        return ()
+
+    def current_slice(self, parameter: Any) -> Any:
+        """Return the one of `slices` that the op reads whose routine runs; None where that is unknown."""
+        return None
+
+    def read(self, parameter: Any, part: Any) -> Any:
+        """Return the present values of a part."""
+        return parameter
+
+    def overlaps(self, part: Any, other: Any, whole: Any) -> bool:
+        """Return True if two parts have elements in common."""
+        return True
+
+    def covers(self, part: Any, other: Any, whole: Any) -> bool:
+        """Return True if a part has every element of another."""
+        return True
+
+    def transfer(self, pieces: Sequence[tuple[Any, Any]], part: Any, whole: Any, fill: Any) -> Any:
+        """Return the values of a part, from values of other parts, `fill` where no piece has an element.
+
+        pieces: values, each with its part; of several that have an element the last one counts.
+        """
+        return pieces[-1][0]
+
+    def sum_repeats(self, gradient: Any, part: Any) -> Any:
+        """Return the gradient of a part, summed over places of the part that are one element."""
+        return gradient
+
+    def parameters(self, model: Any) -> Iterator[StoredParameter]:
+        """Yield each parameter of a model, or of a list of parameters, once.
+
+        Raises ParameterError where there are none.
+        """
+        names = ("get_parameters", "parameters")
+        listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
+        try:
+            parameters = list(model if listed is None else listed())
+        except TypeError as error:
+            raise ParameterError(
+                f"{type(model).__name__} has no parameters; give a model or a list of parameters"
+            ) from error
+        for parameter in parameters:
+            yield StoredParameter(self.identity(parameter), parameter)
+
+    def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
+        """Write parameters of a model; return the model with them, and how many parts were written.
+
+        changes: the identity of a parameter, a part of it, and the function that returns its new values.
+        After an exception, also KeyboardInterrupt, the parameters have the values that they had.
+        """
+        count = 0
+        with self.undone_on_error() as undo:
+            for parameter in self.parameters(model):
+                for identity, part, changed in changes:
+                    if identity == parameter.identity:
+                        parameter.change(changed, part, undo)
+                        count += 1
+        return model, count
+
+    @staticmethod
+    @contextmanager
+    def undone_on_error() -> Iterator[Undo]:
+        """Return a context with a list of functions that run, the last one first, after an exception."""
+        undo: Undo = []
+        try:
+            yield undo
+        except BaseException:
+            for write_back in reversed(undo):
+                with suppress(ParameterError):  # of the one that cannot be written
+                    write_back()
+            raise
+
+
+class Initializers(ParameterStore):
+    """Initializers of an ONNX model, which are identified by its graph and their names."""
+
+    def identity(self, parameter: Any) -> Any:
+        """Return the graph and the name."""
+        return parameter
+
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
+        """Return the initializer, of which a weight is all, if in another form."""
+        return parameter, None
+
+    def parameters(self, model: Any) -> Iterator[StoredParameter]:
+        """Raise ParameterError: a session of ONNX Runtime keeps its weights to itself."""
+        raise ParameterError(
+            f"{type(model).__name__} holds its weights for itself; amanda.drivers.onnxruntime.instrument "
+            "writes a changed model"
+        )
+
+
+def parameter_store(of: Any) -> ParameterStore:
+    """Return the store of the parameters of a framework.
+
+    of: a tensor, a parameter or a handle of one that names its `framework`; or the name of its library.
+    A distribution brings the store of a further library by an entry point of the group `amanda.parameters`.
+    Raises ParameterError for a library whose entry point is broken.
+    """
+    return _store(of if isinstance(of, str) else getattr(of, "framework", None) or backend_of(of))
+
+
+_INSTALLED = InstalledEntries("amanda.parameters", "parameter store", ParameterError)
+"""Entry points: the name is that of a library, as autoray has it; the object a `ParameterStore`."""
+
+
+@cache
+def _store(library: str) -> ParameterStore:
+    store = _INSTALLED.create(library, ParameterStore, "amanda.tools.weights.ParameterStore")
+    return ParameterStore() if store is None else store

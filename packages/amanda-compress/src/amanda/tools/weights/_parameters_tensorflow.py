@@ -1,0 +1,186 @@
+"""Variables of TensorFlow, which ops read transposed and reshaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda import interceptor
+from amanda.tools.weights._parameters import Changed, ParameterError, ParameterStore, StoredParameter, Undo
+
+Array = NDArray[Any]
+Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
+"""The order of a variable's axes, the shape that it is given then, and its own; None for it as it is."""
+
+_NAME = re.compile(r'ResourceHandle\(name="([^"]*?)(?:/\d+)?"')
+"""In the text of a handle the name of the variable, which a number follows."""
+_FORMING = frozenset({"Reshape", "Transpose"})
+_PASSING = _FORMING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
+
+
+class Variables(ParameterStore):
+    """Variables, from their handles; in a session's graph the tensors that make them."""
+
+    def identity(self, parameter: Any) -> Any:
+        """Return what tells the variable from others; in a session's graph its name."""
+        op = getattr(parameter, "op", None)
+        return interceptor.ordinal(parameter) if op is None else (interceptor.ordinal(op.graph), op.name)
+
+    def name(self, parameter: Any) -> str:
+        """Return the path of a variable of Keras, the name of others."""
+        op = getattr(parameter, "op", None)
+        if op is not None:
+            return str(op.name)
+        found = _NAME.search(str(parameter))
+        return found[1] if found is not None else ""
+
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Part] | None:
+        """Return the variable that a weight was read of, and its form; None where the form is not found."""
+        is_symbol = getattr(weight, "op", None) is not None
+        form = _form_in_graph(weight) if is_symbol else _form_of_value(parameter, weight)
+        return None if form is NotImplemented else (self.identity(parameter), form)
+
+    def read(self, parameter: Any, part: Part) -> Any:
+        """Return the present value in a form, in eager mode."""
+        return _formed(_read(parameter).numpy(), part)
+
+    def transfer(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
+        """Return what a form of a variable has of values in another form of it."""
+        values, form = pieces[-1]
+        return _formed(_restored(np.asarray(values), form), part)
+
+    def parameters(self, model: Any) -> Iterator[Variable]:
+        """Yield each variable of a model, a layer or a list."""
+        found = next(
+            (getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model
+        )
+        try:
+            variables = [_variable(one) for one in found]
+        except (TypeError, AttributeError) as error:
+            raise ParameterError(
+                f"{type(model).__name__} has no variables; give a model, a layer, or a list of variables"
+            ) from error
+        for variable in variables:
+            yield Variable(self.identity(_handle(variable)), variable)
+
+
+class Variable(StoredParameter):
+    """A variable of eager mode, or of the graph of a session."""
+
+    def read(self) -> Array:
+        """Return the value of the whole variable."""
+        if not self._is_in_graph():
+            return np.array(self._parameter.numpy())
+        value: Array = self._session().run(self._parameter)
+        return value
+
+    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part.
+
+        Raises ParameterError for a variable of a graph outside its session.
+        """
+        old = self.read()
+        new = _restored(np.asarray(changed(_formed(old.copy(), part))), part)
+        if not self._is_in_graph():
+            assign = self._parameter.assign
+        else:
+            session, initializer = self._session(), self._parameter.initializer
+
+            def assign(
+                value: Array,
+            ) -> None:  # as Variable.load does, which wants its graph to be the default
+                session.run(initializer, {initializer.inputs[1]: value})
+
+        if undo is not None:
+            undo.append(partial(assign, old))
+        assign(new)
+
+    def _is_in_graph(self) -> bool:
+        return getattr(_handle(self._parameter), "op", None) is not None
+
+    def _session(self) -> Any:
+        import tensorflow as tf
+
+        session = tf.compat.v1.get_default_session()
+        if session is None:
+            raise ParameterError(
+                f"{self._parameter.name} belongs to a session's graph; finalize within "
+                "`with session.as_default():`"
+            )
+        return session
+
+
+def _form_in_graph(weight: Any) -> Any:
+    """Return the form that the operations between a variable and its symbol come to."""
+    import tensorflow as tf
+
+    steps, tensor = [], weight
+    while tensor.op.type in _PASSING:
+        if tensor.op.type in _FORMING:
+            given = tf.get_static_value(tensor.op.inputs[1])
+            steps.append((tensor.op.type, tensor.shape.as_list() if given is None else given))
+            start = tensor.op.inputs[0].shape
+        tensor = tensor.op.inputs[0]
+    if not steps:
+        return None
+    numbered = np.arange(start.num_elements()).reshape(start)
+    made = numbered
+    for kind, form in reversed(steps):
+        made = made.reshape(form) if kind == "Reshape" else made.transpose(form)
+    return _form(numbered, made)
+
+
+def _form_of_value(holder: Any, weight: Any) -> Any:
+    """Return the form that turns the present value of a variable into that of a weight."""
+    import tensorflow as tf
+
+    return _form(tf.cast(_read(holder), weight.dtype).numpy(), weight.numpy())
+
+
+def _read(holder: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.raw_ops.ReadVariableOp(resource=holder, dtype=holder._handle_data.shape_and_type[0].dtype)
+
+
+def _form(value: Array, wanted: Array) -> Any:
+    """Return the form in which a value is what is wanted; None for the value as it is."""
+    if value.shape == wanted.shape and _are_equal(value, wanted):
+        return None
+    for axes in permutations(range(value.ndim)):
+        if _are_equal(value.transpose(axes).reshape(wanted.shape), wanted):
+            return axes, wanted.shape, value.shape
+    return NotImplemented
+
+
+def _are_equal(value: Array, other: Array) -> bool:
+    """Return True for equal arrays; weights of a training that failed are NaN."""
+    return np.array_equal(value, other, equal_nan=value.dtype.kind == "f")
+
+
+def _formed(value: Array, part: Part) -> Array:
+    return value if part is None else value.transpose(part[0]).reshape(part[1])
+
+
+def _restored(value: Array, part: Part) -> Array:
+    if part is None:
+        return value
+    axes, _, extents = part
+    turned: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
+    return turned
+
+
+def _handle(variable: Any) -> Any:
+    return variable.handle if hasattr(variable, "handle") else variable.op.outputs[0]
+
+
+def _variable(given: Any) -> Any:
+    """Return TensorFlow's variable behind one of Keras."""
+    value = getattr(given, "value", None)
+    return given if value is None or callable(value) else value

@@ -1,0 +1,224 @@
+"""Parameters of PyTorch, of which ops read views, and whose values may lie elsewhere.
+
+The values may be in memory, in shards on several ranks (FSDP2, tensor parallelism), or on the host or the
+disk, from where accelerate brings them for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda import interceptor
+from amanda.tools.kit import RequiredNames
+from amanda.tools.weights._parameters import (
+    Changed,
+    ParameterError,
+    ParameterStore,
+    StoredParameter,
+    StridedLayout,
+    Undo,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+Part = StridedLayout | None
+_REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:Tensor._base")
+
+
+class TorchParameters(ParameterStore):
+    """Parameters and other leaves of autograd; a part is a view by extents, strides and offset."""
+
+    def __init__(self) -> None:
+        _REQUIRED.check()
+
+    def owner(self, tensor: Tensor) -> Tensor | None:
+        """Return the parameter or leaf that a tensor is, or is a view of; None for a computed tensor."""
+        import torch
+
+        base = tensor if tensor._base is None else tensor._base
+        is_leaf = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
+        return base if is_leaf else None
+
+    def locate(self, parameter: Tensor, weight: Tensor) -> tuple[int, Part]:
+        """Return the parameter that a weight is or is a view of, and the layout of the view."""
+        layout = StridedLayout.of(weight)
+        return interceptor.ordinal(parameter), None if layout == StridedLayout.of(parameter) else layout
+
+    def whole(self, parameter: Tensor) -> StridedLayout:
+        """Return the parameter's own layout."""
+        return StridedLayout.of(parameter)
+
+    def read(self, parameter: Tensor, part: Part) -> Tensor:
+        """Return a view of a part, outside autograd."""
+        values = parameter.detach()
+        return values if part is None else values.as_strided(*part)
+
+    def overlaps(self, part: Part, other: Part, whole: StridedLayout) -> bool:
+        """Return True if two parts have elements in common."""
+        one, two = part or whole, other or whole
+        apart = min(one.end, two.end) <= max(one.offset, two.offset)
+        return not apart and bool(self._shared(one, two).any())
+
+    def covers(self, part: Part, other: Part, whole: StridedLayout) -> bool:
+        """Return True if a part has every element of another."""
+        return part is None or bool(self._shared(part, other or whole).all())
+
+    def _shared(self, part: StridedLayout, other: StridedLayout) -> Tensor:
+        """Return which elements of another part are of a part too."""
+        import torch
+
+        ones = torch.ones((), dtype=torch.bool).expand(tuple(part.extents))
+        return self.transfer([(ones, part)], other, other, False)
+
+    def transfer(
+        self, pieces: Sequence[tuple[Tensor, Part]], part: Part, whole: StridedLayout, fill: Any
+    ) -> Tensor:
+        """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
+        import torch
+
+        layouts = [whole if one is None else one for one in (part, *(piece for _, piece in pieces))]
+        start = min(layout.offset for layout in layouts)
+        first, *others = [layout._replace(offset=layout.offset - start) for layout in layouts]
+        with torch.inference_mode(False):
+            like = pieces[0][0]
+            end = max(layout.end for layout in layouts)
+            row = torch.full((end - start,), fill, dtype=like.dtype, device=like.device)
+            for layout, (values, _) in zip(others, pieces, strict=True):
+                places = row.as_strided(*layout)
+                for axis, stride in enumerate(layout.strides):
+                    if stride == 0:  # of an expanded parameter, of which each element has one place
+                        places, values = places.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
+                places.copy_(values)
+            return row.as_strided(*first).clone()
+
+    def sum_repeats(self, gradient: Tensor, part: Part) -> Tensor:
+        """Return the gradient of a part in which elements of an expanded parameter come once each."""
+        axes = [axis for axis, stride in enumerate(part.strides if part else ()) if stride == 0]
+        return gradient.sum(axes, keepdim=True).expand_as(gradient) if axes else gradient
+
+    def parameters(self, model: Any) -> Iterator[TorchParameter]:
+        """Yield each parameter of a module, or of a list of parameters, once."""
+        import torch
+
+        if isinstance(model, torch.nn.Module):
+            seen: set[int] = set()
+            for module in model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        yield TorchParameter(parameter, module, name)
+        elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
+            yield from map(TorchParameter, model)
+        else:
+            raise ParameterError(
+                f"{type(model).__name__} has no parameters; give a module, or a list of parameters"
+            )
+
+
+class TorchParameter(StoredParameter):
+    """A parameter of a module; its identity is that of `amanda.Tool.identity_of`."""
+
+    def __init__(self, parameter: Tensor, module: Module | None = None, name: str = "") -> None:
+        super().__init__(amanda.Tool.identity_of(parameter, module), parameter)
+        self._module, self._name = module, name
+
+    def read(self) -> Tensor:
+        """Return the values of the whole parameter, in its own shape and type, without autograd.
+
+        Writing into them may not change the parameter.  Of a distributed one every rank has to call this.
+        Raises ParameterError for one that has no values.
+        """
+        if self._parameter.is_meta:
+            values, key = _offloaded(self._module, self._name)
+            offloaded: Tensor = values[key]
+            return offloaded
+        detached: Any = self._parameter.detach()
+        whole: Tensor = detached.full_tensor() if hasattr(detached, "full_tensor") else detached
+        return whole
+
+    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part, see StoredParameter.
+
+        Raises ParameterError as `write` does, and for a parameter that is packed.
+        """
+        import torch
+
+        undo = [] if undo is None else undo
+        with torch.no_grad():
+            plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
+            if plain and hasattr(self._parameter, "__tensor_flatten__"):
+                kind = type(self._parameter.data).__name__
+                raise ParameterError(
+                    f"parameter {self._name} is a {kind}, which is packed: write the model before"
+                )
+            whole = self._parameter if plain else self.read().clone()
+            view = whole if part is None else whole.as_strided(*part)
+            new = changed(view.detach())
+            if self._parameter.is_meta:
+                undo.append(partial(self.write, whole.clone()))
+            else:
+                local = view if plain else self._parameter.to_local()
+                undo.append(partial(_copy, local, local.detach().clone()))
+            view.copy_(new)
+            if not plain:
+                self.write(whole)
+
+    def write(self, values: Tensor) -> None:
+        """Write values of the whole parameter, in its own shape.
+
+        Of a distributed parameter each rank writes its part, so every rank has to call this.
+        Raises ParameterError for one that lies in a file of safetensors, which accelerate only reads.
+        """
+        import torch
+
+        with torch.no_grad():
+            if self._parameter.is_meta:
+                _write_offloaded(*_offloaded(self._module, self._name), values)
+            elif hasattr(self._parameter, "full_tensor"):
+                from torch.distributed.tensor import distribute_tensor
+
+                mesh, placements = self._parameter.device_mesh, self._parameter.placements
+                self._parameter.copy_(distribute_tensor(values, mesh, placements))
+            else:
+                self._parameter.copy_(values)
+
+
+def _copy(tensor: Tensor, values: Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
+    """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]):
+        values, key = getattr(one, "weights_map", None), name
+        if values is not None:
+            while hasattr(values, "prefix"):
+                values, key = values.dataset, values.prefix + key
+            return values, key
+    raise ParameterError(
+        f"parameter {name} of {type(module).__name__} is on the meta device, so it has no values"
+    )
+
+
+def _write_offloaded(values: Any, key: str, new: Tensor) -> None:
+    in_memory = values if isinstance(values, dict) else values.state_dict
+    if key in in_memory:
+        in_memory[key].copy_(new)
+        return
+    from accelerate.utils import offload_weight
+
+    file = values.index[key].get("safetensors_file")
+    if file is not None:
+        raise ParameterError(
+            f"{key} lies in {file}, which accelerate only reads; load the model without offloading"
+        )
+    offload_weight(new.to(values[key].dtype), key, values.save_folder, values.index)

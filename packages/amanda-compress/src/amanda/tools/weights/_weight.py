@@ -1,0 +1,282 @@
+"""A weight of the model: the parameter, or the part of one, that ops read, and what a tool keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.kit import canonical, canonical_extents, restored, tensors_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.weights._parameters import ParameterStore
+from amanda.tools.weights._shared_state import in_memory_order
+
+if TYPE_CHECKING:
+    from amanda.tools.weights._tool import WeightTool
+
+Array = Any
+"""An array of NumPy, or a tensor of PyTorch."""
+Present = Callable[[], Any]
+"""Returns the present value of a weight."""
+
+NEVER = -1
+"""The update of a weight whose state is not made yet."""
+
+
+class WeightError(AmandaError, ValueError):
+    """A weight, a model or an option that a tool which changes weights cannot serve."""
+
+
+class WeightView:
+    """The weight that an op reads through a transform, or another form of a parameter that holds weights."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Any, dict[str, Any]] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """True once there is state by which the value is transformed."""
+        raise NotImplementedError
+
+    def arrays(self, names: Iterable[str]) -> dict[str, Array]:
+        """Return state by name; of each element in the shape of the value that is read."""
+        raise NotImplementedError
+
+    def numbers(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the same as arrays of NumPy."""
+        return {name: tensors_of(one).to_numpy(one) for name, one in self.arrays(names).items()}
+
+    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+        """Yield the weights that the form has as a whole, each with a function that gives its value."""
+        raise NotImplementedError
+
+    def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Call `on_read` for each weight within; return what the op reads instead, None for no change."""
+        for weight, present in self.within(value):
+            tool.on_read(weight, present)
+        return self.transformed(tool, value) if self.is_ready else None
+
+    def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
+        """Yield the weights, each with its part of the gradient of the value; nothing of selected rows."""
+        return iter(())
+
+    def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Return what the op reads instead of a value; None for no change."""
+        return tool.transform(value, **self.tensors_like(value, tool.state_names))
+
+    def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
+        """Return the gradient of the value from that of what was read instead; None for no change."""
+        assert tool.transform_gradient is not None
+        return tool.transform_gradient(gradient, **self.tensors_like(gradient, tool.state_names))
+
+    def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
+        """Return state by name in the element type of a tensor, on its device."""
+        tensors = tensors_of(value)
+        key = tensors, *tensors.kind(value)
+        found = self._tensors.get(key)
+        if found is None:
+            found = {name: tensors.cast(one, value) for name, one in self.arrays(names).items()}
+            self._tensors[key] = found
+        return found
+
+
+class Weight(WeightView):
+    """A weight that one or more ops read.
+
+    path: of the parameter in the model, as the model is trained: "layer1.0.conv1.weight"; else the name that
+    the framework gave it, "sequential/dense/kernel"; "" for a weight that is computed, and without a name.
+    module, type, source: of the op that read it first.  shape: as that op reads it.  layout: its axes, as
+    `weight_layout` of StandardMapping; None where they have no fixed meaning.
+    holder: identity of the parameter or variable; None for a weight that is computed at each call.
+    part: the part of the parameter that is read; None for all of it.
+    number: its place in the order in which weights were met.  readers: ids of the ops that read it.
+    is_loaded: True if its state was loaded, until a tool that asks sets it to False.
+    """
+
+    is_loaded = False
+
+    def __init__(
+        self,
+        context: amanda.OpContext,
+        value: Any,
+        layout: str | None,
+        store: ParameterStore,
+        held: tuple[Any, Any] | None,
+        whole: Any,
+        number: int,
+        keep: Callable[[str, Callable[[], Any]], Any],
+        error: type[AmandaError],
+        path: str = "",
+        holder: Callable[[], Any] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.path, self.module, self.type = path, context.get_scope(), context["type"]
+        self.source, self.layout, self.number = context.get_source(), layout, number
+        self.shape = tuple(context["shape"](value))
+        self.dtype: str = context["dtype"](value)
+        self.holder: Any = None if held is None else held[0]
+        self.part: Any = None if held is None else held[1]
+        self.readers: set[int] = set()
+        self.is_left = False
+        self.changes = 0
+        self.state: list[Array] = []
+        self._xp, self.store, self._holder = tensors_of(value), store, holder
+        self._order = None if self.part is None or whole is None else in_memory_order(self.part)
+        self._keep, self._error, self._whole = keep, error, whole
+        self._arrays: dict[str, Array] = {}
+        self.fills: dict[str, Any] = {}
+        self._updated = NEVER
+
+    @property
+    def name(self) -> str:
+        """Return where it is, for people: its path, or the module or line of the op that reads it."""
+        return self.path or self.module or self.source
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        """Its shape as `canonical` gives it: outputs, inputs, window."""
+        return canonical_extents(self.shape, self.layout)
+
+    def canonical(self, value: Any) -> Any:
+        """Return a value of the weight with its axes in the order of outputs, inputs, window."""
+        return canonical(value, self.layout)
+
+    def restored(self, array: Any) -> Any:
+        """Return an array in the order of `canonical` in the weight's own layout."""
+        return restored(array, self.layout, self.shape)
+
+    def plain(self, value: Any) -> Array:
+        """Return a value as an array to compute with, in float32 or wider, without autograd."""
+        return self._xp.plain(value)
+
+    def like(self, array: Any, other: Array) -> Array:
+        """Return an array where another one is, in its own element type."""
+        return self._xp.beside(array, other)
+
+    def to_numpy(self, array: Array) -> Any:
+        """Return an array of NumPy."""
+        return tensors_of(array).to_numpy(array)
+
+    def read(self) -> Any:
+        """Return the present value of the parameter's part.
+
+        Raises WeightError for a weight that nothing holds, and for one of a file.
+        """
+        holder = self._holder()
+        if holder is None:
+            raise self._error(f"nothing that runs holds the weight of {self.name}")
+        with amanda.disabled():
+            return self.store.read(holder, self.part)
+
+    def keep(self, name: str, start: Any) -> Array:
+        """Return state under a name, which `state_dict` has: as it was loaded, or a copy of `start`.
+
+        For `WeightTool.on_weight`, and only there.  Raises the tool's error for state of another shape that
+        was loaded.
+        """
+        found = self._keep(name, lambda: self._xp.copy(start))
+        extents = tuple(start.shape) if hasattr(start, "shape") else np.shape(start)
+        if tuple(found.shape) != extents:
+            raise self._error(
+                f"the {name} that was loaded for {self.name} is of shape {tuple(found.shape)}, not {extents}"
+            )
+        self._arrays[name] = found
+        self.state.append(found)
+        return found
+
+    def keep_elements(self, name: str, fill: Any, dtype: str) -> Array:
+        """Return state of each element, of the shape of the weight, `fill` at first.
+
+        It is kept in the order in which the elements lie in memory, so that it holds for each form of the
+        parameter.  Raises the tool's error for state of another shape that was loaded.
+        """
+        found = self.keep(name, np.full(self._kept_extents(), fill, dtype))
+        if self._order is not None:
+            inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
+            found = do("transpose", found.reshape([self.shape[axis] for axis in self._order]), inverse)
+        self._arrays[name], self.fills[name] = found, fill
+        return found
+
+    def close(self) -> None:
+        """Keep for which step the state was made, and let go of the op at which the weight was met."""
+        self._made_for = self.keep("updated", np.full(1, NEVER))
+        self._updated = int(self._made_for[0])
+        self.is_loaded = self._updated != NEVER
+        del self._keep
+
+    def _kept_extents(self) -> tuple[int, ...]:
+        if self._order is None:
+            return self.shape
+        whole: Sequence[int] = self._whole[0]
+        if self.size == prod(whole) and in_memory_order(self._whole) == tuple(range(len(whole))):
+            return tuple(whole)
+        return tuple(self.shape[axis] for axis in self._order)
+
+    def get(self, name: str) -> Array | None:
+        """Return state by name; None where there is none."""
+        return self._arrays.get(name)
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
+        self._tensors.clear()
+        self.changes += 1
+
+    @property
+    def updated(self) -> int:
+        """The step for which its state was made; -1 as long as it is not."""
+        return self._updated
+
+    @updated.setter
+    def updated(self, step: int) -> None:
+        self._made_for[...] = self._updated = step
+
+    @property
+    def is_ready(self) -> bool:
+        """True once its state is made."""
+        return not self.is_left and self._updated != NEVER
+
+    def arrays(self, names: Iterable[str]) -> dict[str, Array]:
+        """Return state by name, as far as it is kept."""
+        return {name: self._arrays[name] for name in names if name in self._arrays}
+
+    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+        """Yield itself."""
+        yield self, lambda: value
+
+    def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Call `on_read`; return what the op reads instead, None for no change."""
+        tool.on_read(self, lambda: value)
+        if self._updated == NEVER or self.is_left:
+            return None
+        if tool.elementwise:
+            return tool.transform(value, **self.tensors_like(value, tool.state_names))
+        return self.transformed(tool, value)
+
+    def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
+        """Yield itself."""
+        yield self, gradient
+
+    def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Return what ops read instead of a value; None for no change."""
+        if tool.elementwise:
+            return super().transformed(tool, value)
+        made = super().transformed(tool, self.canonical(value))
+        return None if made is None else self.restored(made)
+
+    def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
+        """Return the gradient of the weight; None for no change."""
+        if tool.elementwise:
+            return super().transformed_gradient(tool, gradient)
+        made = super().transformed_gradient(tool, self.canonical(gradient))
+        return None if made is None else self.restored(made)

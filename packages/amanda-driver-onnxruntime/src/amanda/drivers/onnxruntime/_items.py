@@ -1,0 +1,134 @@
+"""The items of a rewritten graph: nodes, routines, and control flow; and the routines of an item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+
+from amanda.backend import Action, Execution, Insertion
+from amanda.errors import RoutineError
+
+from ._names import reads
+
+
+class TypedInsertion(Insertion):
+    """Routines whose results are cast to the types of the graph.
+
+    dtypes: dtypes of the flat results; None for a sequence or an optional tensor.
+    """
+
+    __slots__ = ("dtypes",)
+
+    dtypes: Sequence[Any]
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Run routines on read-only views; return the flat arrays that go back into the graph."""
+        views = [_read_only(value) for value in flat]
+        originals = {id(view): value for view, value in zip(views, flat, strict=True)}
+        results = super().run(execution, views, rounds)
+        if len(results) != len(self.dtypes):
+            action = self.actions[0]
+            error = RoutineError(
+                f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
+            )
+            raise self.facts.explain(error, action)
+        results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        return [originals.get(id(value), value) for value in results]
+
+    def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
+        """Raise RoutineError if a routine changed a value without tensors, or of an unknown type."""
+        fixed = () if action.observer else [i for i in self.input_positions if i not in self.output_positions]
+        for position in fixed:
+            if not _is_same(values[position], before[position]):
+                error = RoutineError(
+                    f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
+                    "or of a type that is not known before the model runs"
+                )
+                raise self.facts.explain(error, action)
+
+    def results(self, values: Sequence[Any]) -> list[Any]:
+        """Return the flat results: the elements of a list of inputs, but a sequence as a whole."""
+        flat: list[Any] = []
+        sizes, dtypes = dict(zip(self.input_positions, self.sizes, strict=True)), iter(self.dtypes)
+        for position in self.output_positions:
+            size = sizes[position]
+            kinds = [next(dtypes) for _ in range(1 if size is None else size)]
+            value = values[position]
+            is_single = (size is None and kinds[0] is None) or not isinstance(value, (list, tuple))
+            flat += [value] if is_single else value
+        return flat
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(before, (list, tuple)):
+        return len(value) == len(before) and all(map(_is_same, value, before))
+    return value is before
+
+
+def _read_only(value: Any) -> Any:
+    """Return read-only views of the arrays in a value."""
+    if isinstance(value, list):
+        return [_read_only(element) for element in value]
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+def _as_dtype(value: Any, dtype: Any) -> Any:
+    if dtype is None or (isinstance(value, np.ndarray) and value.dtype == dtype):
+        return value
+    astype = getattr(value, "astype", None)
+    return np.asarray(value, dtype) if astype is None else astype(dtype)
+
+
+@dataclass
+class ComputedNode:
+    """A node that a session runs."""
+
+    node: onnx.NodeProto
+
+    def all_reads(self) -> Iterable[str]:
+        """Return the names of all values that the item reads, in its bodies too."""
+        return reads(self.node)
+
+    def all_outputs(self) -> Iterable[str]:
+        """Return the names of all values that the item computes."""
+        return list(self.node.output)
+
+
+@dataclass
+class RoutineCall:
+    """Routines that Python runs between two sessions.
+
+    slot: the routines' slot in the rewriting's table.  reads, outputs: names of their inputs and results.
+    waits_for: names of values that have to be computed before the routines run.
+    """
+
+    slot: int
+    reads: list[str]
+    outputs: list[str]
+    waits_for: list[str]
+
+    def all_reads(self) -> Iterable[str]:
+        """Return the names of all values that the item reads, in its bodies too."""
+        return self.reads
+
+    def all_outputs(self) -> Iterable[str]:
+        """Return the names of all values that the item computes."""
+        return self.outputs
+
+
+class GraphItem(Protocol):
+    """An item of a rewritten graph: a `ComputedNode`, a `RoutineCall`, or a `ControlFlowNode`."""
+
+    def all_reads(self) -> Iterable[str]:
+        """Return the names of all values that the item reads, in its bodies too."""
+
+    def all_outputs(self) -> Iterable[str]:
+        """Return the names of all values that the item computes."""

@@ -1,0 +1,210 @@
+"""The forward operation of each gradient operation: from records, else from names."""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_GRADIENT_SCOPE = re.compile(r"(?:^|/)gradients(?:_\d+)?/")
+_GRAD_SUFFIX = re.compile(r"_grad(?:_\d+)?(?:/|$)")
+_TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
+
+_MAX_ORDER = 18
+_WITHOUT_GRADIENT_OPS = frozenset({"Identity", "Snapshot", "EnsureShape"})
+"""Ops that have no gradient operations."""
+_WITHOUT_PRODUCTS = frozenset(
+    {"Add", "AddN", "AddV2", "BiasAdd", "ExpandDims", "Reshape", "Squeeze", "Sub", "Transpose"}
+)
+"""Ops whose gradient contains no product."""
+
+
+class _Records:
+    """Forward operations of gradient operations, recorded when TensorFlow creates the latter."""
+
+    def __init__(self) -> None:
+        self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+    def note(self, op: tf.Operation, forward: tf.Operation) -> None:
+        """Record that `op` computes a gradient of `forward`."""
+        if op is not forward and op not in self._forward:
+            self._forward[op] = weakref.ref(forward)
+
+    def get(self, op: tf.Operation) -> tf.Operation | None:
+        """Return the forward operation; None where none was recorded."""
+        reference = self._forward.get(op)
+        return op._original_op if reference is None else reference()
+
+
+records = _Records()
+
+
+class ForwardMap:
+    """The forward operation of each gradient operation of a graph.
+
+    ops: the graph's operations, in order.
+    forward_ops: the operations of the differentiated graph by name; by default those of this graph.
+    captured: returns the forward graph's tensor that a placeholder stands for; None for other tensors.
+    default: the forward operation of operations without any hint: the call of a graph of gradients.
+    apart: True if the forward operations are in another graph.
+    guessed: operations whose forward operation was inferred from names.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[tf.Operation],
+        forward_ops: Mapping[str, tf.Operation] | None = None,
+        captured: Callable[[Any], Any] = lambda tensor: None,
+        default: tf.Operation | None = None,
+        apart: bool = False,
+    ) -> None:
+        self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
+        self._captured = captured
+        self.guessed: list[tf.Operation] = []
+        self._forward: dict[tf.Operation, tf.Operation] = {}
+        self._order = {op: i for i, op in enumerate(ops)}
+        self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
+        self._by_scope: dict[str, list[tf.Operation]] | None = None
+        ops_by_name = {} if apart or default is not None else {op.name: op for op in ops}
+        for op in ops:
+            forward = (
+                self._recorded_forward(op, ops_by_name)
+                or self._called_forward(op)
+                or self._forward_by_names(op)
+                or default
+            )
+            if forward is not None and forward is not op:
+                self._forward[op] = forward
+        self._add_sums(ops)
+
+    def __call__(self, op: tf.Operation) -> tf.Operation | None:
+        """Return the forward operation; for gradients of gradients, the first one."""
+        return self._ancestry(op)[-1]
+
+    def order(self, op: tf.Operation) -> int:
+        """Return 1 for a gradient operation, 2 for an operation of second gradients, and so on."""
+        return len(self._ancestry(op)) - 1
+
+    def _ancestry(self, op: tf.Operation) -> list[tf.Operation | None]:
+        """Return None, then the forward operation, then the forward operation of that, and so on."""
+        forward = self._forward.get(op)
+        ancestors = [None, forward] if forward is not None else [None]
+        while forward is not None and len(ancestors) < _MAX_ORDER:
+            forward = self._forward.get(forward) or records.get(forward)
+            if forward is not None:
+                ancestors.append(forward)
+        return ancestors
+
+    @staticmethod
+    def _recorded_forward(op: tf.Operation, ops_by_name: Mapping[str, tf.Operation]) -> tf.Operation | None:
+        """Return the recorded operation; in TensorFlow's copy of a graph, the copy's of that name."""
+        forward = records.get(op)
+        if forward is None or forward.graph is op.graph:
+            return forward
+        twin = ops_by_name.get(forward.name)
+        return forward if twin is None or twin.type != forward.type else twin
+
+    def _called_forward(self, op: tf.Operation) -> tf.Operation | None:
+        """Return the call of a forward function for a call of its backward function, else None.
+
+        The backward function reads results of the forward function.
+        """
+        if not _calls_function(op, "__backward_"):
+            return None
+        captured = (self._captured(tensor) for tensor in op.inputs)
+        read_ops = [
+            tensor.op if source is None else source.op
+            for tensor, source in zip(op.inputs, captured, strict=True)
+        ]
+        return next((source for source in reversed(read_ops) if _calls_function(source, "__forward_")), None)
+
+    def _forward_by_names(self, op: tf.Operation) -> tf.Operation | None:
+        """Infer the forward operation of an operation from names and tensors; None if that fails."""
+        match = _TAPE_SCOPE.match(op.name)
+        forward = self._forward_by_gradient_scope(op)
+        if forward is None and match is not None:
+            forward = self._forward_of_factor(op) or self._forward_by_shared_tensors(op, match.group(1) or "")
+        if forward is not None:
+            self.guessed.append(op)
+        return forward
+
+    def _forward_by_gradient_scope(self, op: tf.Operation) -> tf.Operation | None:
+        """Return the operation "x" for a name scope "gradients/x_grad"; such scopes may be nested."""
+        for scope in reversed(list(_GRADIENT_SCOPE.finditer(op.name))):
+            for end in reversed(list(_GRAD_SUFFIX.finditer(op.name, scope.end()))):
+                forward = self._by_name.get(op.name[scope.end() : end.start()])
+                if forward is not None:
+                    return forward
+        return None
+
+    def _forward_of_factor(self, op: tf.Operation) -> tf.Operation | None:
+        """Return the forward operation of an input that was computed from its tensors, as cos for sin."""
+        for tensor in op.inputs:
+            forward = self._forward.get(tensor.op)
+            if forward is not None and len(tensor.op.inputs) > 0:
+                forward_tensors = {_tensor_key(value) for value in (*forward.inputs, *forward.outputs)}
+                if all(self._captured_key(operand) in forward_tensors for operand in tensor.op.inputs):
+                    return forward
+        return None
+
+    def _captured_key(self, tensor: Any) -> tuple[Any, int]:
+        captured = self._captured(tensor)
+        return _tensor_key(tensor if captured is None else captured)
+
+    def _forward_by_shared_tensors(self, op: tf.Operation, scope: str) -> tf.Operation | None:
+        """Return the operation of a name scope that shares most tensors with a gradient operation."""
+        reads = {self._captured_key(tensor) for tensor in op.inputs}
+        best: tuple[int, tf.Operation | None] = (0, None)
+        position = self._order[op]
+        for candidate in self._ops_in_scope(scope):
+            if self._order.get(candidate, -1) > position:
+                continue  # a gradient comes after its forward operation
+            if candidate.type in _WITHOUT_GRADIENT_OPS or (
+                op.type == "Mul" and candidate.type in _WITHOUT_PRODUCTS
+            ):
+                continue
+            shared = sum(_tensor_key(tensor) in reads for tensor in (*candidate.inputs, *candidate.outputs))
+            score = 2 * shared + 3 * op.type.startswith(candidate.type)
+            if score >= max(best[0], 1):
+                best = (score, candidate)
+        return best[1]
+
+    def _ops_in_scope(self, scope: str) -> list[tf.Operation]:
+        """Return the forward operations in a name scope, or of that name."""
+        if self._by_scope is None:
+            self._by_scope = {}
+            for name, op in self._by_name.items():
+                if "gradient_tape/" not in name:
+                    self._by_scope.setdefault(name.rpartition("/")[0], []).append(op)
+                    self._by_scope.setdefault(name, []).append(op)
+        return self._by_scope.get(scope, [])
+
+    def _add_sums(self, ops: Iterable[tf.Operation]) -> None:
+        """Map sums of gradients to the operation of whose output they are the gradient."""
+        sums = [op for op in ops if op.type == "AddN" and op not in self._forward]
+        if not sums:
+            return
+        for op in self._order:
+            for tensor in op.inputs:
+                self._consumers.setdefault(tensor.op, []).append(op)
+        for op in sums:
+            summed = [self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward]
+            if len(summed) == len(op.inputs):
+                read_for = [
+                    self._forward[reader] for reader in self._consumers.get(op, ()) if reader in self._forward
+                ]
+                readers = [reader for reader in read_for if self._order.get(reader, -1) < self._order[op]]
+                self._forward[op] = readers[0] if readers else summed[0]
+
+
+def _calls_function(op: tf.Operation, kind: str) -> bool:
+    """Return True if an operation calls a function with this text in its name."""
+    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return False
+    name: str = op.get_attr("f").name
+    return kind in name
+
+
+def _tensor_key(tensor: Any) -> tuple[Any, int]:
+    return (tensor.op, tensor.value_index)

@@ -1,0 +1,203 @@
+"""Nodes added to the C graph of a session beside the user's nodes, without Python operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import count
+from typing import Any, ClassVar
+
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.python.client import pywrap_tf_session as c_api
+from tensorflow.python.client.session import BaseSession
+from tensorflow.python.framework import c_api_util, ops
+
+from ..graph import placeholder
+from ._hiding import PREFIX, hide_nodes
+from ._readers import hide_readers
+
+_numbers = count(1)
+
+
+class HiddenImport:
+    """Nodes that were imported together.
+
+    operations: the C operations by the names of the nodes, without the prefix.
+    """
+
+    def __init__(self, prefix: str, operations: Mapping[str, Any]) -> None:
+        self.prefix = prefix
+        self.operations = operations
+
+    def output(self, name: str, index: int) -> Any:
+        """Return an output of a hidden node as the C API takes it."""
+        output = c_api.TF_Output()
+        output.oper = self.operations[name]
+        output.index = index
+        return output
+
+
+class HiddenNodes:
+    """The hidden nodes of a graph; equal nodes are added once."""
+
+    _by_graph: ClassVar[weakref.WeakKeyDictionary[Any, HiddenNodes]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._imports: dict[bytes, HiddenImport] = {}
+
+    @classmethod
+    def of_graph(cls, graph: Any) -> HiddenNodes:
+        """Return the hidden nodes of a graph."""
+        if graph not in cls._by_graph:
+            cls._by_graph[graph] = cls()
+        return cls._by_graph[graph]
+
+    def add(
+        self, session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
+    ) -> HiddenImport:
+        """Import nodes that read each other and nodes of the session's graph.
+
+        result_names: names of the nodes whose C operations are needed.
+        Raises OpError where a session like this one refuses the nodes.
+        """
+        key = _digest(nodes, functions, result_names)
+        if key not in self._imports:
+            self._imports[key] = _import_nodes(session, nodes, functions, result_names)
+        return self._imports[key]
+
+
+def _digest(nodes: Iterable[Any], functions: Iterable[Any], result_names: Iterable[str]) -> bytes:
+    """Return a digest of nodes, functions and result names."""
+    content = blake2b(digest_size=16)
+    for message in (*nodes, *functions):
+        text = message.SerializeToString(deterministic=True)
+        content.update(b"%d:" % len(text) + text)
+    content.update("\n".join(sorted(result_names)).encode())
+    return content.digest()
+
+
+def _import_nodes(
+    session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
+) -> HiddenImport:
+    """Import nodes into the C graph of a session, and hide them from the Python side of the graph."""
+    graph = session.graph
+    prefix = f"{PREFIX}{next(_numbers)}/"
+    graph_def, outputs, controls = _hide_names(nodes, prefix)
+    graph_def.versions.CopyFrom(graph.graph_def_versions)
+    graph_def.library.function.extend(functions)
+    _try_import(session, graph_def)
+    hide_nodes(graph, [definition.signature.name for definition in functions])
+    names = list(result_names)
+    hide_readers(graph, outputs, controls)
+    with graph._mutation_lock(), graph._c_graph.get() as c_graph:
+        scoped = c_api_util.ScopedTFImportGraphDefOptions()
+        options = scoped.options
+        c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
+        for name, index in outputs:
+            output = graph.get_operation_by_name(name).outputs[index]._as_tf_output()
+            c_api.TF_ImportGraphDefOptionsAddInputMapping(options, name, index, output)
+        for name in controls:
+            c_op = graph.get_operation_by_name(name)._c_op
+            c_api.TF_ImportGraphDefOptionsRemapControlDependency(options, name, c_op)
+        for name in names:
+            c_api.TF_ImportGraphDefOptionsAddReturnOperation(options, prefix + name)
+        buffer = c_api.TF_NewBufferFromString(graph_def.SerializeToString())
+        try:
+            results = c_api_util.ScopedTFImportGraphDefResults(
+                c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
+            )
+        finally:
+            c_api.TF_DeleteBuffer(buffer)
+        operations = c_api.TF_ImportGraphDefResultsReturnOperations(results.results)
+    return HiddenImport(prefix, dict(zip(names, operations, strict=True)))
+
+
+def _try_import(session: Any, graph_def: Any) -> None:
+    """Import nodes into a scratch graph with a session first, with placeholders for the user's nodes.
+
+    Raises OpError where TensorFlow refuses the nodes.
+    """
+    # Nodes cannot be removed from a graph again, and a session that has refused a node runs no more.
+    names = {node.name for node in graph_def.node}
+    trial_graph = graph_pb2.GraphDef()
+    session.graph._copy_functions_to_graph_def(trial_graph, 0)
+    trial_graph.MergeFrom(graph_def)
+    placeholders: set[str] = set()
+    for node in trial_graph.node:
+        for position, read in enumerate(node.input):
+            name, _, index = read.removeprefix("^").partition(":")
+            if name in names:
+                continue
+            stand_in = f"{name}/amanda_{index or 0}"
+            node.input[position] = f"^{stand_in}" if read.startswith("^") else stand_in
+            if stand_in not in placeholders:
+                placeholders.add(stand_in)
+                trial_graph.node.append(
+                    _placeholder_for(stand_in, session.graph.get_operation_by_name(name), index)
+                )
+    scratch = ops.Graph()
+    with scratch._c_graph.get() as c_graph:
+        scoped = c_api_util.ScopedTFImportGraphDefOptions()
+        options = scoped.options
+        c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
+        buffer = c_api.TF_NewBufferFromString(trial_graph.SerializeToString())
+        try:
+            c_api_util.ScopedTFImportGraphDefResults(
+                c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
+            )
+        finally:
+            c_api.TF_DeleteBuffer(buffer)
+    trial = BaseSession(graph=scratch, config=session._config)
+    try:
+        trial._extend_graph()
+    finally:
+        trial.close()
+
+
+def _placeholder_for(name: str, op: Any, index: str) -> Any:
+    """Return a node with an output like that of an operation: a reference, a value, or none."""
+    if not op.outputs:
+        return node_def_pb2.NodeDef(name=name, op="NoOp")
+    tensor = op.outputs[int(index or 0)]
+    node = placeholder(name, tensor.dtype.base_dtype.as_datatype_enum, tensor.shape)
+    node.op = "VariableV2" if tensor.dtype._is_ref_dtype else node.op
+    return node
+
+
+def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
+    """Return nodes under hidden names, the outputs of other nodes that they read, and nodes they wait for."""
+    names = {node.name for node in nodes}
+    outputs: set[tuple[str, int]] = set()
+    controls: set[str] = set()
+    graph_def = graph_pb2.GraphDef()
+    for node in nodes:
+        copy = node_def_pb2.NodeDef()
+        copy.CopyFrom(node)
+        copy.name = prefix + node.name
+        for position, read in enumerate(node.input):
+            control = read.startswith("^")
+            name, _, index = read.lstrip("^").partition(":")
+            if name in names:
+                copy.input[position] = f"{'^' if control else ''}{prefix}{read.lstrip('^')}"
+            elif control:
+                controls.add(name)
+            else:
+                outputs.add((name, int(index or 0)))
+        _keep_colocation(copy, node, names, prefix)
+        graph_def.node.append(copy)
+    return graph_def, outputs, controls
+
+
+def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) -> None:
+    """Place a copy on the device of its original, and make it use the resource of the original's name."""
+    if "_class" in node.attr:
+        classes = copy.attr["_class"].list.s
+        for position, place in enumerate(node.attr["_class"].list.s):
+            colocated = place.decode().removeprefix("loc:@")
+            if place.startswith(b"loc:@") and colocated in names:
+                classes[position] = f"loc:@{prefix}{colocated}".encode()
+    if "shared_name" in node.attr:
+        if not node.attr["shared_name"].s:
+            copy.attr["shared_name"].s = node.name.encode()
+        copy.attr["_class"].list.s.append(f"loc:@{node.name}".encode())

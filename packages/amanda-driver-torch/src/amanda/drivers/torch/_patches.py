@@ -1,0 +1,257 @@
+"""Patches of torch where it leaves the calling thread or code: checkpoints, futures, compiled callables."""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.utils.checkpoint
+from amanda import interceptor
+from amanda.backend import Attributes, Recomputation, recomputed, replayed
+from amanda.scope import in_force
+
+from ._autograd import activation_of_pass
+from ._collectives import report_reducers
+from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
+from ._control_flow import UTILS, run_map_op_by_op
+from ._operators import Operators
+from ._requirements import log_once, torch_attribute
+
+if TYPE_CHECKING:
+    from ._driver import TorchDriver
+
+
+LOADER = "torch.utils.data.dataloader"
+UNSEEN_IN_WORKERS = (
+    "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
+)
+_RESET = "_MultiProcessingDataLoaderIter._reset"
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+INTERNAL_FUNCTIONS = {
+    ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
+    ("torch.cuda.graphs", "CUDAGraph.replay"): (
+        "replays of CUDA graphs",
+        "what a graph recorded runs as it is",
+    ),
+    ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
+    ("torch._subclasses.fake_tensor", "FakeTensorMode.__torch_dispatch__"): None,
+    ("torch._library.utils", "Kernel.__call__"): None,  # what a program registers by `register_fake`
+    ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
+    ("torch.utils.checkpoint", "_detach_helper"): None,  # by which selective checkpoints keep what ops made
+    # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached"): None,
+}
+"""Functions of torch whose ops are not the user's, with the report's entry for those that run a program."""
+
+
+class TorchPatches:
+    """Patches of torch that hold until the driver's attributes are restored.
+
+    stance: dynamo's stance that the driver has set.  stance_before: the user's stance before.
+    """
+
+    stance: ClassVar[Any] = None
+    stance_before: ClassVar[Any] = None
+
+    def __init__(self, driver: "TorchDriver") -> None:
+        self._driver = driver
+        self._operators = Operators()
+
+    def install(self, attributes: Attributes) -> None:
+        """Make all changes; the attributes undo them."""
+        attributes.on_restore(self._operators.restore)
+        self._operators.install()
+        self._follow_checkpoints(attributes)
+        self._follow_futures(attributes)
+        report_reducers(attributes)
+        # Modules that are not imported yet are patched when the program imports them.
+        for module, name in INTERNAL_FUNCTIONS:
+            attributes.when_imported(module, functools.partial(_run_uninstrumented, attributes, module, name))
+        attributes.when_imported(LOADER, lambda: _report_loader_workers(attributes))
+        attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
+        # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
+        attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
+
+    @staticmethod
+    def _follow_checkpoints(attributes: Attributes) -> None:
+        """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
+        checkpoint = torch.utils.checkpoint
+        generator = torch_attribute(f"utils.checkpoint.{_GENERATOR}")
+        forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
+
+        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+            if interceptor.active() is None or not torch.is_grad_enabled():
+                return (yield from generator(fn, *args, **kwargs))
+            # The generator surrounds the first run, and calls the function to recompute alone.
+            recomputation = Recomputation()
+            again = _in_state_of_pass(functools.partial(recomputation.again, fn))
+            with recomputation.first():
+                return (yield from generator(again, *args, **kwargs))
+
+        def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+            return forward(ctx, _in_state_of_pass(recomputed(run_function)), *args)
+
+        hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
+
+        def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+            hook(self, *args, **kwargs)
+            self.pack_hook = _uninstrumented(self.pack_hook)  # what it computes is no op of the program
+
+        if hook is not None:
+            attributes.set(checkpoint._recomputation_hook, "__init__", functools.wraps(hook)(make_hook))
+        if generator is not None:
+            attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
+        if forward is not None:
+            run = staticmethod(functools.wraps(forward)(run_forward))
+            attributes.set(checkpoint.CheckpointFunction, "forward", run)
+
+    @staticmethod
+    def _follow_futures(attributes: Attributes) -> None:
+        """Make callbacks of futures run in the scope that added them, on whichever thread."""
+        for name in ("then", "add_done_callback"):
+            original = torch_attribute(f"_C.Future.{name}")
+            if original is not None:
+                attributes.set(torch._C.Future, name, _replaying_callbacks(original))
+
+    @classmethod
+    def takes_no_stance(cls, stance: Any) -> bool:
+        """Return True if the user has set no stance but to compile: scopes then decide how code runs."""
+        # The scope's own stance hides the user's: what counts is the stance from before.
+        if stance is cls.stance:
+            return getattr(cls.stance_before, "stance", "default") != "force_eager"
+        return stance.stance == "default" and stance.backend is None
+
+    @staticmethod
+    def _set_stance(attributes: Attributes) -> None:
+        """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
+        if not supports_stances():
+            _run_frames_eagerly(attributes)
+            return
+        contexts: list[Any] = []
+        attributes.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
+        contexts.append(torch.compiler.set_stance("force_eager"))
+        TorchPatches.stance_before = getattr(contexts[0], "prev", None)
+        TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+
+
+def _in_state_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function to run in the scope of its backward pass, also on threads of autograd's engine."""
+
+    @functools.wraps(function, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        around = activation_of_pass()
+        with nullcontext() if around is None else in_force(around):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _uninstrumented(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an internal function of torch, whose ops are not the user's, to run without tools."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.Suspension():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _restore_stance(contexts: Sequence[Any]) -> None:
+    """Restore the stance from before, unless the program has set another stance meanwhile.
+
+    contexts: torch's context of the stance; nothing if an interrupt came first.
+    """
+    if (
+        contexts
+        and getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is TorchPatches.stance
+    ):
+        contexts[0].__exit__(None, None, None)
+
+
+def _run_frames_eagerly(attributes: Attributes) -> None:
+    """Keep a dynamo without stances from compiling in a scope, and from running what it has compiled."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
+    skip_code = getattr(module, "skip_code", None)
+    if not names or skip_code is None:
+        log_once(logging.WARNING, f"torch {torch.__version__}: compiled callables are not seen")
+        return
+    original = getattr(module, names[0])
+
+    def set_eval_frame(callback: Any) -> Any:
+        before = original(None)  # dynamo's callback off: nothing that the frame calls is compiled
+        activation = interceptor.active()
+        if activation is None or not callable(callback):
+            original(callback)
+        else:
+            if asks_for_graphs(activation.state):
+                activation.state.report(
+                    f"graphs of torch.compile with torch {torch.__version__}", GRAPHS_UNSUPPORTED
+                )
+            report_op_by_op(activation.state, sys._getframe(1))
+        return before
+
+    skip_code(set_eval_frame.__code__)  # dynamo must not compile its own switch
+    for name in names:
+        attributes.set(module, name, set_eval_frame)
+
+
+def forget_torch_callables() -> None:
+    """Clear dynamo's list of torch's callables, which may hold callables that the driver had replaced."""
+    forget = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
+    if forget is not None:
+        forget()
+
+
+def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
+    """Patch an internal function of torch to run without tools, and to report if it runs a program."""
+    *owners, method = name.split(".")
+    holder: Any = sys.modules[module]
+    for owner in owners:
+        holder = getattr(holder, owner, None)
+    function = getattr(holder, method, None)
+    if function is None:
+        return
+    report_entry = INTERNAL_FUNCTIONS[module, name]
+
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is not None and report_entry is not None:
+            activation.state.report(*report_entry)
+        with interceptor.Suspension():
+            return function(*args, **kwargs)
+
+    attributes.set(holder, method, alone)
+
+
+def _report_loader_workers(attributes: Attributes) -> None:
+    """Patch DataLoader to report a pass whose ops run in worker processes."""
+    reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
+    if reset is None:
+        return
+
+    @functools.wraps(reset)
+    def reset_and_tell(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is not None:
+            activation.state.report("worker processes of a DataLoader", UNSEEN_IN_WORKERS)
+        return reset(iterator, *args, **kwargs)
+
+    owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
+    attributes.set(owner, "_reset", reset_and_tell)
+
+
+def _replaying_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Future that takes a callback: the callback runs in the scope of this call."""
+
+    @functools.wraps(original)
+    def method(future: Any, callback: Callable[..., Any]) -> Any:
+        return original(future, replayed(callback))
+
+    return method

@@ -1,0 +1,307 @@
+"""Tensors that an op saves for its backward ops, and that a routine may write after the op.
+
+Torch raises in the backward pass if a saved tensor was written since. A routine's value may be copied into a
+tensor that the op has saved; the saved tensor is then copied first, and later writes of the program still
+raise torch's error.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from amanda.backend import Call
+from amanda.eager import Saved
+from amanda.interceptor import Suspension
+
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+_VERSION_PHRASE = " is at version "
+_RAW = "_raw_saved_"
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class SavingHooks(Saved):
+    """Hooks on saved tensors around an op, which copy what shares memory before a routine writes.
+
+    Needed only where `SavedAtNodes` cannot reach the node: a tensor that hooks hold has no check by torch for
+    later writes, so `SavedTensor` makes the check. Hooks of the user get copies from the start.
+    """
+
+    def __init__(self, written: list[torch.Tensor]) -> None:
+        self._written = written
+        self._shared: list[SavedTensor] = []
+        hooks: tuple[Any, Any] = _hooks() or (None, SavedTensor.unpack)
+        self._outer_pack, self._unpack = hooks
+
+    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+        """Run an op and see what it saves."""
+        self._making = DatalessCall(call.computation(), inputs)
+        try:
+            # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
+            _push(self._pack, self._unpack)
+            return call.invoke(inputs)
+        finally:
+            _pop()
+            self._written = []  # the graph keeps the hooks, and these must not keep the graph
+
+    def keep(self) -> None:
+        """Copy what was saved of the tensors that are written now."""
+        while self._shared:
+            self._shared.pop().copy()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Stand-in for a pack hook: note a tensor that shares memory with those to be written."""
+        with Suspension():
+            shared = any(_share_memory(tensor, written) for written in self._written)
+            if self._outer_pack is not None:
+                # The user's hook takes the tensor away at once: a later copy could not reach it.
+                return self._outer_pack(tensor.clone() if shared else tensor)
+            if not shared:
+                return SavedTensor(tensor)
+            maker = None if tensor.grad_fn is None else MakerNode(tensor, self._making)
+            saved = SavedTensor(tensor.detach(), maker)  # itself, an output would hold its own node
+        self._shared.append(saved)
+        return saved
+
+
+class SavedAtNodes(Saved):
+    """Saved tensors that are found after the op, at the nodes of its results.
+
+    results: tensors that the op made or wrote.  A node may save a written tensor that has no gradient, such
+    as the statistics of batch normalisation, so the nodes of the outputs are looked at too.
+    """
+
+    def __init__(self, written: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        self._written = written
+        self._nodes = set(map(_node_of, results)) - {None} if written else set()
+
+    def keep(self) -> None:
+        """Copy what was saved of the tensors that are written now."""
+        with Suspension(), torch.no_grad():  # copies are no ops of the program
+            for node in self._nodes:
+                for saved, value in _saved_at(node):
+                    if any(_share_memory(value, tensor) for tensor in self._written):
+                        saved.register_hooks(torch.clone, _same)
+        self._written, self._nodes = [], set()
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # of a view from under no_grad whose base was written since, torch does not tell
+        return None
+
+
+def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each saved tensor of a node with its value; skip those whose value raises, as written since."""
+    # Torch names the attributes of a node by the saved variable: `_raw_saved_self` beside `_saved_self`.
+    for name in dir(node):
+        if name.startswith(_RAW):
+            value_name = name.replace(_RAW, "_saved_", 1)
+            try:
+                raw, values = (
+                    getattr(node, name),
+                    getattr(node, value_name if hasattr(node, value_name) else "saved_tensors"),
+                )
+            except RuntimeError:
+                continue
+            pairs = zip(raw, values, strict=True) if isinstance(raw, tuple) else ((raw, values),)
+            yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class SavedTensor:
+    """A saved tensor with its version when it was saved, and the node that made it if the tensor has none."""
+
+    __slots__ = ("_maker", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, maker: MakerNode | None = None) -> None:
+        self._tensor = tensor
+        self._maker = maker
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def copy(self) -> None:
+        """Copy the tensor, so that a routine may write the original."""
+        if self._version is not None and self._tensor._version != self._version:
+            return  # the op itself has written what it saved, which is an error in the backward pass
+        with Suspension(), torch.no_grad():
+            self._tensor = self._tensor.clone()
+        self._version = 0
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor; raise torch's error if it was written since it was saved."""
+        with Suspension():
+            tensor, version = self._tensor, self._version
+            if version is not None and tensor._version != version:
+                raise modification(tensor, version, self._maker)
+            return tensor
+
+
+def end_traceback_in_torch(error: BaseException) -> None:
+    """Cut an error's traceback after torch's frames, as if torch had found the write itself."""
+    # The frame of `unpack` would tell users of a hook that they have not set.
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        if last.tb_next.tb_frame.f_code is SavedTensor.unpack.__code__:
+            last.tb_next = None
+        last = last.tb_next
+
+
+def has_hooks() -> bool:
+    """Return True if the user has hooks on tensors that are saved."""
+    return _hooks() is not None
+
+
+def _hooks() -> Any:
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except AttributeError:  # before torch 2.8
+        return None
+
+
+def _share_memory(tensor: torch.Tensor, written: torch.Tensor) -> bool:
+    return tensor.layout == written.layout and bool(torch._C._is_alias_of(tensor, written))  # type: ignore[attr-defined]
+
+
+class DatalessCall:
+    """The call of an op in place without the data of its tensors, which decides what node autograd makes."""
+
+    __slots__ = ("_compute", "_inputs")
+
+    def __init__(self, compute: Callable[[Sequence[Any]], Any] | None, inputs: Sequence[Any]) -> None:
+        self._compute = compute
+        self._inputs = map_nested(TensorSpec.of, list(inputs))
+
+    def name(self) -> str:
+        """Return the name of the node, found by running the op on tensors without data."""
+        # An op may fail without data; torch's name for writes into views is then the likeliest.
+        try:
+            assert self._compute is not None
+            name: str = self._compute(map_nested(TensorSpec.tensor, self._inputs)).grad_fn.name()
+        except Exception:
+            return "torch::autograd::CopySlices"
+        return name
+
+
+class TensorSpec(NamedTuple):
+    """A tensor's shape, element type and need of a gradient, without its data."""
+
+    shape: Any
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Return the form of a tensor, anything else as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return TensorSpec(value.shape, value.dtype, value.requires_grad)
+
+    @staticmethod
+    def tensor(value: Any) -> Any:
+        """Return a tensor of a form, which an op made if it needs a gradient."""
+        if not isinstance(value, TensorSpec):
+            return value
+        # A leaf that needs a gradient may not be written in place, so the clone stands for an op's result.
+        plain = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return plain.requires_grad_().clone() if value.needs_gradient else plain
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map_nested(function, item) for item in value)
+    return function(value)
+
+
+class MakerNode:
+    """The node that torch's error names for a result that an op in place on a view has saved.
+
+    Torch names the node of the view as long as it lives, then the node of the op, which no tensor leads to.
+    """
+
+    __slots__ = ("_call", "_marker", "_name", "_number")
+
+    def __init__(self, output: torch.Tensor, call: DatalessCall) -> None:
+        node = output.grad_fn
+        assert node is not None
+        self._call, self._name, self._number = call, node.name(), output.output_nr
+        self._marker = weakref.ref(
+            cast(dict[str, Any], node.metadata).setdefault("amanda maker", _NodeMarker())
+        )
+
+    def __str__(self) -> str:
+        name = self._call.name() if self._marker() is None else self._name
+        return f", which is output {self._number} of {_name_in_error(name)},"
+
+
+class _NodeMarker:
+    """Object that a node holds, so that a weak reference to it tells if the node lives."""
+
+    __slots__ = ("__weakref__",)
+
+
+def modification(tensor: torch.Tensor, version: int, maker: MakerNode | None) -> RuntimeError:
+    """Return the error that torch raises for a tensor that it has saved at an earlier version.
+
+    maker: the node that made a tensor which has no node itself.
+    """
+    with torch.enable_grad():
+        text = _error_text(tensor, version)
+        return RuntimeError(
+            text if maker is None else text.replace(_VERSION_PHRASE, f"{maker}{_VERSION_PHRASE}", 1)
+        )
+
+
+class _SaveForBackward(torch.autograd.Function):
+    """Function that saves tensors and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return root.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _error_text(tensor: torch.Tensor, version: int) -> str:
+    """Return torch's text for a tensor that was saved at an earlier version.
+
+    Torch itself writes the text: it saves the tensor under that version number and then finds a later one.
+    """
+    # Saved under its earlier version, the tensor has a later one when torch unpacks it below.
+    now = tensor._version
+    try:
+        _set_versions((tensor,), (version,))
+        try:
+            saving: Any = _SaveForBackward.apply(torch.zeros((), requires_grad=True), [tensor])  # type: ignore[no-untyped-call]
+        finally:
+            _set_versions((tensor,), (now,))
+        _ = saving.grad_fn.saved_tensors
+    except RuntimeError as error:
+        return str(error)
+    except TypeError:  # torch has no such function, or another one
+        pass
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}]{_VERSION_PHRASE}{now}; expected version {version} instead."
+    )
+
+
+@cache
+def _names_are_short() -> bool:
+    """Return True if torch's error names a node by its op alone."""
+    return "NegBackward0" not in _error_text(torch.zeros((), requires_grad=True).neg(), 1)
+
+
+def _name_in_error(name: str) -> str:
+    return re.sub(r"Backward\d+$", "", name) if _names_are_short() else name

@@ -1,0 +1,61 @@
+"""Guards of compiled graphs: when dynamo has to compile a graph for tools again, or to drop it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from amanda import interceptor
+from amanda.graph import History
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import GlobalStateSource
+
+from .._compiled_callables import asks_for_graphs
+from ._ops import Program
+
+
+def guard_by_identity(nodes: Sequence[Any]) -> None:
+    """Guard a graph by the identity of parameters, so that another model gets a graph of its own."""
+    for node in nodes:
+        source = node._dynamo_source
+        if source is not None:
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def guard_by_reads(program: Program, history: History) -> None:
+    """Guard the graph by the values that its routines read, so that a change retraces it.
+
+    Reads that no guard can watch are reported.
+    """
+    reads = program.reads
+    reads.settle()
+    for entry in reads.unfollowed(program.traced, "a compiled graph"):
+        program.report(*entry)
+    history.take(reads)
+    # Weakly: dynamo keeps guards as long as the user's function, which must not keep the tools alive.
+    reference = ref(reads)
+
+    def is_as_it_was(_: Any) -> bool:
+        activation = interceptor.ACTIVATION.get(None)
+        state = None if activation is None else activation.state
+        if not (asks_for_graphs(state) and state.enabled):
+            return True  # the graph runs without tools here, so their values do not matter
+        reads = reference()
+        return reads is not None and reads.hold()
+
+    def guard(builder: Any, new_guard: Any) -> None:
+        explanation = ["what traceable routines of Amanda's tools read is as it was"]
+        builder.guard_manager.root.add_lambda_guard(is_as_it_was, explanation, new_guard.user_stack)
+
+    # A source that always exists: the guard looks at no value of the frame.
+    install_guard(GlobalStateSource().make_guard(guard))
+
+
+def guard_by_lifetime(entries: object) -> None:
+    """Make dynamo drop the entry that it is about to add once `entries`, held by a generation, ends."""
+
+    def guard(builder: Any, new_guard: Any) -> None:
+        builder.id_ref(entries, "tools of a scope")
+
+    install_guard(GlobalStateSource().make_guard(guard))

@@ -1,0 +1,323 @@
+"""The native ops of an FX graph's nodes, recorded in one run of the graph on tensors without data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+import torch
+from amanda import interceptor
+from amanda.backend import State
+from amanda.scope import in_force
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .._autograd import AccumulateGrad
+from .._driver import RUNS_AS_IS, UNSEEN_TRANSFORM
+from .._schema import flatten_outputs
+
+if TYPE_CHECKING:
+    from amanda.backend import Call
+    from torch.fx import GraphModule, Node
+
+sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class Slot:
+    """Placeholder in a template for a tensor or a size that is known when the node runs; slot: its index."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
+class NativeCall:
+    """One call of a native op within a node.
+
+    call: as the eager driver binds it, with tensors without data.  args, kwargs: templates.
+    outputs: its results.  nodes: its backward ops, as `backward_nodes` yields them.
+    leaves: the tensors among its inputs whose gradient is stored.
+    """
+
+    def __init__(self, call: Call, site: interceptor.Site, args: Any, kwargs: Any) -> None:
+        self.call: Any = call
+        self.site = site
+        self.args = args
+        self.kwargs = kwargs
+        self.outputs: Any = None
+        self.nodes: list[tuple[Any, int]] = []
+        self.leaves: list[torch.Tensor] = []
+
+    @property
+    def values(self) -> list[Any]:
+        """Return the outputs as tools see them: returned tensors, then tensors that the op only wrote."""
+        call = self.call
+        values: list[Any] = call.with_written(self.outputs, call.inputs, *flatten_outputs(self.outputs))[0]
+        return values
+
+
+class NodeReplay:
+    """The native ops of a node, as templates.
+
+    bind: makes the eager driver's call of a native call.  calls: in order.  result: template of the value.
+    """
+
+    def __init__(self, bind: Callable[..., Call], calls: list[NativeCall], result: Any) -> None:
+        self.bind = bind
+        self.calls = calls
+        self.result = result
+
+    def forget_symbols(self) -> None:
+        """Drop the tensors without data that the graph was run on."""
+        for call in self.calls:
+            call.call = call.outputs = None
+            call.nodes, call.leaves = [], []
+
+
+class CallRecorder:
+    """Stand-in for a state: the interceptor brings each native call here instead of to tools."""
+
+    def __init__(self) -> None:
+        self.bind: Callable[..., Call] | None = None
+        self.calls: list[NativeCall] = []
+
+    def record(
+        self,
+        bind: Callable[..., Call],
+        site: interceptor.Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a native call, and note it; bind: makes the eager driver's call of it."""
+        self.bind = bind
+        with uninstrumented():  # kernels in Python call ops of their own
+            native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
+            start = sequence()
+            native_call.outputs = site.invoke(args, kwargs)
+            tensors = _tensors(
+                [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
+            )
+            native_call.nodes = list(backward_nodes(tensors, start, sequence()))
+            native_call.leaves = [
+                tensor
+                for tensor in _tensors(native_call.call.inputs)
+                if tensor.requires_grad and tensor.is_leaf
+            ]
+        self.calls.append(native_call)
+        return native_call.outputs
+
+
+def uninstrumented() -> AbstractContextManager[None]:
+    """Return a context in which nothing is intercepted, but whose state is that in force."""
+    activation = interceptor.ACTIVATION.get(None)
+    state = None if activation is None else activation.state
+    return in_force(interceptor.Activation(None, state if type(state) is State else State(), False, False))
+
+
+@contextmanager
+def recording() -> Iterator[CallRecorder]:
+    """Record the native calls within the context."""
+    recorder = CallRecorder()
+    with in_force(interceptor.Activation(None, recorder, True, False)):
+        yield recorder
+
+
+def backward_nodes(tensors: Sequence[torch.Tensor], start: int, end: int) -> Iterator[tuple[Any, int]]:
+    """Yield the nodes behind tensors with numbers from `start` to before `end`, outermost first.
+
+    Each comes with its place among the backward ops of the op.
+    """
+    if start == end:
+        return
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop(0)  # breadth first, so that the outermost node of an op comes first
+        if node in visited or type(node) is AccumulateGrad or not start <= node._sequence_nr() < end:
+            continue
+        visited.add(node)
+        yield node, node._sequence_nr() - start
+        waiting += [child for child, _ in node.next_functions if child is not None]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class Unresolved(Exception):
+    """Error for a native call whose input comes from no known value."""
+
+
+class SlotNumbers:
+    """Numbering of the values of one node: its inputs, then the results of its native ops."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._slots: dict[int, int] = {}
+        self._leaves: list[Any] = []
+        for value in inputs:
+            self.add(value)
+
+    def add(self, value: Any) -> None:
+        """Number the tensors and sizes in a value."""
+        for leaf in tree_flatten(value)[0]:
+            self._slots[id(leaf)] = len(self._leaves)
+            self._leaves.append(leaf)  # kept, so that no other object gets its `id`
+
+    def template(self, value: Any) -> Any:
+        """Return a value with a `Slot` for each tensor and size in it."""
+        return tree_map(self._as_template, value)
+
+    def _as_template(self, leaf: Any) -> Any:
+        slot = self._slots.get(id(leaf))
+        symbolic = isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+        # Small numbers and strings are the same object by chance: they are constants.
+        if slot is not None and (symbolic or not isinstance(leaf, (int, float, str, type(None)))):
+            return Slot(slot)
+        # A parameter that a node's code refers to is the same in each run; other tensors are not.
+        if symbolic and not isinstance(leaf, torch.nn.Parameter):
+            raise Unresolved(str(leaf))
+        return leaf
+
+
+def fill_template(template: Any, values: Sequence[Any]) -> Any:
+    """Return a template with values in its slots."""
+    return tree_map(lambda leaf: values[leaf.slot] if isinstance(leaf, Slot) else leaf, template)
+
+
+def make_replay(
+    bind: Callable[..., Call], calls: Sequence[NativeCall], inputs: Sequence[Any], result: Any
+) -> NodeReplay:
+    """Return the native calls of a node as templates.
+
+    Raises Unresolved if a call takes a size that Python code of the node computed.
+    """
+    slots = SlotNumbers(inputs)
+    templates = []
+    for call in calls:
+        args, kwargs = slots.template(call.args), slots.template(call.kwargs)
+        slots.add(call.outputs)
+        template = NativeCall(call.call, call.site, args, kwargs)
+        template.outputs, template.nodes, template.leaves = call.outputs, call.nodes, call.leaves
+        templates.append(template)
+    return NodeReplay(bind, templates, slots.template(result))
+
+
+class NodeRun:
+    """A node that was run: its value and its native calls.
+
+    module_tensors: if the node calls a module, the parameters and buffers of the module by name.
+    replay: None if the node cannot be replayed, for the reason `obstacle`, or has no native call.
+    subject: the report's subject for that reason; "" for the node itself.
+    """
+
+    def __init__(self, node: Node, value: Any, calls: list[NativeCall]) -> None:
+        self.node = node
+        self.value = value
+        self.calls = calls
+        self.module_tensors: dict[str, torch.Tensor] = {}
+        self.replay: NodeReplay | None = None
+        self.obstacle = ""
+        self.subject = ""
+
+
+def run_graph(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any]) -> dict[Node, NodeRun]:
+    """Run a graph on tensors without data, whose mode is in force, and return the run of each node.
+
+    fetch: returns the value of a `get_attr` node.
+    """
+    ran: dict[Node, NodeRun] = {}
+    values = iter(inputs)
+    grad_enabled = torch.is_grad_enabled()
+    # Nodes may switch gradients and enter transforms; if a node raises, its counterpart never runs.
+    transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                ran[node] = NodeRun(node, next(values), [])
+            elif node.op == "get_attr":
+                ran[node] = NodeRun(node, fetch(node.target), [])
+            elif node.op != "output":
+                ran[node] = _run_node(node, module, ran)
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        torch._C._set_grad_enabled(grad_enabled)
+    return ran
+
+
+def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> NodeRun:
+    """Run a node, and record its native calls, or the obstacle to instrumenting it."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda node_run: ran[node_run].value)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
+        inside = _ops_inside(node, module)
+        names = ": " + ", ".join(f"{count} {name}" for name, count in inside.items()) if inside else ""
+        node_run.obstacle = f"ops inside of a higher-order op are not instrumented{names}"
+        return node_run
+    if _reads_number(node, args):
+        return NodeRun(node, callee(node, module)(*args, **kwargs), [])
+    # Within a transform the tensors are wrappers, whose levels a replay would not know.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        node_run = NodeRun(node, callee(node, module)(*args, **kwargs), [])
+        node_run.obstacle, node_run.subject = RUNS_AS_IS, UNSEEN_TRANSFORM
+        return node_run
+    with recording() as recorder:
+        value = callee(node, module)(*args, **kwargs)
+    node_run = NodeRun(node, value, recorder.calls)
+    if node.op == "call_module":
+        submodule = module.get_submodule(str(node.target))
+        named = [*submodule.named_parameters(), *submodule.named_buffers()]
+        node_run.module_tensors = {f"{node.target}.{name}": tensor for name, tensor in named}
+    if recorder.calls and recorder.bind is not None:
+        inputs = [
+            *(ran[input_node].value for input_node in node.all_input_nodes),
+            *node_run.module_tensors.values(),
+        ]
+        try:
+            node_run.replay = make_replay(recorder.bind, recorder.calls, inputs, value)
+        except Unresolved as error:
+            node_run.obstacle = f"it computes a size that is not known beforehand ({error})"
+    return node_run
+
+
+def _ops_inside(node: Node, module: GraphModule) -> Counter[str]:
+    """Count the ops, by name, of the graphs among a higher-order op's inputs, and of graphs within these."""
+    counts: Counter[str] = Counter()
+    for input_node in node.all_input_nodes:
+        body = getattr(module, str(input_node.target), None) if input_node.op == "get_attr" else None
+        if isinstance(body, torch.fx.GraphModule):
+            for inner_node in body.graph.nodes:
+                if isinstance(inner_node.target, torch._ops.HigherOrderOperator):
+                    counts += _ops_inside(inner_node, body)
+                elif inner_node.op.startswith("call_") and inner_node.target is not getitem:
+                    counts[getattr(inner_node.target, "__name__", str(inner_node.target))] += 1
+    return counts
+
+
+def _reads_number(node: Node, args: Sequence[Any]) -> bool:
+    """Return True for a node that reads a number which dynamo passes as a tensor: no op of the program."""
+    if node.target != "item" or node.all_input_nodes[0].op != "placeholder":
+        return False
+    number = getattr(args[0], "item_memo", None)
+    return isinstance(number, torch.SymFloat) and number.node.hint is not None
+
+
+def callee(node: Node, module: GraphModule) -> Callable[..., Any]:
+    """Return the callable of a node."""
+    if node.op == "call_function":
+        return node.target  # type: ignore[return-value]
+    if node.op == "call_module":
+        return module.get_submodule(node.target)  # type: ignore[arg-type]
+    return _MethodCall(str(node.target))
+
+
+class _MethodCall:
+    """Callable that calls a method of its first argument."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, receiver: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(receiver, self._name)(*args, **kwargs)

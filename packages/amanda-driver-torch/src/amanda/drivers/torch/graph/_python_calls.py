@@ -1,0 +1,217 @@
+"""Calls of routines as Python, each time a graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from amanda.backend import Action, Insertion, OpFacts
+from amanda.errors import RoutineError
+from amanda.plan import run_replacement
+from torch.utils._pytree import tree_map
+
+from ._node_runs import Slot, fill_template
+
+if TYPE_CHECKING:
+    from amanda.backend import Execution
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return True if a value of an op is a tensor or a list of tensors, so that a graph hands it over."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
+class PlaceValues:
+    """The values at a place, split into tensors and numbers that a graph hands over, and constants.
+
+    given: positions of the tensors.  floats: a tensor for each symbol of a float.  numbers: the integers,
+    which may be symbols; in a run the floats follow them.  constants: templates of the other values.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.all = list(values)
+        self.given = [i for i, value in enumerate(values) if holds_tensors(value)]
+        self.sizes = [len(values[i]) if isinstance(values[i], (list, tuple)) else None for i in self.given]
+        self.tensors: list[torch.Tensor] = [value for i in self.given for value in _as_list(values[i])]
+        self.numbers: list[int | torch.SymInt] = []
+        self.floats: list[torch.Tensor] = []
+        self._float_templates: list[Slot] = []
+        self.constants = {
+            i: tree_map(self._split_number, value) for i, value in enumerate(values) if i not in self.given
+        }
+        for template in self._float_templates:
+            template.slot += len(self.numbers)
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        """Return the tensors that the graph hands over."""
+        return [*self.tensors, *self.floats]
+
+    def _split_number(self, leaf: Any) -> Any:
+        """Note a number that may be a symbol, and return the slot for it; return anything else as it is."""
+        if isinstance(leaf, torch.SymFloat):
+            self._float_templates.append(Slot(len(self.floats)))
+            self.floats.append(torch.scalar_tensor(cast("float", leaf), dtype=torch.float64))
+            return self._float_templates[-1]
+        if not isinstance(leaf, (torch.SymInt, int)) or isinstance(leaf, bool):
+            return leaf
+        self.numbers.append(leaf)
+        return Slot(len(self.numbers) - 1)
+
+    @property
+    def pattern(self) -> Hashable:
+        """Return which of the values are tensors, as a key."""
+        return tuple(self.given), tuple(self.sizes), len(self.floats)
+
+    def with_tensors(self, flat: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the values with other tensors."""
+        tensors = iter(flat)
+        placed = list(self.all)
+        for i, size in zip(self.given, self.sizes, strict=True):
+            placed[i] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
+        return placed
+
+
+def with_clones(values: Sequence[Any], targets: Sequence[int]) -> list[Any]:
+    """Return the values, with clones of those at `targets`, which an op writes."""
+    return [value.clone() if i in targets else value for i, value in enumerate(values)]
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+class PythonCall(Insertion):
+    """Call of one routine at a place.
+
+    constants: the values that are no tensors.  numbers: those of a run, of which the last are floats.
+    """
+
+    __slots__ = ("constants", "floats", "numbers")
+
+    def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, results: Sequence[int]) -> None:
+        # The action gets all values of the place, so it selects none of them again.
+        unselective = Action(action.type, action.func, action.tool, None, action.kwargs)
+        super().__init__([unselective], facts, len(values.all), values.given, values.sizes, results)
+        self.constants: Mapping[int, Any] = values.constants
+        self.floats = len(values.floats)
+        self.numbers: Sequence[float] = ()
+
+    def take_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+        """Store the numbers of a run, and return the tensors without those that stand for floats."""
+        count = len(values) - self.floats
+        self.numbers = (*numbers, *(float(value) for value in values[count:]))
+        return values[:count]
+
+    def values(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the values of the place, made of the tensors that the graph hands over."""
+        values = super().values(flat)
+        for position, constant in self.constants.items():
+            values[position] = fill_template(constant, self.numbers)
+        return values
+
+    def check(self, action: Action, originals: Sequence[Any], values: Sequence[Any]) -> None:
+        """Raise RoutineError if the routine changed a value that is no tensor: graphs take tensors alone."""
+        for position in self.constants:
+            if _is_changed(values[position], originals[position]):
+                changed = f"value {position}, {originals[position]!r}, to {values[position]!r}"
+                error = RoutineError(
+                    f"{action} changed {changed}; one that a compiled graph calls as Python changes "
+                    "tensors alone: mark it @amanda.traceable if it is tensor code"
+                )
+                raise self.facts.explain(error, action)
+
+    def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return empty tensors like the outputs, for a call whose outputs are not like its values."""
+        raise NotImplementedError
+
+
+def _is_changed(value: Any, original: Any) -> bool:
+    try:
+        return value is not original and not bool(value == original)
+    except (RuntimeError, TypeError, ValueError):  # of tensors in lists
+        return True
+
+
+class ReplacementCall(PythonCall):
+    """Call of a routine that replaces an op.
+
+    compute: runs the op on the values that the graph hands over; it writes copies of those at `targets`.
+    """
+
+    __slots__ = ("compute", "targets")
+
+    def __init__(
+        self,
+        action: Action,
+        facts: OpFacts,
+        values: PlaceValues,
+        compute: Callable[[Sequence[Any]], Any],
+        targets: Sequence[int],
+    ) -> None:
+        super().__init__(action, facts, values, ())
+        self.actions = (action,)
+        self.compute = compute
+        self.targets = targets
+
+    def values(self, flat: Sequence[Any]) -> list[Any]:
+        return with_clones(super().values(flat), self.targets)
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Return the routine's outputs; the op's outputs if the routine returns NotImplemented."""
+        (action,) = self.actions
+        values = self.values(flat)
+        run = execution.runs.setdefault((self.facts.op_id, ()), {})
+        result: Any = NotImplemented
+        if execution.runs_action(action):
+            result = run_replacement(
+                execution.ops, action, values, self.facts, run, original=self.facts.compute
+            )
+        if result is NotImplemented:
+            result = self.compute(values)
+        return list(_as_list(result))
+
+    def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results = _as_list(self.compute(self.values(values)))
+        return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
+
+
+class GradientReplacementCall(PythonCall):
+    """Call of a routine that replaces a backward op; leaving: which of its gradients something reads."""
+
+    __slots__ = ("leaving",)
+
+    def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, leaving: Sequence[bool]) -> None:
+        super().__init__(action, facts, values, range(len(leaving)))
+        self.read_gradients = tuple(i for i, is_read in enumerate(leaving) if is_read)
+        self.actions = (action,)
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Return the gradients that something reads."""
+        (action,) = self.actions
+        entering, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
+        if not execution.runs_action(action):
+            return list(kernels)
+        run = execution.runs.setdefault((self.facts.op_id, ()), {})
+        result = run_replacement(execution.ops, action, self.values(entering), self.facts, run)
+        if result is NotImplemented:
+            return list(kernels)
+        return read_gradients(result, len(self.output_positions), self.read_gradients, action, self.facts)
+
+
+def read_gradients(
+    result: Any, count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
+) -> list[Any]:
+    """Return the gradients that something reads; a replacement returns all gradients, or only these."""
+    results = list(_as_list(result))
+    if len(results) == count:
+        return [results[i] for i in read_positions]
+    if len(results) == len(read_positions):
+        return results
+    raise RoutineError(
+        f"{action} returned {len(results)} gradients; {facts.name} gives {count}, of which "
+        f"{len(read_positions)} are wanted (positions {list(read_positions)})"
+    )

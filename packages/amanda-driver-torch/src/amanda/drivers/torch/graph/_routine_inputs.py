@@ -1,0 +1,98 @@
+"""Values that traceable routines take from outside their arguments.
+
+Tensors that they hold, such as masks, become inputs of the graph. Other values that they read, such as
+attributes of a tool, become constants of the graph, which guards watch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from amanda.backend import Reads
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+
+class HeldTensors:
+    """The tensors that the routines of one node hold."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note a tensor, once."""
+        if all(held_tensor is not tensor for held_tensor in self.tensors):
+            self.tensors.append(tensor)
+
+    def collecting(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[Any]:
+        """Return a context that notes each tensor with data that code uses.
+
+        stand_in: makes the tensor without data that the code gets instead.
+        """
+        return _CollectingMode(self, stand_in)
+
+    def replaced_by(self, values: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Return a context in which code that uses the tensors gets these values instead."""
+        pairs = zip(self.tensors, values, strict=True)
+        changed = {id(tensor): value for tensor, value in pairs if tensor is not value}
+        return _SubstitutingMode(changed) if changed else nullcontext()
+
+
+class _CollectingMode(TorchFunctionMode):
+    """Mode that notes tensors with data among the arguments, and passes on stand-ins without data."""
+
+    def __init__(self, held_tensors: HeldTensors, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._held_tensors = held_tensors
+        self._stand_in = stand_in
+        self._stand_ins: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._without_data, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _without_data(self, leaf: Any) -> Any:
+        # Tensors without data are values of the graph; one with data comes from outside of the routine.
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        self._held_tensors.add(leaf)
+        if id(leaf) not in self._stand_ins:
+            self._stand_ins[id(leaf)] = self._stand_in(leaf)
+        return self._stand_ins[id(leaf)]
+
+
+class _SubstitutingMode(TorchFunctionMode):
+    """Mode that replaces arguments by `id`."""
+
+    def __init__(self, pairs: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._pairs = pairs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda leaf: self._pairs.get(id(leaf), leaf), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class TorchReads(Reads):
+    """`Reads` that knows tensors, modules, and PyTorch's plain values."""
+
+    plain: ClassVar = (
+        *Reads.plain, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    )  # fmt: skip
+    opaque: ClassVar = Reads.opaque | {"torch"}  # torch's own code reads nothing that tools change
+    dynamic: ClassVar = (torch.nn.Module,)
+
+    def look_into(self, value: Any) -> bool:
+        """Read what the modules in a module hold; tensors are skipped, as they become inputs of the graph."""
+        if not isinstance(value, torch.nn.Module):
+            return not isinstance(value, torch.Tensor) and super().look_into(value)
+        self.reach(type(value).forward)
+        for module in value.modules():
+            self.read(module, "training")
+            for members in (module._parameters, module._buffers, module._modules):
+                self.reach(members)
+        return True

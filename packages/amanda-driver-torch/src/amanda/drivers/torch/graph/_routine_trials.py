@@ -1,0 +1,102 @@
+"""Trial runs of traceable routines on tensors without data: which tensors they hold, and if they trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from amanda.backend import Action, OpFacts
+from amanda.errors import RoutineError
+from amanda.plan import run_replacement, run_routine
+
+from ._ops import TENSORS
+from ._routine_inputs import HeldTensors
+
+if TYPE_CHECKING:
+    from amanda.graph import History
+
+    from ._instrumented import BackwardSite, InstrumentedCall, InstrumentedNode, OpStep
+    from ._node_runs import NodeRun
+    from ._routines import Routines
+    from ._symbols import GraphSymbols
+
+
+class RoutineTrials:
+    """Trial runs of the traceable routines of nodes, before the graph is copied.
+
+    history: of values that routines read, for earlier graphs of the same code.
+    """
+
+    def __init__(self, routines: Routines, symbols: GraphSymbols, history: History | None) -> None:
+        self._routines = routines
+        self._symbols = symbols
+        self._history = history
+
+    def forward(self, instrumented: InstrumentedNode, ran: NodeRun, steps: Sequence[OpStep]) -> None:
+        """Try the routines at a node's ops and at the backward ops of these."""
+        for call, step in zip(ran.calls, steps, strict=True):
+            plan, facts = step.plan, step.facts
+            inputs = self._try_all(plan.before, list(call.call.inputs), facts, instrumented.held_tensors)
+            if plan.replace is not None:
+                self._try(plan.replace, inputs, facts, instrumented.held_tensors)
+            self._try_all(plan.after, call.values, facts, instrumented.held_tensors)
+            for site in step.backward.values():
+                self.backward(instrumented, site)
+
+    def backward(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
+        """Try the routines at a backward op."""
+        facts, plan = site
+        entering, leaving = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())
+        entering = self._try_all(plan.before, entering, facts, instrumented.held_tensors)
+        if plan.replace is not None:
+            self._try(plan.replace, entering, facts, instrumented.held_tensors)
+        self._try_all(plan.after, leaving, facts, instrumented.held_tensors)
+
+    def _try_all(
+        self, actions: Sequence[Action], values: list[Any], facts: OpFacts, held_tensors: HeldTensors
+    ) -> list[Any]:
+        for action in actions:
+            values = self._try(action, values, facts, held_tensors)
+        return values
+
+    def _try(self, action: Action, values: list[Any], facts: OpFacts, held_tensors: HeldTensors) -> list[Any]:
+        """Run a routine without data, and note the tensors that it holds; if it fails, call it as Python."""
+        if not self._routines.inlines(action):
+            return values
+        restless = self._history.volatile_name(action) if self._history is not None else ""
+        if restless:
+            self._call_as_python(action, facts, f"what it reads changes often: {restless}")
+            return values
+        program, used_tensors = self._routines.program, HeldTensors()
+        try:
+            # A real tensor that the mode lets through would be a constant of the graph without notice.
+            with program.reads.tracing([action]), used_tensors.collecting(self._stand_in), patch.object(
+                self._symbols.fakes, "allow_non_fake_inputs", False
+            ):  # fmt: skip
+                changed = self._run_action(action, values, facts)
+        except RoutineError:
+            raise
+        except Exception as error:  # of any kind: routines may do what only values allow
+            self._call_as_python(action, facts, f"it cannot be traced: {str(error).partition(chr(10))[0]}")
+            return values
+        program.traced.append((action, used_tensors.tensors))
+        for tensor in used_tensors.tensors:
+            held_tensors.add(tensor)
+        return changed
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        stand_in = self._symbols.fakes.from_tensor(tensor, static_shapes=True)
+        return stand_in.detach().requires_grad_(tensor.requires_grad)
+
+    def _call_as_python(self, action: Action, facts: OpFacts, reason: str) -> None:
+        program = self._routines.program
+        program.called_as_python[action] = facts, reason
+        program.report(f"traceable {action}", f"{reason}, so it runs as Python")
+
+    def _run_action(self, action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
+        if action.type.is_replacement:
+            run_replacement(TENSORS, action, values, facts, {})
+            return values
+        return run_routine(TENSORS, action, values, facts, {}, self._routines.program.state.autodiff)

@@ -1,0 +1,256 @@
+"""Rules by the words of StandardMapping: the terms that the outputs of an op are sums of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from amanda.tools.effective_path._terms import Indices, Mesh, Numbers, Rule, Step, Terms, Where, aligned
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, spatial_axes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def _products(
+    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], labels: Sequence[Sequence[Any]]
+) -> tuple[list[Indices], Numbers, int]:
+    """Return the terms of a product of two tensors, summed over the labels that the output lacks.
+
+    shape: of the output.  labels: of the axes of both factors and of the output; extents of 1 are broadcast.
+    Returns the indices of both factors, the products, and the number of terms of all elements.
+    """
+    extents: dict[Any, int] = {}
+    for tensor, names in zip(factors, labels[:2], strict=True):
+        for name, extent in zip(names, tensor.shape, strict=True):
+            extents[name] = max(extents.get(name, 1), extent)
+    summed = {name: extent for name, extent in extents.items() if name not in labels[2]}
+    mesh = Mesh(rows, dict(zip(labels[2], shape, strict=True)), summed)
+    read = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
+    one, other = (tensor.reshape(-1)[index] for tensor, index in zip(factors, read, strict=True))
+    return read, one.astype(np.float64) * other, prod(shape) * prod(summed.values())
+
+
+def _matrices(
+    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], turned: Sequence[bool]
+) -> tuple[list[Indices], Numbers, int]:
+    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`.
+
+    Axes of a batch that the output lacks are summed over too.
+    """
+    labels: list[Sequence[Any]] = [
+        [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_turned else axes)] if tensor.ndim > 1 else "k"
+        for tensor, axes, is_turned in zip(factors, ("nk", "km"), turned, strict=True)
+    ]
+    own = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
+    batch = range(len(own) - len(shape), 0)
+    return _products(rows, shape, factors, [*labels, [*batch, *own]])
+
+
+def matmul(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
+    where: list[Where] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
+    turned = step.arguments.get("turned", (False, False))
+    read, values, count = _matrices(
+        rows, step.outputs[output].shape, [step.tensor(one) for one in where], turned
+    )
+    return Terms(dict(zip(where, read, strict=True)), values, count, weighted=True)
+
+
+def einsum(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the products that an equation sums.
+
+    Raises NotImplementedError for an equation with an ellipsis, or with other than two factors.
+    """
+    equation = step.arguments["equation"].replace(" ", "")
+    terms, arrow, out = equation.partition("->")
+    names = terms.split(",")
+    where = [
+        (i, j) for i, value in enumerate(step.inputs)
+        for j, one in enumerate(value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, np.ndarray)
+    ]  # fmt: skip
+    if len(names) != 2 or len(where) != 2 or "." in equation or not arrow:
+        raise NotImplementedError(f"einsum {equation!r}")
+    factors = [step.tensor(one) for one in where]
+    read, values, count = _products(rows, step.outputs[output].shape, factors, [*names, out])
+    return Terms(dict(zip(where, read, strict=True)), values, count, weighted=True)
+
+
+def attention(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the terms of softmax(q k^T) v: values, weighted by the softmax."""
+    query, key, value = (np.asarray(one, np.float64) for one in step.inputs[:3])
+    if query.shape[:-2] != value.shape[:-2]:
+        raise NotImplementedError("whose heads are shared")
+    scale, mask, causal = (step.arguments.get(name) for name in ("scale", "mask", "causal"))
+    scores = query @ key.swapaxes(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    if causal:
+        mask = np.tril(np.ones(scores.shape[-2:], bool))
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    read, values, count = _matrices(rows, step.outputs[output].shape, (shares, value), (False, False))
+    return Terms({(2, 0): read[1]}, values, count, weighted=True)
+
+
+def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
+    """Return coordinates of the inputs in the window of each output, and the number of terms of all outputs.
+
+    channels: extents of the axes of terms before the axes of the window, "h" and "w".
+    """
+    shape, layout, tables = step.outputs[output].shape, step.layout or "", step.arguments["tables"]
+    spatial = [layout[axis] for axis in spatial_axes(layout)]
+    window = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
+    mesh = Mesh(rows, dict(zip(layout, shape, strict=True)), {**channels, **window})
+    for axis, table in zip(spatial, tables, strict=True):
+        mesh.at[axis] = table[mesh.at[axis], mesh.at[axis.lower()]]
+    places = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
+    return mesh, places * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
+
+
+def convolution(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the products of weight and input, over the channels of an output's group and its window."""
+    assert step.weight is not None
+    layout, weight_layout = step.layout or "", step.weight_layout or ""
+    data, weight = step.tensor((0, 0)), step.tensor((step.weight, 0))
+    extents = dict(zip(weight_layout, weight.shape, strict=True))
+    is_depthwise = "M" in extents  # (..., I, M): each channel has M outputs of its own
+    mesh, count = _under_windows(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
+    at = mesh.at
+    if is_depthwise:
+        at["C"], at["M"] = np.divmod(at["C"], extents["M"])
+        at["I"] = at["C"]
+    else:
+        at["O"], groups = at["C"], data.shape[layout.index("C")] // extents["I"]
+        at["C"] = at["O"] // (extents["O"] // groups) * extents["I"] + at["I"]
+    read = np.maximum(mesh.indices(layout, data.shape), -1)
+    used = mesh.indices([axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape)
+    outside = read < 0
+    values = data.reshape(-1)[read].astype(np.float64) * weight.reshape(-1)[used]
+    sources = {(0, 0): read, (step.weight, 0): np.where(outside, -1, used)}
+    return Terms(sources, np.where(outside, 0, values), count, weighted=True)
+
+
+def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
+    """Return (outputs, terms) flat indices of what a pooling or reduction reads, and their number."""
+    data = step.tensor(step.data)
+    if "tables" in step.arguments:
+        mesh, count = _under_windows(step, rows, output, {})
+        return np.maximum(mesh.indices(step.layout or "", data.shape), -1), count
+    axes, extents = step.arguments.get("axes"), dict(enumerate(data.shape))
+    gone = {axis % data.ndim for axis in (extents if axes is None else axes)}
+    kept = {axis: extent for axis, extent in extents.items() if axis not in gone}
+    mesh = Mesh(rows, kept, {axis: extents[axis] for axis in sorted(gone)})
+    return mesh.indices(range(data.ndim), data.shape), data.size
+
+
+def average(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the elements in the window of an output, or along the axes of a reduction."""
+    read, count = _gathered(step, rows, output)
+    values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
+    return Terms({step.data: read}, np.where(read < 0, 0, values), count)
+
+
+def maximum(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the largest element in the window or along axes, the first of equal ones."""
+    read, count = _gathered(step, rows, output)
+    values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
+    largest = np.zeros(read.shape)
+    np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
+    return Terms({step.data: read}, largest, count)
+
+
+def summation(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the summands of a + b that vary; constants are not on a path."""
+    if len(step.varying) < 2:
+        return elementwise(step, rows, output)
+    scales = step.arguments["scales"]
+    shape, count = step.outputs[output].shape, len(step.varying)
+    sources, contributions = {}, np.zeros((len(rows), count))
+    for i, where in enumerate(step.varying):
+        array = step.tensor(where)
+        index = aligned(rows, shape, array.shape)
+        sources[where] = np.where(np.arange(count) == i, index[:, None], -1)
+        contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * scales[min(i, len(scales) - 1)]
+    return Terms(sources, contributions, prod(shape) * count)
+
+
+def elementwise(step: Step, rows: Indices, output: int) -> Terms:
+    """Return for each output one element of each input that varies; inputs may be broadcast."""
+    shape = step.outputs[output].shape
+    return Terms({where: aligned(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying})
+
+
+def reshaped(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the same elements in the same order, for an op that changes the shape."""
+    if step.tensor(step.data).size != step.outputs[output].size:
+        raise NotImplementedError("it gives another number of elements than it reads")
+    return Terms({step.data: rows[:, None]})
+
+
+def moved(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the origins of elements, for an op that moves them; `move` does the same to flat indices."""
+    data = step.tensor(step.data)
+    made = step.arguments["move"](np.arange(data.size).reshape(data.shape))
+    found: NDArray[Any] = made[output] if isinstance(made, list) else made
+    return Terms({step.data: found.reshape(-1)[rows][:, None]})
+
+
+def joined(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the elements of several tensors that the op concatenates or stacks."""
+    join = np.stack if step.type == "stack" else np.concatenate
+    position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
+    tensors = step.inputs[position]
+    ends = np.cumsum([one.size for one in tensors])
+    parts = [
+        np.arange(end - one.size, end).reshape(one.shape) for one, end in zip(tensors, ends, strict=True)
+    ]
+    found = join(parts, axis=step.arguments.get("axis", 0)).reshape(-1)[rows][:, None]
+    return Terms({
+        (position, j): np.where((found >= end - one.size) & (found < end), found - (end - one.size), -1)
+        for j, (one, end) in enumerate(zip(tensors, ends, strict=True))
+    })  # fmt: skip
+
+
+FIRST = frozenset(
+    {"batch_norm", "instance_norm", "group_norm", "layer_norm", "softmax", "log_softmax", "prelu"}
+)
+"""Words of ops that compute element by element of their first input, with weights and statistics."""
+
+_ELEMENTWISE = """
+    BiasAdd abs alias alpha_dropout bias_add celu clamp clone contiguous detach div dropout dropout2d elu
+    erf exp feature_dropout gelu hardsigmoid hardswish hardtanh identity Identity leaky_relu log logsigmoid
+    masked_fill mish mul neg pow reciprocal relu relu6 rrelu rsqrt selu sigmoid silu softplus softsign sqrt
+    square tanh to type type_as where LeakyRelu StopGradient
+""".split()
+_PASSING: dict[str, Rule] = {
+    **dict.fromkeys([*_ELEMENTWISE, *FIRST], elementwise),
+    **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshaped),
+    **dict.fromkeys("""
+        permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand
+        expand_as repeat narrow select index_select flip roll
+    """.split(), moved),
+    **dict.fromkeys(("cat", "stack"), joined),
+}  # fmt: skip
+
+_POOLINGS = {
+    f"{size}{kind}_pool{n}d": rule for kind, rule in (("max", maximum), ("avg", average))
+    for size in ("", "adaptive_") for n in (1, 2, 3)
+}  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **_PASSING, **_POOLINGS, **dict.fromkeys(CONVOLUTIONS, convolution),
+    **dict.fromkeys(MATRIX_PRODUCTS, matmul), "einsum": einsum,
+    "scaled_dot_product_attention": attention, **dict.fromkeys(("add", "sub", "rsub"), summation),
+    "mean": average, "sum": average, "amax": maximum,
+}  # fmt: skip
+"""Rule by the op's word, or the framework's own name where there is no word."""
+
+PASSING = frozenset(_PASSING)
+"""Words of ops whose rule reads shapes alone, unless they scale by a constant."""
+
+WINDOWED = (*CONVOLUTIONS, *_POOLINGS)
+"""Words of ops that read `tables` of windows."""
