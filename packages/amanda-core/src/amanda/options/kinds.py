@@ -217,7 +217,7 @@ def _any(marks: tuple[Any, ...]) -> Kind:
 
 
 def _path(at: PathTarget | None) -> Kind:
-    name = "path" if at is None else f"path of a {at.what.removeprefix('output ')}"
+    name = "path" if at is None else f"path of a {at.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
@@ -226,7 +226,7 @@ def _path(at: PathTarget | None) -> Kind:
         if not isinstance(text, str) or not text or "\0" in text:
             raise Mismatch("it is empty" if not text else "")
         try:
-            if at is not None and (trouble := _trouble_at(Path(text), at.what)):
+            if at is not None and (trouble := _trouble_at(Path(text), at.target)):
                 raise Mismatch(trouble)
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
@@ -237,16 +237,16 @@ def _path(at: PathTarget | None) -> Kind:
     return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
 
 
-def _trouble_at(path: Path, wanted: str) -> str:
+def _trouble_at(path: Path, target: str) -> str:
     """Return what is wrong at a path; "" if nothing is."""
-    if wanted == "file":
+    if target == "file":
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
-    if wanted == "folder":
+    if target == "folder":
         return "" if path.is_dir() else "it is no folder" if path.exists() else "there is no such folder"
     if any(len(os.fsencode(part)) > 255 for part in path.parts):
         return "a name in it is too long"
     try:
-        (check_file_to_write if wanted == "output file" else check_folder_to_write)(path)
+        (check_file_to_write if target == "output file" else check_folder_to_write)(path)
     except FileError as error:
         return str(error).partition(" cannot be written: ")[2]
     return ""

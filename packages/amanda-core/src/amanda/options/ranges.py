@@ -81,7 +81,7 @@ class PathTarget:
     nearest parent that is there must be a folder that can be written.
     """
 
-    what: Literal["file", "folder", "output file", "output folder"]
+    target: Literal["file", "folder", "output file", "output folder"]
 
 
 @dataclass(frozen=True)

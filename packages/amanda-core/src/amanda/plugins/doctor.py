@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     """One thing that was looked at; message: what is the matter and what to do about it."""
 
     verdict: Verdict
-    what: str
+    subject: str
     message: str = ""
 
 

@@ -119,17 +119,17 @@ def _of_imported_frameworks(again: bool) -> list[_Candidate]:
 
 
 def _candidates(entries: Sequence[Entry], load: bool = False, again: bool = False) -> list[_Candidate]:
-    found = [_candidate(entry, load, again) for entry in entries]
+    candidates = [_candidate(entry, load, again) for entry in entries]
     rivals: dict[str, list[_Candidate]] = {}
-    for one, other in combinations(found, 2):
-        if one.rivals(other):
-            group = rivals.setdefault(_framework(one.entry), [])
-            group += [candidate for candidate in (one, other) if candidate not in group]
+    for first, second in combinations(candidates, 2):
+        if first.rivals(second):
+            group = rivals.setdefault(_framework(first.entry), [])
+            group += [candidate for candidate in (first, second) if candidate not in group]
     for group in rivals.values():
         message = rivalry([candidate.entry for candidate in group])
         for candidate in group:
             candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
-    return found
+    return candidates
 
 
 def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:

@@ -1,4 +1,4 @@
-"""Closing of a scope, and change of its tools: what stays in force in threads, tasks and contexts."""
+"""Activations in threads, tasks and contexts after a scope has closed or its tools have changed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from amanda.scope.state import State
 
 
 def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
-    """Take closed scopes, and former routines of tools, out of activations, wherever these are in force."""
+    """Remove closed scopes, and former routines of tools, from activations in all contexts, in place."""
     activations = [referent for reference in references if (referent := reference()) is not None]
     try:
         for activation in activations:
             state = activation.state.remaining()
             activation.become(state.activation() if state.scopes else _inactive())
-    except BaseException:  # a RecursionError, say
+    except BaseException:  # such as a RecursionError: rather no instrumentation than that of a closed scope
         for activation in activations:
             activation.active = False
         raise

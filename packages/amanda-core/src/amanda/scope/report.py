@@ -1,4 +1,4 @@
-"""Report of what a scope could not instrument, or ran otherwise than the program would, and why."""
+"""Report of the ops that a scope could not instrument, or ran differently from the program, with reasons."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from weakref import WeakSet
 logger = logging.getLogger("amanda")
 
 MAX_PER_GROUP = 1000
-"""Things of one kind and reason that a report keeps."""
+"""Number of entries of one kind and reason that a report stores."""
 MAX_ENTRIES = 10_000
-"""Things of all kinds that a report keeps."""
+"""Number of entries of all kinds that a report stores."""
 _NAMED = 3
 _COLUMN = 48
 
 
 class Uninstrumented(NamedTuple):
-    """One thing that tools did not see, or that ran otherwise than the program would have run it."""
+    """An op or another part of the program that tools did not see, or that ran differently.
+
+    what: the part.  reason: why.  where: the line of the program, "" if unknown.
+    """
 
     what: str
     reason: str
@@ -27,10 +30,10 @@ class Uninstrumented(NamedTuple):
 
 
 class Report(list[Uninstrumented]):
-    """List of what a scope could not instrument, or ran otherwise; each thing once.
+    """List of the parts of a program that a scope could not instrument, or ran differently, each once.
 
-    Items are single things; `str` has a line for those of one kind and reason, with their number.  A report
-    keeps 1,000 things of a kind and 10,000 in all, and says where there were more.
+    `str` has a line for the entries of one kind and reason, with their number.  A report stores 1,000 entries
+    of a kind and 10,000 in all, and says where there were more.
     """
 
     def __init__(self, entries: Iterable[Uninstrumented] = ()) -> None:
@@ -52,9 +55,9 @@ class Report(list[Uninstrumented]):
             self._counts[key] = self._counts.get(key, 0) + 1
 
     def add(self, subject: str, reason: str, where: str = "", *, is_logged: bool = True) -> None:
-        """Note something, and log it as a warning if it is the first of its kind; constant in time.
+        """Add an entry, and log a warning for the first entry of its kind; constant in time.
 
-        is_logged: False where a scope before has logged the same.
+        is_logged: False where an earlier scope has logged the same entry.
         """
         entry = Uninstrumented(subject, reason, where)
         if entry in self._distinct:
@@ -72,14 +75,14 @@ class Report(list[Uninstrumented]):
         logger.log(level, "%s: %s%s", subject, reason, f" ({where})" if where else "")
 
     def add_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
-        """Note what a source says, unless it has been heard; it says the same each time."""
+        """Add the entries of a source, unless it has been added; a source has the same entries each time."""
         if source not in self._reported_sources:
             self._reported_sources.add(source)
             for entry in entries:
                 self.add(*entry)
 
     def clear(self) -> None:
-        """Forget everything, so that what comes up again is noted again."""
+        """Remove all entries, so that the same parts are reported again."""
         super().clear()
         self._recount()
 
@@ -116,7 +119,7 @@ def _group_key(entry: Uninstrumented) -> tuple[str, str]:
 
 
 def _label(entries: Collection[Uninstrumented], is_cut: bool) -> str:
-    """Return a label for things of one kind, the first few by name."""
+    """Return a label for entries of one kind, with the first few names."""
     kind, _ = _kind_and_name(next(iter(entries)).what)
     listed = ", ".join(_kind_and_name(entry.what)[1] for entry in islice(entries, _NAMED))
     more = len(entries) - _NAMED

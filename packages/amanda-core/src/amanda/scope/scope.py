@@ -36,7 +36,7 @@ class Scope(interceptor.Extent):
     """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
 
     It may be entered again after it was left. `report` lists what could not be instrumented.
-    compiled: what becomes of callables that a framework's compiler has made.
+    compiled: how callables from a framework's compiler run: see `apply`.
     """
 
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
@@ -49,7 +49,9 @@ class Scope(interceptor.Extent):
         self._token: object = None
         self._joined: tuple[AnyTool, ...] = ()
         self._calls = interceptor.statistics()
-        self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
+        self._activations: set[ReferenceType[interceptor.Activation]] = (
+            set()
+        )  # of the contexts in which it is open
         self._forked = False
         self.report = Report()
         in_dependency_order(tools)
@@ -84,7 +86,7 @@ class Scope(interceptor.Extent):
         return self
 
     def _notify_entered(self, tool: AnyTool) -> None:
-        """Tell a tool that the scope has opened; report options that have changed since ops were analysed."""
+        """Notify a tool that the scope has opened; report options that have changed since the analyses."""
         tool._amanda.was_used = True
         for text in changed_options(tool):
             self.report.add(f"options of {type(tool).__name__}", text)
@@ -99,28 +101,27 @@ class Scope(interceptor.Extent):
         attachment.open(self, stack is None or stack.intercepts)
         activation = state.activation()
         self._open = True
-        for (
-            scope
-        ) in state.scopes:  # before `set`, which may put it in force and then lack memory for the token
+        # Before `set`, which may activate it and then fail to allocate the token.
+        for scope in state.scopes:
             scope.add_activation(activation)
         self._token = interceptor.ACTIVATION.set(activation)
         notify_switched()
         interceptor.reset_root()
 
     def _end(self) -> None:
-        """Close the scope and tell its tools; go on with what an earlier call has left to do."""
-        if self._forked:  # the parent has it open; here it was closed when the child began
+        """Close the scope and notify its tools; complete an earlier call that was interrupted."""
+        if self._forked:  # the scope is open in the parent; in this child it was closed at the fork
             self._forked = False
             return
         if not self._unsettled:
             raise ScopeError("this scope is not open; start() or a with statement opens it")
         try:
             uninterrupted(self._leave)
-        except BaseException:  # an interrupt that came before it, perhaps
+        except BaseException:  # an interrupt may have come before `_leave` ran
             uninterrupted(self._leave)
             raise
         finally:
-            with ExitStack() as stack:  # each tool is told, also after an exception of another
+            with ExitStack() as stack:  # notifies every tool, also after an exception of another tool
                 for tool in reversed(self._joined):
                     stack.callback(self._notify_left, tool)
         self._unsettled = False
@@ -130,7 +131,7 @@ class Scope(interceptor.Extent):
         hooks.call("amanda_scope_left", scope=self)
 
     def _notify_left(self, tool: AnyTool) -> None:
-        """Tell a tool that the scope has closed; report what the tool selected in vain."""
+        """Notify a tool that the scope has closed; report its selections that no op has matched."""
         self._joined = tuple(joined for joined in self._joined if joined is not tool)
         logged = tool._amanda.logged
         for text in tool.unmatched():
@@ -143,12 +144,14 @@ class Scope(interceptor.Extent):
         tool.scope_left()
 
     def _leave(self) -> None:
-        """Undo what opening has done so far."""
+        """Undo the steps of opening that have run."""
         token, self._open = self._token, False
         inner = self._opened_later()
         interceptor.keep_failure(None)
         try:
-            if token is not None and inner:  # generators take turns, say: the inner goes back to before both
+            # With generators that take turns, an outer scope may close first: the inner scope then restores
+            # the state from before both.
+            if token is not None and inner:
                 inner[0]._token = token
             elif token is not None:
                 restore(interceptor.ACTIVATION, token)
@@ -168,10 +171,10 @@ class Scope(interceptor.Extent):
         return [scope for scope in later if not scope.closed]
 
     def add_activation(self, activation: interceptor.Activation) -> None:
-        """Count in an activation that this scope is a part of, while a context has it."""
+        """Register an activation with this scope, so that `deactivate` finds it in whatever context it is."""
         reference = ReferenceType(activation, self._activations.discard)
         self._activations.add(reference)
-        if self.closed:  # meanwhile, on another thread
+        if self.closed:  # another thread has closed it in the meantime
             deactivate([reference])
 
     def takes_part(self, tool: AnyTool) -> bool:
@@ -179,7 +182,7 @@ class Scope(interceptor.Extent):
         return self._open and any(joined is tool for joined in self._joined)
 
     def renew(self) -> None:
-        """Put the present routines and dependencies of the tools in force from the next op on.
+        """Activate the present routines and dependencies of the tools from the next op on.
 
         Raises DependencyCycleError; then nothing has changed.
         """
@@ -283,6 +286,7 @@ def scopes_with(tool: AnyTool) -> list[Scope]:
 
 
 def _close_in_child() -> None:
+    """Close all scopes in a forked child: the child has only the forking thread, and fresh locks."""
     interceptor.forked()
     scopes = attachment.abandon()
     for scope in scopes:

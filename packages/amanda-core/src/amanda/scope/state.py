@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """ToolStack of tools, open scopes and switches; immutable, so a scope or a switch puts another in force.
+    """The stack of tools, open scopes and switches; immutable: a scope or a switch activates another state.
 
-    records: of the enclosing parts of the program that a framework may run again.
-    recall: the executions that run again here; None where nothing does.
+    records: records of the enclosing checkpoints, which a framework may recompute.
+    recall: the executions that are recomputed here; None outside of a recomputation.
     """
 
     stack: ToolStack | None = None
@@ -49,7 +49,7 @@ class State:
 
     @property
     def intercepts(self) -> bool:
-        """Return True if ops are intercepted: a tool asks for that, and none of the switches forbids it."""
+        """Return True if ops are intercepted: a tool needs it, and instrumentation is enabled."""
         return self.enabled and self.stack is not None and self.stack.intercepts
 
     @property
@@ -59,18 +59,18 @@ class State:
 
     @property
     def settles(self) -> bool:
-        """Return True if routines at a backward op may be kept for the next pass.
+        """Return True if native hooks at a backward op may be reused in the next pass.
 
-        That is with the cache on, autodiff off, and not in a recomputation.
+        They are reused with the cache on and autodiff off, outside of recomputations.
         """
         return self.cache and not self.autodiff and self.recall is None
 
     def is_open(self, tool: AnyTool) -> bool:
-        """Return True if a scope with that tool is open, or with one that stands for the tool."""
+        """Return True if a scope is open with this tool, or with an interchangeable one."""
         return self.stack is not None and self.stack.has_tool(tool)
 
     def report(self, subject: str, reason: str, where: str = "") -> None:
-        """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""
+        """Add an uninstrumented part of the program, with reason and line, to the reports of open scopes."""
         for scope in self.scopes:
             scope.report.add(subject, reason, where)
 
@@ -92,7 +92,7 @@ class State:
         return replace(self, stack=_stack_of(scopes), scopes=scopes) if scopes else State()
 
     def activation(self) -> interceptor.Activation:
-        """Return what the interceptor consults while this state is in force."""
+        """Return the activation that the interceptor reads while this state is in force."""
         table = self.stack.table if self.stack is not None and self.cache else None
         variant = 2 if self.recall is not None else 1 if self.records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
@@ -106,7 +106,7 @@ when_switched: list[Callable[[], None]] = []
 
 
 def notify_switched() -> None:
-    """Call what drivers have registered in `when_switched`, after the state of this thread has changed."""
+    """Call the functions in `when_switched`, after the state of this thread has changed."""
     for follow in when_switched:
         follow()
 
@@ -115,6 +115,7 @@ _OUTSIDE = State()
 
 
 def _stack_of(scopes: Iterable[Scope]) -> ToolStack | None:
+    """Return the stack of nested scopes; each tool is only in the outermost scope that has it."""
     stack = None
     for scope in scopes:
         so_far = State(stack)
@@ -157,7 +158,7 @@ def replayed(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
-    """Undo a `set`, also where a notebook or an event loop has changed contexts meanwhile."""
+    """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop."""
     try:
         variable.reset(token)  # type: ignore[arg-type]
     except ValueError:
@@ -168,7 +169,7 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 
 def activated(state: State) -> AbstractContextManager[None]:
-    """Put a state in force until the context is left; of its scopes, each until that closes."""
+    """Return a context with a state in force; scopes of the state that close in the meantime leave it."""
     if (
         state.stack is not None and not state.stack.is_current
     ):  # a tool was changed since a thread was given it

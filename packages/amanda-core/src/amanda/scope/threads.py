@@ -1,7 +1,7 @@
-"""Threads that start inside a scope, and tasks that a pool is given inside it, belong to the scope.
+"""Threads that start inside a scope, and tasks that a pool receives inside it, belong to the scope.
 
-Python starts a thread in an empty context, so a thread brings along what is in force where it starts. The
-threads of a pool serve whoever comes: they begin outside of any scope, and each task brings its own along.
+Python starts a thread in an empty context, so the patched functions pass on the state of the starting thread.
+The threads of a pool serve the whole program: they start outside of scopes, and each task carries a state.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Function = Callable[..., Any]
 
 
 class Threads:
-    """The functions of the standard library that start threads, made to bring scopes along."""
+    """Patches of the functions of the standard library that start threads, so that threads get scopes."""
 
     def __init__(self) -> None:
         self._attributes = Attributes()
         self._awaited: list[Callable[[], object]] = []
 
     def attach(self) -> None:
-        """Bring scopes along from now on."""
+        """Patch the functions; modules that are not imported yet are patched at their import."""
         self._replace(threading.Thread, "start", _thread_start)
         for name in ("start_new_thread", "start_new"):
             self._replace(_thread, name, _passing_scopes, 0)
@@ -43,7 +43,7 @@ class Threads:
             self._awaited.append(when_imported(module, partial(follow, module)))
 
     def detach(self) -> None:
-        """Put everything back."""
+        """Restore the original functions."""
         undo(self._awaited)
         self._attributes.restore()
 
@@ -72,16 +72,17 @@ class Threads:
 
 
 def _thread_start(original: Function) -> Function:
-    """`Thread.start`, whose thread begins with what is in force here."""
+    """Stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
 
     def start(self: threading.Thread) -> None:
         state, attributes = _inherited_state(), vars(self)
         if not state.scopes:
-            with activated(state):  # where threads inherit their starter's context, a routine's inherits none
+            # With -X thread_inherit_context threads inherit the state; a thread that a routine starts must not.
+            with activated(state):
                 original(self)
             return
         run, before = self.run, {name: attributes[name] for name in ("run",) if name in attributes}
-        states = [state]  # which a thread that outlives its scopes does not hold
+        states = [state]  # popped by the thread, so that a thread that outlives its scopes does not keep them
 
         def run_in_scopes() -> None:
             attributes.pop("run", None)
@@ -89,7 +90,7 @@ def _thread_start(original: Function) -> Function:
             with activated(states.pop()):
                 run()
 
-        attributes["run"] = run_in_scopes  # found before the class's own, whichever class it is
+        attributes["run"] = run_in_scopes  # an instance attribute hides the `run` of any subclass
         if self.run is not run_in_scopes:
             reason = f"{type(self).__name__}.run cannot be set: give it scope.bind(function)"
             state.report(f"thread {self.name}", reason)
@@ -105,7 +106,7 @@ def _thread_start(original: Function) -> Function:
 
 
 def _passing_scopes(original: Function, *places: int | str) -> Function:
-    """Return a function whose arguments at these places, or of these names, run in the caller's scopes."""
+    """Stand-in for a function: callables at these positions or keywords run in the caller's scopes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         state = _inherited_state()
@@ -123,7 +124,7 @@ def _passing_scopes(original: Function, *places: int | str) -> Function:
 
 
 def _bound_to_scopes(value: Any, state: State) -> Any:
-    """Wrap a function or iterable of the program: another thread runs it in the caller's scopes."""
+    """Wrap a callable or iterable so that another thread runs it in the caller's scopes."""
     if not state.scopes:
         return value
     if callable(value):
@@ -141,7 +142,7 @@ class _BoundValue:
         self._value = value
         self._state = state
 
-    def __reduce__(self) -> tuple[Any, ...]:  # another process, or interpreter, has no scope
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickle goes to another process, which has no scope
         return _identity, (self._value,)
 
 
@@ -170,7 +171,7 @@ def _identity(value: Any) -> Any:
 
 
 def _inherited_state() -> State:
-    """Return the state for a thread that starts here: State() if a routine starts it."""
+    """Return the state for a thread that starts here: State() if a routine starts the thread."""
     activation = interceptor.ACTIVATION.get(None)
     if activation is None or type(activation.state) is not State:
         return State()

@@ -195,8 +195,8 @@ class _Wrapped:
         return getattr(self.__wrapped__, name)
 
     def __eq__(self, other: Any) -> bool:
-        own = other.__wrapped__ if isinstance(other, _Wrapped) else other
-        return bool(self.__wrapped__ == own)
+        original = other.__wrapped__ if isinstance(other, _Wrapped) else other
+        return bool(self.__wrapped__ == original)
 
     def __hash__(self) -> int:
         return hash(self.__wrapped__)
