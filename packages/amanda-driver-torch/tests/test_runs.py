@@ -81,7 +81,7 @@ def test_native_code_calls_routines_that_share_a_dict(monkeypatch: pytest.Monkey
     with amanda.apply(tool):
         for execution in range(5):
             if execution == 2 and interceptor.NATIVE:  # the first ones are analysed, and learnt
-                monkeypatch.setattr(EagerExecution, "_execute", None)
+                monkeypatch.setattr(EagerExecution, "_execute_plan", None)
             tool.found.clear()
             model(x, x)
             assert tool.found == FORWARD

@@ -9,7 +9,7 @@ from torch import nn
 import amanda
 from amanda import OpContext
 from amanda.errors import AmandaError
-from amanda.plan.layer import PLANS_PER_OP
+from amanda.plan.tool_stack import PLANS_PER_OP
 
 
 def only(name: str, *, backward: bool = False) -> Any:
@@ -122,8 +122,8 @@ def test_plans_do_not_grow_with_each_length(read: bool) -> None:
         for number in range(2, PLANS_PER_OP + 50):
             model(torch.ones(number, 3) * weight).sum().backward()
         early.sum().backward()
-        (layer,) = tool._amanda.layers.values()
-        assert max(map(len, layer.plans.values())) == (PLANS_PER_OP if read else 1)
+        (stack,) = tool._amanda.stacks.values()
+        assert max(map(len, stack.plans.values())) == (PLANS_PER_OP if read else 1)
         again = len(tool.analysed)
         for _ in range(3):
             model(torch.ones(PLANS_PER_OP + 49, 3) * weight)

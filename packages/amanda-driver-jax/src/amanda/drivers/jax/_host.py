@@ -69,7 +69,7 @@ class RoutineToken:
 
     def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "RoutineJob") -> None:
         self._numbers, self._slices, self._observes = numbers, slices, observes
-        programs = LayerPrograms.of(state.layer)
+        programs = LayerPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:

@@ -102,7 +102,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             # A program counts its repeats of places from its beginning, so that each trace has the same ids.
             interceptor.reset_root()
             state = activation.state
-            programs = LayerPrograms.of(state.layer)
+            programs = LayerPrograms.of(state.stack)
             function = programs.function(fun)
             with function.current_variant() as variant:
                 key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()

@@ -105,9 +105,9 @@ _NUMBERS_BY_TOOL: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Modul
 
 def _model_numbers() -> weakref.WeakKeyDictionary[ModulePlace, int]:
     """Return the numbers of the models that the innermost tool has seen."""
-    layer = State.current().layer
-    assert layer is not None
-    return _NUMBERS_BY_TOOL.setdefault(layer.applied[-1], weakref.WeakKeyDictionary())
+    stack = State.current().stack
+    assert stack is not None
+    return _NUMBERS_BY_TOOL.setdefault(stack.applied[-1], weakref.WeakKeyDictionary())
 
 
 def model_number(place: ModulePlace) -> int:

@@ -198,7 +198,7 @@ def variant_for(action: Action) -> Variant | None:
     variant = _VARIANT.get()
     if variant is None or reads_of(action).written:
         return None
-    changing = variant.history.restless(action)
+    changing = variant.history.volatile_name(action)
     if changing:
         why = f"what it reads changes often: {changing}, so it runs as Python"
         variant.report(f"traceable {action}", why)
@@ -223,7 +223,7 @@ def guard_reads(action: Action, facts: OpFacts) -> None:
     reads, variant = reads_of(action), _VARIANT.get()
     if not is_within_jit() or not (reads.guards or reads.written):
         return
-    changing = "" if variant is None else variant.history.restless(action)
+    changing = "" if variant is None else variant.history.volatile_name(action)
     if reads.written:
         why = f"it sets {', '.join(reads.written)}, as the function is traced"
     elif changing:

@@ -81,7 +81,7 @@ class MindSporeViews(Views):
     def _move(self, tensor: Any) -> None:
         """Update the ties of a tensor that has new memory."""
         memory = self.memory(tensor)
-        for tie in self._each():
+        for tie in self._living_ties():
             if isinstance(tie, TensorTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
                 tie.ends = memory, tie.ends[1]
                 self._ties[former].remove(tie)

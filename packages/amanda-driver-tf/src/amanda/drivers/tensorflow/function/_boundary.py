@@ -70,7 +70,7 @@ class ForwardRecord:
     """
 
     def __init__(self, copy: Copy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
-        self.state_outside = replace(execution.state, layer=None, scopes=())
+        self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
         self.runs = execution.runs
         self.stores = execution.stores

@@ -125,11 +125,11 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         if forward_record is not None:
             closed = _is_closed(state, forward_record)
             return self.copy((atomic, args, forward_record), state, closed, atomic, forward_record.copy)
-        if state.layer is None:
+        if state.stack is None:
             return None
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
         if b"__backward_" in atomic.name:
-            if any(layer.wants_backward for layer in state.layer.chain):
+            if any(stack.wants_backward for stack in state.stack.chain):
                 name = split_name(atomic.name.decode())[1]
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
@@ -140,7 +140,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
 def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:
     """Return True if no tool of a forward call is applied any more."""
     return forward_record is not None and not any(
-        state.is_open(tool) for tool in forward_record.copy.layer.applied
+        state.is_open(tool) for tool in forward_record.copy.stack.applied
     )
 
 

@@ -55,7 +55,7 @@ class TracedRoutine:
     @staticmethod
     def _outputs(place: RoutineNode, inputs: list[Any], rewriting: Rewriting) -> list[Any]:
         if place.replaces:
-            flat = place.replaced(place.actions[0], _TENSORS, inputs, {})
+            flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
         else:
             flat = place.apply(place.actions, place.values(inputs), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]
