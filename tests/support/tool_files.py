@@ -20,11 +20,10 @@ from amanda.tools.partition import Plan
 from amanda.tools.profile import ProfileTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.results import load
-from amanda.tools.search import Search, SearchTool
+from amanda.tools.search import SearchTool
 from amanda.tools.stats import StatsResult, StatsTool
 from amanda.tools.trace import TraceTool
 from amanda.tools.trace import load as load_trace
-from amanda.tools.view import to_page
 
 X = torch.linspace(-1, 1, 32).reshape(1, 32)
 
@@ -47,12 +46,10 @@ def save_each(tools: dict[str, Any], folder: Path) -> None:
     """Save a file of each kind into a folder."""
     for name in ("flops", "coverage", "profile", "stats", "trace"):
         tools[name].result.save(folder / f"{name}.json")
-    tools["profile"].result.save(folder / "profile.trace.json")
     tools["path"].result.paths[0].save(folder / "path.npz")
     tools["search"].save(folder / "architecture.json")
     for suffix in (".json", ".safetensors"):
         tools["quantize"].save(folder / f"scales{suffix}")
-    Search(tools["search"], lambda: 1.0, file=folder / "trials.json", progress=False).run(trials=1)
     diff(lambda: torch.relu(X), lambda: torch.relu(X + 1), bundle=folder / "bundle.zip")
     for form in ("npz", "safetensors"):
         dump = DumpTool(folder / form, outputs="full", format=form)
@@ -71,22 +68,16 @@ def read_dump(path: Path) -> object:
     return [dump.array(entry) for entry in dump]
 
 
-def read_trials(tools: dict[str, Any], path: Path) -> object:
-    return Search(tools["search"], lambda: 1.0, file=path, progress=False)
-
-
 READERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "flops.json": lambda tools, path: load(path),
     "coverage.json": lambda tools, path: load(path),
     "profile.json": lambda tools, path: load(path),
-    "profile.trace.json": lambda tools, path: to_page(path),
     "stats.json": lambda tools, path: StatsResult.load(path),
     "trace.json": lambda tools, path: load_trace(path),
     "scales.json": lambda tools, path: QuantizeTool().load(path),
     "scales.safetensors": lambda tools, path: QuantizeTool().load(path),
     "path.npz": lambda tools, path: EffectivePath.load(path),
     "architecture.json": lambda tools, path: SearchTool(["relu=relu|gelu"], architecture=path),
-    "trials.json": read_trials,
     "bundle.zip": lambda tools, path: read_bundle(path),
     "npz/index.json": lambda tools, path: read_dump(path),
     "npz/tensors-00000.npz": lambda tools, path: read_dump(path),

@@ -28,7 +28,6 @@ from amanda.tools.diff import diff
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.results import Column, Table, load, locked
 from amanda.tools.results import merge as together
-from amanda.tools.search import Search, SearchTool
 from amanda.tools.trace import load as load_trace
 from amanda.tools.view import main as view
 
@@ -108,19 +107,6 @@ def test_results_with_nan_are_valid_json_and_come_back(tmp_path: Path, tools: di
     together({"a": load(path), "b": load(path)})
 
 
-def test_trials_with_nan_are_valid_json_and_come_back(tmp_path: Path, tools: dict[str, Any]) -> None:
-    file = tmp_path / "trials.json"
-    options: Any = {"costs": [lambda: float("inf")], "file": file, "progress": False}
-    search = Search(tools["search"], lambda: float("nan"), "random", **options)
-    search.run(trials=2)
-    search.result.save(tmp_path / "search.json")
-    for path in (file, tmp_path / "search.json"):
-        json.loads(path.read_text(), parse_constant=pytest.fail)
-    again = Search(tools["search"], lambda: 1.0, "random", **options).result
-    assert len(again.trials) == 2
-    assert repr(again.trials) == repr(search.result.trials)
-
-
 def headers(local: int, central: int, value: int) -> Callable[[bytes], bytes]:
     """Set a byte of the headers of a zip archive's first member."""
 
@@ -191,10 +177,9 @@ def test_a_damaged_file_is_one_error_that_names_it(
         with pytest.raises(AmandaError) as caught:
             read(path)
         assert path.name in str(caught.value), (what, caught.value)
-    if name != "trials.json":  # which a search makes
-        path.unlink()
-        with pytest.raises(AmandaError, match="folder"):  # whose file is gone
-            read(path)
+    path.unlink()
+    with pytest.raises(AmandaError, match="folder"):  # whose file is gone
+        read(path)
 
 
 @pytest.mark.parametrize("name", ["flops.json", "coverage.json", "profile.json", "stats.json", "trace.json"])
@@ -242,35 +227,6 @@ def test_processes_take_turns(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["number"]
     with locked(path):
         assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_searches_that_share_a_file_have_the_trials_of_all(tmp_path: Path, model: nn.Module) -> None:
-    file, searches = tmp_path / "trials.json", []
-    for seed in range(2):
-        tool = SearchTool(["relu=relu|gelu"])
-        tool.prepare(model, X)
-        searches.append(Search(tool, lambda: 1.0, "random", file=file, seed=seed, progress=False))
-    for trials in range(1, 9):
-        searches[trials % 2].run(trials=trials)
-    written = [one["architecture"] for one in json.loads(file.read_text())["trials"]]
-    assert len(written) == len({str(one) for one in written}) == 8
-    assert [one.architecture for one in searches[0].result.trials] == written
-    assert [one.architecture for one in searches[1].result.trials] == written[:7]
-
-
-def test_a_search_goes_on_where_its_file_cannot_be_written(
-    tmp_path: Path, tools: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "trials.json"
-    search = Search(tools["search"], lambda: 1.0, "random", file=file, progress=False)
-    with full_disk():
-        search.run(trials=2)
-    assert [f"{file} cannot be written" in one.getMessage() for one in caplog.records] == [True]
-    assert len(search.result.trials) == 2
-    assert "2 trials are not in the file" in str(search.result)
-    search.run(trials=3)
-    assert len(json.loads(file.read_text())["trials"]) == 3
-    assert "not in the file" not in str(search.result)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz"])

@@ -222,6 +222,9 @@ SAME: dict[str, list[Callable[[Tensor], Tensor]]] = {
         lambda x: torch.addmm(torch.zeros(5), x.flatten(1).narrow(1, 0, 8), W.T),
         lambda x: torch.einsum("ni,oi->no", x.flatten(1).split([8, 76], 1)[0], W),
         lambda x: torch.bmm(x.flatten(1)[None, :, :8], W.T[None])[0],
+        lambda x: torch.addbmm(
+            torch.zeros(5), x.flatten(1)[:, :8].unflatten(1, (2, 4)).transpose(0, 1), W.T.unflatten(0, (2, 4))
+        ),
     ],
     "convolution": [
         lambda x: F.conv2d(x, K, padding="same", dilation=2),

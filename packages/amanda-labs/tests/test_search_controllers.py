@@ -1,4 +1,4 @@
-"""Controllers of architecture search that lean on other libraries: Optuna's studies, an LSTM in PyTorch."""
+"""Studies of Optuna keep the trials of a search and propose architectures; evolution with costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from amanda.tools.search import Evolution, LSTMPolicy, OptunaController, Search, SearchError, SearchTool
+from amanda.tools.search import Evolution, OptunaController, Search, SearchError, SearchTool
 
 LABELS = ("keep", "relu", "gelu", "silu")
 SPACE = {"a": ("x", "y"), "b": ("x", "y")}
@@ -36,9 +36,9 @@ def tool() -> SearchTool:
     return tool
 
 
-def study(path: Path, directions: Any = ("maximize", "minimize")) -> optuna.Study:
+def study(storage: optuna.storages.BaseStorage) -> optuna.Study:
     return optuna.create_study(
-        directions=directions, storage=f"sqlite:///{path}", study_name="bits", load_if_exists=True,
+        directions=["maximize", "minimize"], storage=storage, study_name="bits", load_if_exists=True,
         sampler=optuna.samplers.NSGAIISampler(seed=0),
     )  # fmt: skip
 
@@ -47,24 +47,88 @@ def reward(tool: SearchTool) -> Callable[[], float]:
     return lambda: float(sum(label in ("gelu", "bits4") for label in tool.architecture.values()))
 
 
-def test_a_storage_of_optuna_keeps_the_trials(tool: SearchTool, tmp_path: Path) -> None:
+def test_a_storage_of_optuna_keeps_the_trials(tool: SearchTool) -> None:
+    storage = optuna.storages.InMemoryStorage()
     made: dict[str, Any] = {"costs": ["size"], "progress": False}
     limits = {"size": 0.9 * tool.size()}
-    first = Search(tool, reward(tool), OptunaController(study(tmp_path / "db")), limits=limits, **made)
+    first = Search(tool, reward(tool), OptunaController(study(storage)), limits=limits, **made)
     known = first.run(trials=12)
-    again = Search(tool, reward(tool), OptunaController(study(tmp_path / "db")), limits=limits, **made)
+    again = Search(tool, reward(tool), OptunaController(study(storage)), limits=limits, **made)
     assert [one.architecture for one in again.result.trials] == [one.architecture for one in known.trials]
     found = again.run(trials=30)
     assert len({tuple(one.architecture.values()) for one in found.trials}) == len(found.trials) == 30
     assert all(one.costs["size"] <= limits["size"] for one in found.trials)
-    best = {(one.values[0], one.values[1]) for one in study(tmp_path / "db").best_trials}
+    best = {(one.values[0], one.values[1]) for one in study(storage).best_trials}
     assert best == {(one.metric, one.costs["size"]) for one in found.front}
-    with pytest.raises(SearchError, match="the study has 30 trials; give a file, or a study with trials"):
-        Search(tool, reward(tool), OptunaController(study(tmp_path / "db")), file=tmp_path / "file", **made)
+    with pytest.raises(SearchError, match=r"study is .*, and the controller has another; give one of them"):
+        Search(tool, reward(tool), OptunaController(study(storage)), study="sqlite://", **made)
     other = SearchTool("sigmoid=keep|relu")
     other.prepare(nn.Sigmoid(), torch.rand(2))
     with pytest.raises(SearchError, match=r"trial \d+ of 'bits' is over .* not over \{'/sigmoid'"):
-        Search(other, reward(other), OptunaController(study(tmp_path / "db")), **made)
+        Search(other, reward(other), OptunaController(study(storage)), **made)
+
+
+@pytest.mark.parametrize("name", ["random", "evolution", "policy", "optuna"])
+def test_a_search_goes_on_from_a_study_as_it_would_have_gone_on(name: Any, tool: SearchTool) -> None:
+    def evaluate() -> float:
+        if interrupted[-1] == 0:
+            raise KeyboardInterrupt
+        interrupted[-1] -= 1
+        if tool.architecture["1/sigmoid"] == "silu":
+            raise ValueError("no silu")
+        return reward(tool)()
+
+    made: dict[str, Any] = {"costs": ["size"], "progress": False, "seed": 4}
+    interrupted = [-1]
+    whole = Search(tool, evaluate, name, **made).run(trials=24).trials
+    study, interrupted = optuna.storages.InMemoryStorage(), [14]
+    with pytest.raises(KeyboardInterrupt):
+        Search(tool, evaluate, name, study=study, **made).run(trials=24)
+    again = Search(tool, evaluate, name, study=study, **made)
+    assert len(again.result.trials) == 14
+    interrupted = [-1]
+    found = again.run(trials=24).trials
+    for trials in (found, Search(tool, evaluate, name, study=study, **made).result.trials):
+        assert [(one.architecture, one.metric, one.error) for one in trials] == [
+            (one.architecture, one.metric, one.error) for one in whole
+        ]
+    assert any(one.error == "ValueError: no silu" for one in whole)
+    states = {one.state.name for one in optuna.load_study(study_name="search", storage=study).trials}
+    assert states == {"COMPLETE", "FAIL"}
+
+
+def test_searches_that_share_a_study_have_the_trials_of_all(tool: SearchTool, tmp_path: Path) -> None:
+    study = f"sqlite:///{tmp_path / 'trials.db'}"
+    searches = [
+        Search(tool, reward(tool), name, study=study, seed=seed, progress=False)
+        for seed, name in enumerate(("random", "optuna"))
+    ]  # type: ignore[call-overload]
+    for trials in range(1, 9):
+        searches[trials % 2].run(trials=trials)
+    known = [one.architecture for one in searches[0].result.trials]
+    assert len(known) == len({str(one) for one in known}) == 8
+    assert [one.architecture for one in searches[1].result.trials] == known[:7]
+
+
+def test_a_trial_that_a_storage_did_not_take_is_in_the_result_and_written_later(
+    tool: SearchTool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    search = Search(tool, reward(tool), "random", study=storage, progress=False)
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            storage, "create_new_trial", lambda *arguments, **options: _raise(OSError("disk full"))
+        )
+        with pytest.raises(OSError, match="disk full"):
+            search.run(trials=2)
+    assert len(search.result.trials) == 1
+    assert len(search.run(trials=3).trials) == 3
+    (study,) = optuna.get_all_study_summaries(storage)
+    assert study.n_trials == 3
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_an_evaluation_that_fails_is_a_failed_trial(tool: SearchTool) -> None:
@@ -82,63 +146,17 @@ def test_an_evaluation_that_fails_is_a_failed_trial(tool: SearchTool) -> None:
     assert not kept.get_trials(states=[optuna.trial.TrialState.RUNNING])
 
 
-def test_a_study_of_another_kind_is_an_error(
-    tool: SearchTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_of_another_kind_is_an_error(tool: SearchTool, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = optuna.storages.InMemoryStorage()
     with pytest.raises(SearchError, match=r"directions are \['maximize', 'minimize'\]; give \['maximize'\]"):
-        Search(tool, lambda: 1, OptunaController(study(tmp_path / "db")))
+        Search(tool, lambda: 1, OptunaController(study(storage)))
     with pytest.raises(SearchError, match="study is 5; give a study or a sampler of Optuna"):
         OptunaController(5)  # type: ignore[arg-type]
     with pytest.raises(SearchError, match="no study yet; give it to a Search"):
         OptunaController().ask(SPACE, np.random.default_rng(0))
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(SearchError, match=r'needs Optuna: pip install "amanda-tools\[optuna\]"'):
+    with pytest.raises(SearchError, match=r'needs Optuna: pip install "amanda-labs\[optuna\]"'):
         Search(tool, lambda: 1, "optuna")
-
-
-def test_an_lstm_learns_decisions_that_depend_on_one_another() -> None:
-    """Each candidate alone is neither good nor bad, which a softmax for each op could not learn."""
-    controller = LSTMPolicy(rate=0.02, decay=1, entropy=0.0)
-    controller.tell(SPACE, {"a": "x", "b": "x"}, [0.0])  # the baseline from now on
-    for _ in range(150):
-        for a in "xy":
-            for b in "xy":
-                controller.tell(SPACE, {"a": a, "b": b}, [1.0 if a == b else -1.0])
-    drawn = [controller.ask(SPACE, np.random.default_rng(i)) for i in range(200)]
-    assert np.mean([one["a"] == one["b"] for one in drawn]) > 0.85
-    assert 0.2 < np.mean([one["a"] == "x" for one in drawn]) < 0.8
-
-
-def test_an_lstm_leaves_the_numbers_of_the_model_alone() -> None:
-    torch.manual_seed(0)
-    wanted = torch.rand(3)
-    torch.manual_seed(0)
-    controller = LSTMPolicy()
-    controller.tell(SPACE, controller.ask(SPACE, np.random.default_rng(0)), [1.0])
-    assert torch.equal(torch.rand(3), wanted)
-
-
-def test_an_lstm_finds_more_than_chance(tool: SearchTool) -> None:
-    means = {}
-    for name, controller in {"random": "random", "lstm": LSTMPolicy(rate=0.05)}.items():
-        search = Search(tool, reward(tool), controller, train=lambda: None, progress=False)  # type: ignore[arg-type]
-        means[name] = float(np.mean([one.metric or 0 for one in search.run(trials=150).trials[-40:]]))
-    assert means["lstm"] > means["random"] + 1
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"hidden": 0}, "hidden is 0; give a whole number from 1"),
-        ({"rate": "x"}, "rate is 'x'; give a number"),
-        ({"decay": 2}, "decay is 2; give a number from 0 to 1"),
-        ({"temperature": 0}, "temperature is 0; give a number above 0"),
-        ({"seed": -1}, "seed is -1; give a whole number from 0 on"),
-    ],
-)
-def test_wrong_options_of_an_lstm_are_errors(options: Any, told: str) -> None:
-    with pytest.raises(SearchError, match=f"LSTMPolicy: {told}"):
-        LSTMPolicy(**options)
 
 
 def test_with_costs_the_oldest_that_another_dominates_dies() -> None:

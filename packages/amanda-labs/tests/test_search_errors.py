@@ -51,7 +51,9 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; give one of"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, costs=["time"]), "costs is ['time']; give a list of"),
     (lambda tool: Search(tool, lambda: 1, costs=[lambda: 1, lambda: 2]), "give each a name of its own"),
-    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "there is no folder none"),
+    (lambda tool: Search(tool, lambda: 1, study="sqlite:////none/none/trials.db"),
+     "study is 'sqlite:////none/none/trials.db', which cannot be opened"),
+    (lambda tool: Search(tool, lambda: 1, study="trials.db"), "study is 'trials.db', which cannot be opened"),
     (lambda tool: tool.settle({"time": 1}), "its key is 'time'"),  # type: ignore[dict-item]
     (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
     (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
@@ -99,7 +101,7 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(tool, lambda: 1, metric=5), "Search: metric is 5; give a text"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, seed=-1), "Search: seed is -1; give a whole number from 0 on"),
     (lambda tool: Search(tool, lambda: 1, seed="x"), "Search: seed is 'x'; give a whole number from 0 on"),  # type: ignore[arg-type]
-    (lambda tool: Search(tool, lambda: 1, file=5), "Search: file is 5; give the path of a file"),  # type: ignore[arg-type]
+    (lambda tool: Search(tool, lambda: 1, study=5), "Search: study is 5; give a study of Optuna"),
     (lambda tool: Search(tool, lambda: 1, progress="no"), "Search: progress is 'no'; give True"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, compiled="x"), "Search: compiled is 'x'; give 'eager'"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1).run(trials="3"), "Search.run: trials is '3'; give a whole number"),  # type: ignore[arg-type]
@@ -121,7 +123,8 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
 
 def test_a_choice_of_no_name_is_an_error() -> None:
     for options in ({"type": 5}, {"module": 5}, {"type": [5]}):
-        with pytest.raises(SearchError, match=f"Choice: {next(iter(options))} is .*5.*; give a text"):
+        expected = f"Choice: {next(iter(options))} is .*5.*; give a list of texts, a text, or None"
+        with pytest.raises(SearchError, match=expected):
             Choice(["keep", "relu"], **options)
 
 

@@ -91,15 +91,6 @@ def diff_of(trace: dict[str, Any], first: int) -> dict[str, Any]:
     return {"schema": "amanda.diff", "version": 1, "title": "a, b", "first": found, "rows": rows}
 
 
-def timeline_of(trace: dict[str, Any]) -> dict[str, Any]:
-    """A Chrome trace with an event of 90 microseconds for each op."""
-    return {"traceEvents": [
-        {"ph": "X", "name": op["type"], "ts": 100 * op["index"], "dur": 90, "pid": 1, "tid": 1,
-         "args": {"id": op["id"], "phase": op["phase"]}}
-        for op in trace["ops"]
-    ]}  # fmt: skip
-
-
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     """Wait for what a frame or two bring."""
     end = time.monotonic() + seconds
@@ -296,7 +287,7 @@ def test_search_takes_fields_and_stars(show: Open, small: dict[str, Any]) -> Non
 
 
 def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any]) -> None:
-    page = show(small, flops_of(small), timeline_of(small))
+    page = show(small, flops_of(small))
     op = next(op for op in small["ops"] if op["type"] == "scaled_dot_product_attention")
     page.locator(f"#table .line[data-row='{op['index']}']").click()
     selected(page, op["type"])
@@ -309,9 +300,6 @@ def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any])
     assert "scaled_dot_product_attention_backward" in facts
     page.locator("#facts .tensors .link", has_text="transpose").first.click()
     selected(page, "transpose 1")
-    page.locator("#views button", has_text="Timeline").click()
-    said = page.get_attribute(".timeline", "aria-label") or ""
-    assert "selected: transpose, 90 µs" in said
 
 
 def test_a_module_is_selected_with_its_totals(show: Open, small: dict[str, Any]) -> None:
@@ -442,58 +430,6 @@ def test_a_diff_opens_at_the_first_divergence(show: Open, small: dict[str, Any])
     until(lambda: float(plot.get_attribute("data-from") or 0) > 0)
 
 
-def test_the_timeline_zooms_moves_and_selects(show: Open) -> None:
-    events = [
-        {"ph": "X", "name": f"op{i}", "ts": 1000 * i, "dur": 800, "pid": 1, "tid": 1, "args": {"bytes": i}}
-        for i in range(10)
-    ]
-    page = show(
-        {"traceEvents": [*events, {"ph": "C", "name": "memory", "ts": 0, "pid": 1, "args": {"b": 4}}]}
-    )
-    canvas = page.locator(".timeline")
-    box = canvas.bounding_box()
-    assert box is not None
-
-    def span() -> tuple[float, float]:
-        page.wait_for_timeout(60)
-        return float(canvas.get_attribute("data-from") or 0), float(canvas.get_attribute("data-to") or 0)
-
-    assert span() == (0, 9800)
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
-    page.mouse.wheel(0, -400)
-    start, end = span()
-    assert end - start < 5000
-    assert start < 4900 < end
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] / 2 - 120, box["y"] + 60, steps=4)
-    page.mouse.up()
-    assert span()[0] > start
-    canvas.focus()
-    page.keyboard.press("0")
-    assert span() == (0, 9800)
-    lane = box["y"] + 22 + 46 + 18 + 9
-    page.mouse.click(box["x"] + box["width"] * 3400 / 9800, lane)
-    page.wait_for_timeout(60)
-    assert "selected: op3, 800 µs from 3 ms on" in (canvas.get_attribute("aria-label") or "")
-    assert "op3" in page.inner_text("#facts")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_timeout(60)
-    assert "selected: op4" in (canvas.get_attribute("aria-label") or "")
-
-
-def test_a_timeline_alone_tells_the_time_of_each_op(show: Open) -> None:
-    def event(name: str, start: float, lasting: float) -> dict[str, Any]:
-        place = {"phase": "forward", "module": f"net.{name}", "source": "a.py:1"}
-        return {"ph": "X", "name": name, "ts": start, "dur": lasting, "pid": 1, "tid": 1, "args": place}
-
-    page = show({"traceEvents": [event("outer", 0, 100), event("inner", 10, 30), event("inner", 200, 5)]})
-    place = column_of(page, "time")
-    assert lines(page, column_of(page, "type")) == ["outer", "inner"]
-    assert lines(page, place) == ["70 \u00b5s", "35 \u00b5s"]
-    assert lines(page, place - 1) == ["1", "2"]
-    assert node(page, "net").locator(".value").inner_text() == "105 \u00b5s"
-
-
 def test_names_run_no_code(show: Open) -> None:
     evil = [
         "<img src=x onerror=alert(1)>",
@@ -572,9 +508,9 @@ OUTSIDE = """() => [...document.querySelectorAll("body *")].filter((one) => {
 
 @pytest.mark.parametrize("width", [400, 800, 1280])
 def test_nothing_is_cut_off_at_any_width(show: Open, small: dict[str, Any], width: int) -> None:
-    page = show(small, flops_of(small), timeline_of(small), diff_of(small, first=20), width=width)
+    page = show(small, flops_of(small), diff_of(small, first=20), width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    for name in ("Graph", "Timeline", "Diff"):
+    for name in ("Graph", "Diff"):
         page.get_by_role("tab", name=name, exact=True).click()
         page.wait_for_timeout(60)
         assert page.evaluate(OUTSIDE) == []
@@ -607,7 +543,7 @@ def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> Non
 
 
 def test_the_tab_key_reaches_every_control_and_shows_where_it_is(show: Open, small: dict[str, Any]) -> None:
-    page = show(small, flops_of(small), timeline_of(small))
+    page = show(small, flops_of(small))
     reached: list[str] = []
     while "facts" not in reached and len(reached) < 60:
         page.keyboard.press("Tab")
@@ -641,25 +577,6 @@ def test_the_keyboard_sorts_and_keeps_its_place_in_the_details(show: Open, small
     page.locator("#facts .link").first.focus()
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "facts"
-
-
-def test_the_keyboard_leads_from_lane_to_lane_of_the_timeline(show: Open) -> None:
-    events = [
-        {"ph": "X", "name": f"{name}{i}", "ts": 100 * i, "dur": 80, "pid": 1, "tid": thread}
-        for thread, name in enumerate(("python", "kernel"))
-        for i in range(20)
-    ]
-    page = show({"traceEvents": events})
-    canvas = page.locator(".timeline")
-    canvas.focus()
-    for key, name in (
-        ("ArrowDown", "python0"), ("ArrowRight", "python1"), ("ArrowDown", "kernel1"), ("ArrowUp", "python1"),
-    ):  # fmt: skip
-        page.keyboard.press(key)
-        until(lambda name=name: f"selected: {name}," in page.inner_text("#said"))  # type: ignore[misc]
-    page.keyboard.press("Enter")
-    until(lambda: float(canvas.get_attribute("data-from") or 0) == 92)
-    assert float(canvas.get_attribute("data-to") or 0) == 188
 
 
 @pytest.mark.slow
@@ -726,7 +643,7 @@ FRAMES = """() => {
 @pytest.mark.slow
 def test_ten_thousand_ops_stay_smooth(show: Open) -> None:
     trace = transformer(layers=265)
-    page = show(trace, flops_of(trace), timeline_of(trace), diff_of(trace, first=2_000))
+    page = show(trace, flops_of(trace), diff_of(trace, first=2_000))
     page.evaluate(FRAMES)
 
     def frame(gesture: Callable[[], Any]) -> float:
@@ -758,7 +675,7 @@ def test_ten_thousand_ops_stay_smooth(show: Open) -> None:
         page.keyboard.press("Escape")
 
     zooms = [*[60] * 20, *[-60] * 20]
-    for name, selector in (("Diff", "canvas.diff"), ("Timeline", "canvas.timeline"), ("Graph", ".graph")):
+    for name, selector in (("Diff", "canvas.diff"), ("Graph", ".graph")):
         page.get_by_role("tab", name=name, exact=True).click()
         if name == "Graph":
             page.click("#unfold-all")

@@ -17,7 +17,7 @@ from amanda.tools.dynamic_prune._result import Pruned
 from amanda.tools.kit import DataflowNode, Window, windows_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import spatial_axes
+from amanda.tools.mapping import CONVOLUTIONS, spatial_axes
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
@@ -108,7 +108,7 @@ class ActivationPruneTool(DynamicPruneTool):
         return self._strength * budget_loss(used, total, self._budget, self.progress)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
-        if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
+        if context["type"] in CONVOLUTIONS and context["layout"] in ("NCHW", "NHWC"):
             one = self._convolution(context)
             if one is not None:
                 node.notes["convolution"] = one

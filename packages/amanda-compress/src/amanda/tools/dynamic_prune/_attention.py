@@ -22,7 +22,6 @@ from amanda.tools.dynamic_prune._math import (
 )
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
-    PRODUCTS,
     Residual,
     head_count,
     is_of_one_sequence,
@@ -181,7 +180,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def _look_at_sum(self, context: amanda.OpContext, node: DataflowNode, found: Residual) -> None:
         attention = self._flow.nearest([node.inputs[found.branch]], "attention")
-        products = [one for one in found.ops if one.type in PRODUCTS | LAYERS]
+        products = [one for one in found.ops if one.type in LAYERS]
         if attention is None or not products:
             return
         made_by = (one.type for _, one in self._flow.back(found.identity) if one is not None)

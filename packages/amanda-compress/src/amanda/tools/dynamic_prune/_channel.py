@@ -14,9 +14,8 @@ from amanda.tools.dynamic_prune._result import Pruned
 from amanda.tools.kit import DataflowNode
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import spatial_axes
+from amanda.tools.mapping import CONVOLUTIONS, spatial_axes
 
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
 
@@ -75,7 +74,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             maker = self._flow.maker(number)
             if maker is not None and "layer" in maker.notes:
                 self._gate_at(context, node, position, maker.notes)
-        if context["type"] in _CONVOLUTIONS and "N" in (context["layout"] or ""):
+        if context["type"] in CONVOLUTIONS and "N" in (context["layout"] or ""):
             layer = node.notes["layer"] = self._layer(context)
             context.insert_before_op(self._predict, inputs=[0], layer=layer)
             context.insert_after_op(self._count, outputs=[0], layer=layer)

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from math import prod
 
 from amanda.tools.kit import Dataflow, DataflowNode
+from amanda.tools.mapping import MATRIX_PRODUCTS
 
-PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
-LAYERS = frozenset({"linear", "addmm", "matmul"})
+# The other products have a weight, as `linear` and in compiled graphs `addmm`, or no batch of matrices.
+SCORES = frozenset({"matmul", "einsum", "baddbmm"})
+"""Types of products of queries and keys."""
+LAYERS = frozenset({*MATRIX_PRODUCTS, "einsum"})
+"""Types of products by which layers make queries, keys and values."""
 _BETWEEN = frozenset(
     {"add", "sub", "mul", "div", "masked_fill", "where", "to", "clamp", "maximum", "reshape", "Identity",
      "clone", "contiguous", "dropout"}
@@ -77,7 +81,7 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
     number = node.inputs[0]
     for _ in range(12):
         made = flow.maker(number)
-        if made is None or made.type in PRODUCTS:
+        if made is None or made.type in SCORES:
             return made
         if made.type not in _BETWEEN:
             return None

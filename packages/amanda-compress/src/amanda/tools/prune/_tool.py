@@ -10,7 +10,7 @@ import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._importance import Importance
-from amanda.tools.prune._inputs import Reading, products, reading_of, rows_of, squares, unread
+from amanda.tools.prune._inputs import products, squares, unread
 from amanda.tools.prune._making import Making
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._options import Budget, Options, Regrow
@@ -47,6 +47,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     """
 
     elementwise = True
+    calibrates_when_prepared = True
     error = PruneError
     weight_type = PrunedWeight
 
@@ -99,26 +100,24 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     @property
     def needs_preparation(self) -> bool:
-        """True if masks of the first step are made of what `preparing` gathers, not of each weight alone."""
+        """True if the first masks are made of what `calibrating` gathers, not of each weight alone."""
         return not self._options.of_weight_alone
-
-    @property
-    def step_number(self) -> int:
-        """Number of the present step; 0 is the first."""
-        return self._making.step
 
     def step(self) -> None:
         """Begin a step here, and at no call of a model any more."""
         self._steps.step()
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Make the masks of the first step within `prepare`, which is no step itself."""
+    def calibrating(self) -> Iterator[None]:
+        """Return a context whose executions gather what the first masks are made of, and are no steps.
+
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  `prepare` opens it.
+        """
         try:
-            with self._making.preparing():
+            with self._making.calibrating():
                 yield
         finally:
-            self._steps.restart()
+            self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Masks by "path of the weight/mask", what else belongs to them, and "step", the next one."""
@@ -129,7 +128,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         kept = dict(state)
         self._making.begin_at(int(kept.pop("step", 0)))
         super().load_state_dict(kept, strict)
-        self._steps.restart()
+        self._steps.clear()
 
     @property
     def transforms_gradients(self) -> bool:
@@ -140,7 +139,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def is_settled(self) -> bool:
         """True if masks that are made stay."""
         options = self._options
-        return not (self._making.is_preparing or options.schedule.goes_on or options.exchanges)
+        return not (self._making.is_calibrating or options.schedule.goes_on or options.exchanges)
 
     def on_weight(self, weight: PrunedWeight) -> str | None:
         """Make the mask of a weight, unless the pattern does not fit."""
@@ -184,20 +183,20 @@ class PruneTool(WeightTool[PrunedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        reading = reading_of(context, read)
-        if reading is not None and self._key in context:
+        data = read.multiplied_input(context)
+        if data is not None and self._key in context:
             form = context[self._key]
             context.insert_before_op(
-                self._gather_inputs, inputs=[reading.position], form=form, reading=reading
+                self._gather_inputs, inputs=[data.position], form=form, rows_of=data.rows
             )
 
     @amanda.observer
     def _gather_inputs(
-        self, value: Any, form: WeightView | None, reading: Reading, run: dict[str, Any]
+        self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
-            rows = rows_of(value, reading, weight.canonical_shape)
+            rows = rows_of(value, weight.canonical_shape)
             weight.gather_inputs(squares(rows) if self._options.importance == "wanda" else products(rows))
 
     @amanda.traceable

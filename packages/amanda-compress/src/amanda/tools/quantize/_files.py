@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from amanda.errors import FileError
-from amanda.files import check_file_to_write, write_file
+from amanda.files import write_file
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.results import check_file, check_schema, parsing, read_text, to_json
@@ -63,20 +61,6 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
             if not isinstance(about.get(name, {}), Mapping):
                 raise ValueError(f"its {name} are {about[name]!r}")
     return arrays, about
-
-
-def checked_target(out: str | os.PathLike[str] | None, suffix: str, what: str, force: bool) -> Path:
-    """Return the path to write a converted model to.  Raises QuantizeError where it cannot be written."""
-    if out is None or Path(out).suffix != suffix:
-        raise QuantizeError(f"out is {out!r}; give the path of {what} ({suffix}) to write")
-    target = Path(out)
-    try:
-        check_file_to_write(target)
-    except FileError as error:
-        raise QuantizeError(str(error)) from error
-    if target.exists() and not force:
-        raise QuantizeError(f"{target} is there already; force=True replaces it")
-    return target
 
 
 def _dtype(name: str) -> str:

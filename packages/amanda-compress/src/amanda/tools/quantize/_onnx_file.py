@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.files import replacing_all
-from amanda.tools.kit import read_onnx
+from amanda.errors import FileError
+from amanda.files import check_file_to_write, replacing_all
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._files import checked_target
+from amanda.tools.onnx_graph import add_note, inlined, opset_of, read_onnx, save_onnx
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
@@ -28,9 +27,6 @@ _NARROW = (
     "ONNX Runtime's kernel for products with weights of 4 bits rounds their inputs to 8 bits; a session with "
     'the entry session.qdq_matmulnbits_accuracy_level "1" leaves them as they are.'
 )
-
-_LARGE = 1 << 30
-"""Bytes of a model above which its data are written beside it: protocol buffers end at 2 GB."""
 
 
 class InputsTool(amanda.Tool):
@@ -81,11 +77,10 @@ def convert_file(
 ) -> ConvertResult:
     """Write a copy of an ONNX file that computes with integers where `tool` simulates them."""
     target = _checked(source, tool, out, force)
-    onnx = _onnx()
     model = _readied(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
         plain = Path(folder, source.name)
-        _save(model, plain)
+        save_onnx(model, plain)
         found = InputsTool(tool)
         done = amanda.instrument(plain, found, out=Path(folder, "parts"))
     if waiting := tool.waiting_state():
@@ -95,11 +90,9 @@ def convert_file(
     writer = QdqWriter(model, found.nodes, tool.options)
     writer.write()
     about = {"amanda-tools": version("amanda-tools"), "tools": ["quantize"], "model": source.name}
-    told = {one.key: one.value for one in model.metadata_props}
-    notes = json.dumps([*json.loads(told.get("amanda", "[]")), about])
-    onnx.helper.set_model_props(model, {**told, "amanda": notes})
+    add_note(model, about)
     with replacing_all(target, force) as path:
-        _save(model, path)
+        save_onnx(model, path)
     left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
     result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
     if writer.has_narrow_products:
@@ -116,29 +109,24 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
             f"a {type(tool).__name__} was given for {source}; give a QuantizeTool that has the scales of a "
             "session of the file"
         )
-    if out is not None and Path(out).resolve() == source.resolve():
-        out = None
-    return checked_target(out, ".onnx", "another ONNX file", force)
-
-
-def _onnx() -> Any:
+    if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
+        raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
+    target = Path(out)
     try:
-        import onnx
-    except ImportError as error:
-        raise QuantizeError(
-            "convert reads ONNX files with onnx and the driver: pip install amanda-driver-onnxruntime"
-        ) from error
-    return onnx
+        check_file_to_write(target)
+    except FileError as error:
+        raise QuantizeError(str(error)) from error
+    if target.exists() and not force:
+        raise QuantizeError(f"{target} is there already; force=True replaces it")
+    return target
 
 
 def _readied(model: ModelProto, options: Options) -> ModelProto:
     """Return a model without local functions, of a version of ONNX that has the types of the grids."""
-    from onnx import inliner, version_converter
+    from onnx import version_converter
 
-    found = next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), 0)
-    wanted = _opset(options)
-    if model.functions:
-        model = inliner.inline_local_functions(model)
+    wanted, found = _opset(options), opset_of(model)
+    model = inlined(model)
     if found >= wanted:
         return model
     try:
@@ -161,13 +149,6 @@ def _opset(options: Options) -> int:
     if any(one <= 4 or one > 8 for one in numbers):
         return 21
     return 13 if len(numbers) == len([one for one in bits if one is not None]) else 19
-
-
-def _save(model: ModelProto, path: Path) -> None:
-    import onnx
-
-    large = model.ByteSize() >= _LARGE
-    onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
 
 
 def _size(path: Path) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import amanda
-from amanda.tools.mapping import MappingTool
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, MappingTool, product_of
 from amanda.tools.quantize._grid import Bits, FloatGrid, Grid, QuantizeError, Rounding
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 from amanda.tools.quantize._tensorflow import write_recompute
@@ -16,25 +16,12 @@ from amanda.tools.select import Paths, unmatched
 
 Method = Literal["static", "dynamic", "qat", "lsq", "lsq+"]
 
-TYPES = (
-    "conv[!e]*", "depthwise_conv*", "linear", "matmul", "addmm", "baddbmm", "einsum",
-    "scaled_dot_product_attention",
-)  # fmt: skip
+# Some frameworks have convolutions that StandardMapping has no word for.
+TYPES = ("conv[!e]*", *(kind for kind in PRODUCTS if kind not in SEVERAL_WEIGHTS))
 """Types of the ops whose inputs are quantised by default."""
 
-_ALONE = {"batch_norm": (0,), "embedding": (0,)}
-_BEFORE_BIAS = {**_ALONE, "conv": (0, 1), "linear": (0, 1)}
-_OPERANDS: Mapping[str, Mapping[str, Sequence[int]]] = {
-    "pytorch": {
-        **_BEFORE_BIAS, "addmm": (1, 2), "baddbmm": (1, 2), "scaled_dot_product_attention": (0, 1, 2),
-        "layer_norm": (0,), "group_norm": (0,),
-    },
-    "tensorflow": _ALONE,
-    "onnxruntime": _BEFORE_BIAS,
-    "jax": _ALONE,
-    "*": {**_BEFORE_BIAS, "layer_norm": (0,), "group_norm": (0,)},
-}  # fmt: skip
-"""Positions of operands by the word of an op, for each framework; "*": for one that has no table."""
+_DATA_ALONE = frozenset({"batch_norm", "embedding", "layer_norm", "group_norm"})
+"""Types whose first input is quantised, and no weight."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +127,12 @@ class Options:
 def operands() -> MappingTool:
     """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
-    All inputs of a type that no table has are operands.  is_called_back: True where the program calls
-    routines in Python, through which autodiff does not go: gradients are changed beside the backward op.
+    Operands are the factors of a product, and all inputs of most other types.  is_called_back: True where the
+    program calls routines in Python, through which autodiff does not go: gradients are changed beside the
+    backward op.
     """
-    rules = [[framework, partial(_write, found)] for framework, found in sorted(_OPERANDS.items())]
     return MappingTool([
-        ["*", partial(_write_called, False)], ["jax", partial(_write_called, True)], *rules,
+        ["*", partial(_write_called, False)], ["jax", partial(_write_called, True)], ["*", _write_operands],
         ["tensorflow", write_recompute],
     ])  # fmt: skip
 
@@ -154,7 +141,7 @@ def _write_called(is_called_back: bool, context: amanda.OpContext) -> None:
     context["is_called_back"] = is_called_back
 
 
-def _write(found: Mapping[str, Sequence[int]], context: amanda.OpContext) -> None:
-    kind, count = context["type"], len(context.get_inputs())
-    wanted = found.get("conv" if kind.startswith("conv") else kind, range(count))
-    context["operands"] = [position for position in wanted if position < count]
+def _write_operands(context: amanda.OpContext) -> None:
+    product, count = product_of(context), len(context.get_inputs())
+    wanted = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
+    context["operands"] = [position for position in wanted or range(count) if position < count]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from amanda.tools.libraries import numpy as np
+from amanda.tools.onnx_graph import bodies_of, names_in, remove_unread
 from amanda.tools.quantize._fake import Scale
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
 from amanda.tools.quantize._options import Options
@@ -48,7 +49,7 @@ class QdqWriter:
         self, model: ModelProto, nodes: Mapping[Key, Mapping[int, QuantizedInput]], options: Options
     ) -> None:
         self._model, self._nodes, self._rounding = model, nodes, options.rounding
-        self._taken = set(_names(model.graph))
+        self._taken = set(names_in(model.graph))
         self.rows: list[tuple[Any, ...]] = []
         self.has_narrow_products = False
 
@@ -57,7 +58,7 @@ class QdqWriter:
         met = self._rewrite(self._model.graph)
         if missed := self._nodes.keys() - met:
             raise QuantizeError(f"{next(iter(missed))[:2]} is no node of the model that is written")
-        _drop_unread(self._model.graph)
+        remove_unread(self._model.graph)
 
     def _rewrite(self, graph: GraphProto) -> set[Key]:
         from onnx import NodeProto
@@ -65,7 +66,7 @@ class QdqWriter:
         made: dict[Any, str] = {}
         nodes, met = [], set()
         for node in graph.node:
-            for body in _bodies(node):
+            for body in bodies_of(node):
                 met |= self._rewrite(body)
             key = key_of(node)
             found = self._nodes.get(key, {})
@@ -189,43 +190,3 @@ class QdqWriter:
             name = f"{wanted}_{count}"
         self._taken.add(name)
         return name
-
-
-def _bodies(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def _names(graph: GraphProto) -> Iterator[str]:
-    yield from (one.name for one in (*graph.input, *graph.initializer, *graph.output))
-    yield from (one.values.name for one in graph.sparse_initializer)
-    for node in graph.node:
-        yield from (node.name, *node.input, *node.output)
-        for body in _bodies(node):
-            yield from _names(body)
-
-
-def _drop_unread(graph: GraphProto, kept: Iterable[str] = ()) -> set[str]:
-    """Leave out nodes and initializers whose values nothing reads; return names that are read."""
-    del graph.value_info[:]
-    read = {*kept, *(one.name for one in graph.output)}
-    for i in reversed(range(len(graph.node))):
-        node = graph.node[i]
-        if node.op_type in _MOVES and read.isdisjoint(node.output):
-            del graph.node[i]
-            continue
-        for body in _bodies(node):
-            read |= _drop_unread(body)
-        read.update(node.input)
-    unread = {one.name for one in graph.initializer} - read
-    for field in (graph.initializer, graph.input):
-        for i in reversed(range(len(field))):
-            if field[i].name in unread:
-                del field[i]
-    return read
-
-
-_MOVES = {"Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Cast"}
-"""Types of nodes by which weights reach their readers."""

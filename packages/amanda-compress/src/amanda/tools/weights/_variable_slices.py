@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 import amanda
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import TENSORFLOW_PASSES, TENSORFLOW_READS
 
 _PASSES = TENSORFLOW_PASSES | {"Squeeze", "ExpandDims"}
@@ -54,9 +55,8 @@ class Slices:
         return known if known is not None and known[0]() is value else None
 
     def _note(self, *made: Any, chosen: bool) -> None:
-        for one in made:
-            for tensor in one if isinstance(one, (list, tuple)) else [one]:
-                self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), chosen
+        for tensor in leaves(made):
+            self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), chosen
 
     def _forget(self, key: int, _: Any) -> None:
         self._made.pop(key, None)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import FACTORS, StandardMapping
+from amanda.tools.mapping import MATRIX_PRODUCTS, StandardMapping
+from amanda.tools.weights._input_rows import MultipliedInput, multiplied_input
 from amanda.tools.weights._parameter_slices import READS, SLICE, FollowedSlices, ParameterSlice
 from amanda.tools.weights._parameters import StridedLayout
 from amanda.tools.weights._shared_state import may_vary
@@ -37,6 +38,10 @@ class WeightInput:
     is_lost: bool
     varies: bool
     is_part: bool
+
+    def multiplied_input(self, context: amanda.OpContext) -> MultipliedInput | None:
+        """Return the input that the op multiplies by the weight; None where that is not followed."""
+        return multiplied_input(context, self.index)
 
 
 def weight_input(context: amanda.OpContext) -> WeightInput | None:
@@ -110,8 +115,8 @@ class WeightReads(amanda.Tool):
         if index is None:
             return None
         layout: str | None = context["weight_layout"]
-        if context["weight_index"] is None and context["type"] in FACTORS:
-            layout = ("OI", "IO")[FACTORS[context["type"]].index(index)]
+        if context["weight_index"] is None and context["type"] in MATRIX_PRODUCTS:
+            layout = ("OI", "IO")[MATRIX_PRODUCTS[context["type"]].factors.index(index)]
         holder = context.get_variable(index)
         is_moved = holder is None and self._is_moved(context, index)
         is_followed = self._is_followed(context, index)
@@ -134,7 +139,8 @@ class WeightReads(amanda.Tool):
         index: int | None = context["weight_index"]
         if index is not None:
             return index
-        found = [i for i in FACTORS.get(context["type"], ()) if self._is_moved(context, i)]
+        product = MATRIX_PRODUCTS.get(context["type"])
+        found = [i for i in product.factors if self._is_moved(context, i)] if product else []
         return found[0] if len(found) == 1 else None
 
     def _is_followed(self, context: amanda.OpContext, index: int) -> bool:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
-from amanda.tools.mapping import SEVERAL_WEIGHTS
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.weights._parameter_slices import ParameterSlice
 from amanda.tools.weights._parameters import ParameterStore, parameter_store
-from amanda.tools.weights._selection import LOOKUPS, PRODUCTS
+from amanda.tools.weights._selection import LOOKUPS
 from amanda.tools.weights._shared_state import SharedState
 from amanda.tools.weights._views import AliasedWeightView, Find, IndexedRows, order_of_axes, row_layout
 from amanda.tools.weights._weight import Weight, WeightView

@@ -1,4 +1,4 @@
-"""The backward pass: an op's backward op is what lies between taps on its outputs and on its inputs."""
+"""The backward pass: an op's backward op lies between the taps on its outputs and on its inputs."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -58,7 +58,7 @@ class PrimitiveCall(Call):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Bind the primitive; return its outputs, tapped if tools instrument its backward op."""
-        return self._tapped(self.compute(inputs))
+        return self._tap_if_executing(self.compute(inputs))
 
     def compute(self, inputs: Sequence[Any]) -> Any:
         """Bind the primitive for a replacement."""
@@ -80,9 +80,9 @@ class PrimitiveCall(Call):
             self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
-        return self._tapped(result)
+        return self._tap_if_executing(result)
 
-    def _tapped(self, result: Any) -> Any:
+    def _tap_if_executing(self, result: Any) -> Any:
         execution = TappedExecution.current()
         return result if execution is None else execution.tap_outputs(result)
 

@@ -68,7 +68,7 @@ class LayerPrograms:
         )
 
     def function(self, function: Callable[..., Any]) -> TracedFunction:
-        """Return the function by which JAX knows a user's function for these tools."""
+        """Return the function that stands for a user's function in JAX's caches, for these tools."""
         if function not in self._functions:
             self._functions[function] = TracedFunction(function)
             self._users.add(function)
@@ -104,7 +104,7 @@ def cache_key_of(state: State, purpose: Hashable = 0) -> Any:
 
 
 def set_cache_key() -> None:
-    """Trace on this thread for the tools that are in force on it."""
+    """Set this thread's cache key to that of the tools in force."""
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.active:
         _CONFIG.set_local(cache_key_of(activation.state))

@@ -137,7 +137,7 @@ class JaxDriver(Arrays, EagerDriver):
             name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
             detour = self._detours.get((primitive, name))
             if detour is None:
-                detour = self._detours[primitive, name] = self._detour(original, primitive, name)
+                detour = self._detours[primitive, name] = self._make_detour(original, primitive, name)
             run = partial(_run_carrying, detour, params)
             # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
             if is_within_jit() or primitive.name in CUSTOM or not wants_backward():
@@ -150,7 +150,7 @@ class JaxDriver(Arrays, EagerDriver):
 
         return bind
 
-    def _detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
+    def _make_detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
         """Return the detour of a primitive: its binds become calls of a site named `name`."""
         target: Any = partial(_bind_suspended, original, primitive)
         flags = IMPLEMENTATION
@@ -218,7 +218,7 @@ class JaxDriver(Arrays, EagerDriver):
         return insert_callback(action, values, facts, run, shapes)
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:
-        """Trace the program anew when what a replacement in it reads changes."""
+        """Guard the program by the values that a replacement in it reads."""
         add_note(INSERTION)
         guard_reads(action, facts)
 
@@ -278,12 +278,14 @@ def _run_op_twice(
     """Run an op as JAX has it and, by `run`, for the tools."""
     several = primitive.multiple_results
 
-    def bare() -> list[Any]:
+    def run_untapped() -> list[Any]:
         with without_tools():
             results = original(primitive, *args, **params)
         return list(results) if several else [results]
 
-    results = run_twice(args, bare, lambda values: list(run(values)) if several else [run(values)], True)
+    results = run_twice(
+        args, run_untapped, lambda values: list(run(values)) if several else [run(values)], True
+    )
     return results if several else results[0]
 
 

@@ -98,6 +98,7 @@ def _as_function(program: Any, form: Callable[..., Any] = _unchanged, *options: 
 def _retraced_scan(
     *, jaxpr: Any, num_consts: int, num_carry: int, length: int, reverse: bool, unroll: int, **_: Any
 ) -> ProgramFunction:
+    """Return a function that runs the program of a scan by `jax.lax.scan`."""
     body = _as_function(jaxpr)
 
     def run(*args: Any) -> Sequence[Any]:
@@ -118,6 +119,7 @@ def _retraced_scan(
 def _retraced_while(
     *, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int
 ) -> ProgramFunction:
+    """Return a function that runs the programs of a loop by `jax.lax.while_loop`."""
     condition, body = _as_function(cond_jaxpr), _as_function(body_jaxpr)
 
     def run(*args: Any) -> Sequence[Any]:
@@ -140,12 +142,14 @@ def _retraced_cond(*, branches: Sequence[Any], **_: Any) -> ProgramFunction:
 def _retraced_checkpoint(
     *, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: Any
 ) -> ProgramFunction | None:
+    """Return a function that runs the program of a checkpoint by `jax.checkpoint`."""
     if differentiated or not isinstance(prevent_cse, bool):  # forms that `jax.checkpoint` cannot express
         return None
     return _as_function(jaxpr, _checkpointed, prevent_cse, policy)
 
 
 def _retraced_jit(*, jaxpr: Any, **params: Any) -> ProgramFunction | None:
+    """Return a function that runs the program of a jitted function by `jax.jit`."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
     # `jax.jit` of the program would lose placements and donations: the program runs as it is, reported.
     if any(sharding is not pjit.UNSPECIFIED for sharding in shardings) or any(params["donated_invars"]):

@@ -104,13 +104,16 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             state = activation.state
             programs = LayerPrograms.of(state.layer)
             function = programs.function(fun)
-            with function.variant() as variant:
+            with function.current_variant() as variant:
                 key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
                 with collecting_notes() as notes, key:
                     program, flat = original(function.call, info, args, kwargs)
                 closed = program.params["jaxpr"]
                 if closed not in programs.findings:
-                    with_inputs_read, reports = with_read_inputs(program, variant.inputs), variant.reports()
+                    with_inputs_read, reports = (
+                        with_read_inputs(program, variant.inputs),
+                        variant.report_entries(),
+                    )
                     guards = variant.reads.guards or bool(reports)
                     programs.findings[closed] = _Findings(notes, with_inputs_read, guards, reports)
             findings = programs.findings[closed]
@@ -154,14 +157,14 @@ def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             with without_tools():
                 flat = pjit.jit_p.bind(*args_flat, **p.params)
             results = jax.tree_util.tree_unflatten(p.out_tree, flat)
-            ORIGINALS.note_all(results, originals)
+            ORIGINALS.record_all(results, originals)
             return results, flat, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
         with without_tools():
             results = original(p, args_flat, fun, args, kwargs)
         if is_within_jit():
-            ORIGINALS.note_all(results[0], originals)
+            ORIGINALS.record_all(results[0], originals)
         elif core.trace_state_clean():
             set_cache_key()  # a tool may have had ops analysed again
         return results

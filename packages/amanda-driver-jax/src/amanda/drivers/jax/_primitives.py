@@ -34,8 +34,8 @@ class Originals:
         self._original_of: TensorMap[Callable[[], Any]] = TensorMap()
         self._last: deque[Any] = deque(maxlen=16)
 
-    def note(self, result: Any, value: Any) -> Any:
-        """Record that a value was made in the place of another; return it."""
+    def record(self, result: Any, value: Any) -> Any:
+        """Record the original of a result; return the result."""
         result_value, original = primal(result), self.of(value)
         if (
             result_value is not original
@@ -50,12 +50,12 @@ class Originals:
                 self._original_of[result_value] = weakref.ref(original)
         return result
 
-    def note_all(self, result: Any, values: Sequence[Any]) -> None:
-        """Record that the leaves of a result were made in the place of others."""
+    def record_all(self, result: Any, values: Sequence[Any]) -> None:
+        """Record the originals of the leaves of a result."""
         leaves = jax.tree_util.tree_leaves(result)
         if len(leaves) == len(values):
             for leaf, value in zip(leaves, values, strict=True):
-                self.note(leaf, value)
+                self.record(leaf, value)
 
     def of(self, value: Any) -> Any:
         """Return the original of a value in the outermost function; the value itself if it has none."""
@@ -89,7 +89,7 @@ FAILURES: list[BaseException] = []
 
 
 def raise_failure() -> None:
-    """Raise the first exception of a function that was called, if there is any."""
+    """Raise the first exception of the called functions, if there is one."""
     error = next(iter(FAILURES), None)
     FAILURES.clear()
     if error is not None:
@@ -108,7 +108,7 @@ def straight_through(original: Any, value: Any) -> Any:
     add_note(INSERTION)
     if not isinstance(original, core.Tracer):  # nothing is differentiated or staged here
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
-    return ORIGINALS.note(straight_p.bind(original, value), original)
+    return ORIGINALS.record(straight_p.bind(original, value), original)
 
 
 def tap(values: Sequence[Any], mark: "TappedExecution", side: str, carried: Sequence[Any] = ()) -> list[Any]:
@@ -123,7 +123,7 @@ def tap(values: Sequence[Any], mark: "TappedExecution", side: str, carried: Sequ
         tapped = [values[i] for i in places]
         results = tap_p.bind(*carried, *tapped, mark=mark, side=side, positions=places, mapped=0)
         for place, value in zip(places, results, strict=True):
-            result[place] = ORIGINALS.note(value, values[place])
+            result[place] = ORIGINALS.record(value, values[place])
     return result
 
 
@@ -270,6 +270,7 @@ def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence
 
 
 def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> Any:
+    """Lower a call of Python to a callback of XLA, ordered among other callbacks by a token."""
     call = _by_row(function, avals, mapped)
     results, token, _ = callback.emit_python_callback(
         ctx, lambda *arrays: tuple(call(*map(np.asarray, arrays))), ctx.tokens_in.get(CALLBACKS), list(args),

@@ -1,4 +1,4 @@
-"""Signals that come while a program calls Python: XLA turns what their handlers raise into its own error."""
+"""Signals during callbacks of programs: XLA would turn an exception of a handler into its own error."""
 
 # Its functions in C are ten times as fast as those of signal, which make enums.
 import _signal  # type: ignore[import-not-found]

@@ -63,9 +63,9 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def record_scans(attributes: Attributes) -> None:
-    """Record what scans slice, with the number of the round.
+    """Record the arrays that scans slice, with the number of the round.
 
-    JAX's public function calls another, which is replaced: programs have references to the public one.
+    The function within JAX's public `scan` is replaced, since programs may hold the public function.
     """
     bodies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
     # `jax.lax.scan` is a wrapper whose closure holds the function proper: the cell is exchanged.

@@ -1,4 +1,4 @@
-"""Primitives of JAX's arrays, and of the symbols that stand for arrays while code is traced."""
+"""Operations for the core on JAX's arrays, and on the symbols of arrays in traced code."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -114,6 +114,7 @@ def _symbol_type(value: Any) -> Hashable:
 
 
 def _map_tensors(value: Any, read: Callable[[Any], Any]) -> Any:
+    """Read a tensor, or each tensor of a list; return None for anything else."""
     if is_tensor(value):
         return read(value)
     if isinstance(value, (list, tuple)):

@@ -114,7 +114,7 @@ def primal(value: Any) -> Any:
 
 
 def base_trace() -> Any:
-    """Return the trace below those of derivatives: JAX's evaluation, or one that makes a program or maps."""
+    """Return the trace below the traces of derivatives: evaluation, a program's trace, or a vmap's."""
     trace: Any = core.trace_ctx.trace
     # Batch traces stay: under vmap routines get batched values.
     while isinstance(trace, (ad.LinearizeTrace, ad.JVPTrace, pe.JaxprTrace)):
@@ -123,7 +123,7 @@ def base_trace() -> Any:
 
 
 def is_staged() -> bool:
-    """Return True where what is bound now becomes part of a program, or is mapped over, and has no values."""
+    """Return True if ops that are bound now become part of a program, or run under vmap, without values."""
     return base_trace() is not core.eval_trace
 
 

@@ -36,7 +36,7 @@ _thread = _RunningTwins()
 class Twins:
     """One call of a function that runs twice.
 
-    changed: True if the gradients of the ops count.  is_inner: its ops are among those of another call.
+    changed: True if the gradients of the ops count.  is_inner: True within another such call.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class Twins:
         A gate stops gradients that are not to be counted.
         inputs: of the function; a result that is an input has the input's gradient, and needs no gate.
         """
-        input_tangents = [_tangent(value_or_tangent) for value_or_tangent in inputs]
+        input_tangents = [_tangent_of(value_or_tangent) for value_or_tangent in inputs]
         return [
-            ORIGINALS.note(gate_p.bind(value, twins=self, ops=ops), value)
+            ORIGINALS.record(gate_p.bind(value, twins=self, ops=ops), value)
             if is_differentiable(value)
             and not any(
-                _tangent(value) is value_or_tangent is not None for value_or_tangent in input_tangents
+                _tangent_of(value) is value_or_tangent is not None for value_or_tangent in input_tangents
             )
             else value
             for value in values
@@ -113,7 +113,7 @@ def run_twice(
         twins.changed = True
         return op_values
     results = results if early else function()
-    ORIGINALS.note_all(results, op_values)
+    ORIGINALS.record_all(results, op_values)
     return twins.join(results, gated, op_values) if TAP in notes else results
 
 
@@ -123,7 +123,7 @@ def wants_backward() -> bool:
     return layer is not None and layer.wants_backward
 
 
-def _tangent(value: Any) -> Any:
+def _tangent_of(value: Any) -> Any:
     while isinstance(value, batching.BatchTracer):
         value = value.val
     return value.tangent if isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)) else None

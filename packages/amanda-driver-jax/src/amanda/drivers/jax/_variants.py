@@ -49,6 +49,7 @@ class JaxReads(Reads):
             return all(self._is_as_before(place) for place in self)
 
     def _is_as_before(self, place: Reading) -> bool:
+        """Return True if a place has the value that was read, or any array if the array is an input."""
         now = place.read(place.holder, place.name)
         if place.key in self.inputs:
             return isinstance(now, ARRAYS) and core.typeof(now) == core.typeof(place.value)
@@ -98,7 +99,7 @@ class Variant:
         """Note a difference between the program and its routines, which is reported at each call."""
         self._reports[subject, reason] = None
 
-    def reports(self) -> list[tuple[str, str]]:
+    def report_entries(self) -> list[tuple[str, str]]:
         """Return the entries for the reports of scopes."""
         return [*self._reports, *self.reads.unfollowed(self._traced, "a program")]
 
@@ -126,17 +127,19 @@ class LiftedArrays(Arrays):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Trace a routine, and insert its computation into the program."""
-        return super().call_isolated(partial(self._lifted, partial(func, **kwargs)), values, {})
+        return super().call_isolated(partial(self._trace_routine, partial(func, **kwargs)), values, {})
 
-    def _lifted(self, func: Callable[..., Any], *values: Any) -> Any:
+    def _trace_routine(self, func: Callable[..., Any], *values: Any) -> Any:
+        """Trace a routine alone, then evaluate it in the program with its arrays as inputs."""
         # A trace of its own shows the arrays that the routine refers to: they are its constants.
         closed, form = jax.make_jaxpr(func, return_shape=True)(*values)
         places = [item for item in self._variant.reads if isinstance(item.value, ARRAYS)]
-        consts = [self._const(item, places) for item in closed.consts]
+        consts = [self._lift_constant(item, places) for item in closed.consts]
         results = core.eval_jaxpr(closed.jaxpr, consts, *jax.tree_util.tree_leaves(values))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(form), results)
 
-    def _const(self, const: Any, places: Sequence[Reading]) -> Any:
+    def _lift_constant(self, const: Any, places: Sequence[Reading]) -> Any:
+        """Return the symbol of an array that is read from a known place; return another constant as it is."""
         place = next((reading for reading in places if _is_same_array(const, reading.value)), None)
         if place is not None:
             return self._variant.lift(place)
@@ -173,7 +176,7 @@ class TracedFunction:
         self._all: list[Variant] = []
 
     @contextmanager
-    def variant(self) -> Iterator[Variant]:
+    def current_variant(self) -> Iterator[Variant]:
         """Enter a context in which the function is called or traced, for the present values of reads."""
         variant = next((known_variant for known_variant in self._all if known_variant.reads.hold()), None)
         if variant is None:

@@ -50,22 +50,25 @@ def dtype(value: Any) -> str | None:
 
 
 def _describe_op(context: OpContext) -> None:
+    """Write the keys of StandardMapping that forward and backward ops share."""
     name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
     kind, weight, layout, weight_layout = WORDS.get(name, name), None, None, None
     if name == "dot_general":
-        kind, weight, weight_layout = _product(context, inputs, attributes["dimension_numbers"])
+        kind, weight, weight_layout = _describe_product(context, inputs, attributes["dimension_numbers"])
     elif name == "conv_general_dilated":
-        kind, layout, weight_layout = _convolution(attributes)
+        kind, layout, weight_layout = _describe_convolution(attributes)
         weight = 1
     elif name in ("reduce_window_max", "reduce_window_sum"):
-        kind, layout = _pooling(name, attributes)
+        kind, layout = _describe_pooling(name, attributes)
     context["type"] = kind
     context["in_place"] = False
     context["weight_index"], context["layout"], context["weight_layout"] = weight, layout, weight_layout
     context["shape"], context["dtype"] = shape, dtype
 
 
-def _product(context: OpContext, inputs: Sequence[Any], numbers: Any) -> tuple[str, int | None, str | None]:
+def _describe_product(
+    context: OpContext, inputs: Sequence[Any], numbers: Any
+) -> tuple[str, int | None, str | None]:
     """Return the word for a product, its weight, and the axes of that.
 
     A product of an array with the one contracted axis of a matrix is a `linear`, if a model holds the matrix.
@@ -85,22 +88,22 @@ def _product(context: OpContext, inputs: Sequence[Any], numbers: Any) -> tuple[s
     return "linear" if index == 1 else "matmul", index, "IO" if contracted[0] == 0 else "OI"
 
 
-def _convolution(attributes: Mapping[str, Any]) -> tuple[str, str, str]:
+def _describe_convolution(attributes: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the word for a convolution, and the axes of its input and of its weight."""
     numbers = attributes["dimension_numbers"]
     rank = len(numbers.lhs_spec) - 2
     transposed = any(dilation != 1 for dilation in attributes["lhs_dilation"])
     word = f"conv{'_transpose' if transposed else ''}{rank}d"
-    return word, _spelt(numbers.lhs_spec, "NC", rank), _spelt(numbers.rhs_spec, "OI", rank)
+    return word, _axes_text(numbers.lhs_spec, "NC", rank), _axes_text(numbers.rhs_spec, "OI", rank)
 
 
-def _spelt(places: Sequence[int], first: str, rank: int) -> str:
+def _axes_text(places: Sequence[int], first: str, rank: int) -> str:
     """Spell axes in the order of indexing.  places: those of the axes named in `first`, then the window's."""
     axes = dict(zip(places, first + _AXES.get(rank, "?" * rank), strict=True))
     return "".join(axes[place] for place in sorted(axes))
 
 
-def _pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, str | None]:
+def _describe_pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the word for a pooling, and the axes of its input: channels are ahead of the window or last."""
     window = [i for i, extent in enumerate(attributes["window_dimensions"]) if extent > 1]
     rank = len(attributes["window_dimensions"]) - 2

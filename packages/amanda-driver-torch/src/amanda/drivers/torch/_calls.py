@@ -56,7 +56,7 @@ class TorchCall(Call):
     def fitted(self, inputs: list[Any]) -> list[Any]:
         """Lay a tensor out like the original where the op may make a view of it, or read all its memory.
 
-        Of another layout `reshape` would make a view where it copies, or the other way round.
+        With another layout `reshape` would make a view where the program's call copies, or the reverse.
         """
         original, value = self.inputs[0], inputs[0]
         if value is original or not _depends_on_layout(self._site.key):
@@ -99,7 +99,7 @@ class TorchCall(Call):
         return [i for i in written if self.inputs[i] is not None]
 
     def may_write(self) -> bool:
-        """Return whether the op may write: it says so, or is called through an object, as a Function is."""
+        """Return True if the schema says that the op writes, or if the op is an object, as a Function is."""
         return bool(self.mutable or self._head)
 
     def may_write_unseen(self) -> bool:
@@ -173,18 +173,18 @@ class CollectiveCall(TorchCall):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Make the call, with lists as they were."""
-        return super().invoke(inputs if inputs is self.inputs else self._nested(inputs))
+        return super().invoke(inputs if inputs is self.inputs else self._with_nested_lists(inputs))
 
     def takes_equals(self) -> bool:
-        """Return False: the lists of the inputs are not those of the arguments."""
+        """Return False: inputs are flat lists, arguments may be lists of lists."""
         return False
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that makes the call with inputs like this call's."""
-        compute, nested = super().computation(), self._nested
+        compute, nested = super().computation(), self._with_nested_lists
         return lambda inputs: compute(nested(inputs))
 
-    def _nested(self, inputs: Sequence[Any]) -> list[Any]:
+    def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:
         return [
             _split_by_lengths(value, self._lengths[i]) if i in self._lengths else value
             for i, value in enumerate(inputs)

@@ -31,7 +31,7 @@ def asks_for_graphs(state: object) -> TypeGuard[State]:
 
 
 def supports_stances() -> bool:
-    """Return True if dynamo, once imported, can be told what to do with what it has compiled (torch 2.6)."""
+    """Return True if dynamo, once imported, has stances, which decide if compiled code runs (torch 2.6)."""
     # Importing dynamo takes seconds, and a program without torch.compile does not need it.
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return hasattr(frames, "_callback_from_stance") and torch_attribute("compiler.set_stance") is not None

@@ -24,9 +24,9 @@ from ._overrides import (
     as_class_of,
     call_alone,
     current_overrides,
+    has_overrides,
     is_recorded,
     leave_overrides,
-    overridden,
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
@@ -81,7 +81,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._patches.install(self.attributes)
 
     def detach(self) -> None:
-        """Leave torch as it was."""
+        """Undo all changes of torch."""
         remove_abandoned_hooks()  # of passes that an interrupt ended: they would outlive the scope
         super().detach()
         if interceptor.NATIVE:
@@ -93,7 +93,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     @cached_property
     def _native_sites(self) -> list[Site]:
-        return list(self._targets)
+        return list(self._targets_by_site)
 
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
@@ -105,14 +105,14 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return make_reader(plain_straight_through) if interceptor.NATIVE else (None, "")
 
     def slowdown(self) -> str:
-        """Say what native code lacks to read the tensors of this torch; "" where it lacks nothing."""
+        """Return the parts that native code lacks to read the tensors of this torch; "" if it lacks none."""
         return self._reader_and_lack[1]
 
     @cached_property
-    def _targets(self) -> dict[Site, Target]:
-        return {self._site(target): target for target in targets()}
+    def _targets_by_site(self) -> dict[Site, Target]:
+        return {self._make_site(target): target for target in targets()}
 
-    def _site(self, target: Target) -> Site:
+    def _make_site(self, target: Target) -> Site:
         """Return the site of a target: the callable with the op's type and how its calls are treated."""
         if target.kind == "classmethod":
             return Site(
@@ -126,7 +126,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return self.site(target.callable, op, target.canonical, flags)
 
     def _detour_calls(self) -> None:
-        """Replace the calls by which torch runs what has no native callable of its own."""
+        """Replace `__call__` of operators and scripted functions, which have no native callables."""
         flags_by_holder: list[tuple[Any, int]] = [
             (torch._ops.OpOverload, IMPLEMENTATION),
             (torch._ops.OpOverloadPacket, IMPLEMENTATION),
@@ -182,7 +182,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
-        if overridden(args, kwargs) and any(
+        if has_overrides(args, kwargs) and any(
             isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
         ):
             state.report("torch.fx.symbolic_trace", RECORDED_AS_IS)
@@ -219,16 +219,16 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine that changes no value, also outside of what tensor subclasses override."""
+        """Call a routine that changes no value, outside of modes and of overrides of tensor subclasses."""
         return call_alone(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""
-        target = self._targets.get(site)
+        target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
-            kind = CollectiveCall if site.key.startswith("c10d::") else TorchCall
-            return kind(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
+            call_class = CollectiveCall if site.key.startswith("c10d::") else TorchCall
+            return call_class(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
         head, own_args = args[:1], args[1:]
         op = ScriptedOp(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(
@@ -245,7 +245,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return values, rebuild
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """Return what keeps ops from being instrumented at this moment, and why."""
+        """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return UNSEEN_TRANSFORM, RUNS_AS_IS
         if torch._C._get_tracing_state() is not None:
@@ -337,17 +337,17 @@ class DriverOutsideModes(TorchDriver):
 
     def invoke(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the program's, under its modes."""
-        with self._modes.entered():
+        with self._modes.enter():
             return site.invoke(args, kwargs)
 
     def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that computes for the program, under its modes."""
-        with self._modes.entered():
+        with self._modes.enter():
             return func(*values, **kwargs)
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """Return what keeps ops from being instrumented at this moment, and why."""
-        with self._modes.entered():
+        """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
+        with self._modes.enter():
             return super().obstacle(site)
 
 
@@ -357,7 +357,7 @@ class DriverForUnfinishedResult(DriverOutsideModes):
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine outside of what the class overrides, for which the result may lack attributes."""
+        """Call a routine without the overrides of the class, which may need attributes that are absent."""
         return call_alone(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

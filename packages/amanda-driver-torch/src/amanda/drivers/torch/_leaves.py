@@ -15,7 +15,7 @@ _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 
 
 class WatchedLeaf(NamedTuple):
-    """A leaf that a graph is given, what to call it, and the tools with routines at its AccumulateGrad."""
+    """An input of a graph that is a leaf, its name, and the tools with routines at its AccumulateGrad."""
 
     tensor: torch.Tensor
     name: str

@@ -90,13 +90,14 @@ class ParameterPaths:
         """Return the path of a parameter in the outermost module that holds it; None for any other tensor."""
         living = [module for module in (reference() for reference in self._modules) if module is not None]
         for count, module in enumerate(living, 1):
-            name = self._name(module, variable)
+            name = self._cached_name(module, variable)
             if name is not None:
                 parts = module_path(living[:count]), without_wrappers(module, name)
                 return ".".join(part for part in parts if part)
         return None
 
-    def _name(self, module: torch.nn.Module, variable: Any) -> str | None:
+    def _cached_name(self, module: torch.nn.Module, variable: Any) -> str | None:
+        """Return the path of a parameter in a module; None if the module does not hold it."""
         # Names are cached by `id`, which another object may have by now: each use looks whether the
         # parameter still lies there, and reads all names again if not.
         names = self._names.setdefault(module, {})
@@ -109,6 +110,7 @@ class ParameterPaths:
 
 
 def _parameter_at(module: torch.nn.Module, path: str) -> Any:
+    """Return the parameter at a path in a module; None if there is none."""
     holder, _, name = path.rpartition(".")
     try:
         return getattr(module.get_submodule(holder), name)

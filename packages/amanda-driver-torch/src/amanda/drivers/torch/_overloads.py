@@ -13,12 +13,12 @@ from ._signatures import Argument, Signature
 
 @dataclass(frozen=True)
 class ArgumentLayout:
-    """The sources of the inputs of one form of call. Indices are positions among the inputs.
+    """The input that each argument of one form of call fills. Indices are positions among the inputs.
 
-    positional: the input of each positional argument, the spread ones left out.
+    positional: the input of each positional argument, without arguments that are spread sizes.
     spread: the input that takes all remaining positional arguments.
     keywords: the input of each keyword argument, in the order of the call.
-    mutable: inputs that the op writes.  apart: those of an op that returns other values.
+    mutable: inputs that the op writes.  apart: written inputs that the op does not return.
     filled: defaults of arguments that stand before a given one.
     optional_tensors: inputs whose schema type is a tensor or None.
     """
@@ -36,10 +36,11 @@ class ArgumentLayout:
 
 @dataclass(frozen=True)
 class CallForm:
-    """One signature laid over one form of call.
+    """A form of call matched with one signature.
 
-    bound: the argument that each positional and keyword argument gives, None where the
-    signature has none; missing: how many required arguments the call leaves out.
+    bound: for each positional and keyword argument of the call, the argument of the signature, None if the
+    signature has none.  missing: number of required arguments that the call lacks.  unknown: number of
+    arguments that the signature lacks.
     """
 
     signature: Signature
@@ -58,10 +59,12 @@ class CallForm:
 
     @cached_property
     def layout(self) -> ArgumentLayout:
-        return _layout(self)
+        return _layout_of_form(self)
 
 
-def forms(candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]) -> tuple[CallForm, ...]:
+def call_forms(
+    candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]
+) -> tuple[CallForm, ...]:
     """Return the forms that a call with `nargs` positional arguments and these keywords may have.
 
     If no signature takes the call, its only form is the order of the call itself.
@@ -75,7 +78,7 @@ def forms(candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]
     return tuple(fitting) or (_in_call_order(nargs, keywords),)
 
 
-def pick(candidates: Sequence[CallForm], kinds: str) -> CallForm:
+def best_form(candidates: Sequence[CallForm], kinds: str) -> CallForm:
     """Return the form whose signature fits the kinds of the arguments best; the first among equals."""
     return max(candidates, key=lambda form: _fitness(form, kinds))
 
@@ -83,7 +86,7 @@ def pick(candidates: Sequence[CallForm], kinds: str) -> CallForm:
 def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
     """Return one letter for each argument, its kind; overloads differ in the kinds that they accept."""
     values = (*args, *kwargs.values()) if kwargs else args
-    return "".join([_KINDS.get(type(value)) or _kind(value) for value in values])
+    return "".join([_KINDS.get(type(value)) or _kind_of(value) for value in values])
 
 
 def _with_least(candidates: list[CallForm], quality: str) -> list[CallForm]:
@@ -115,7 +118,7 @@ def _in_call_order(nargs: int, keywords: tuple[str, ...]) -> CallForm:
     return CallForm(Signature(arguments, order), order + (None,) * len(keywords), keywords)
 
 
-def _layout(form: CallForm) -> ArgumentLayout:
+def _layout_of_form(form: CallForm) -> ArgumentLayout:
     """Return where a form puts each argument; keywords that the signature lacks become inputs at the end."""
     arguments, bound = form.signature.arguments, form.bound
     nargs = len(bound) - len(form.keywords)
@@ -222,7 +225,8 @@ def _fitness(form: CallForm, kinds: str) -> tuple[int, int, int]:
     return (-misfits, -form.unknown, -distance)
 
 
-def _kind(value: Any) -> str:
+def _kind_of(value: Any) -> str:
+    """Return the letter of a value whose very type has none, by its base classes."""
     if isinstance(value, torch.Tensor):
         return "T"
     if isinstance(value, list | tuple):
@@ -233,8 +237,9 @@ def _kind(value: Any) -> str:
 
 
 def _list_kind(values: Sequence[Any]) -> str:
+    """Return the letter of a list by the kinds of its items."""
     # Mixed lists count as the kind that only one schema type takes: tensors, then names.
-    kinds = {_KINDS.get(type(value)) or _kind(value) for value in values}
+    kinds = {_KINDS.get(type(value)) or _kind_of(value) for value in values}
     if not kinds:
         return "E"
     if "T" in kinds:

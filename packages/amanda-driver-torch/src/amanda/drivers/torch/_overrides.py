@@ -29,8 +29,8 @@ _count_dispatch_modes = _native._len_torch_dispatch_stack
 _count_function_modes = _native._len_torch_function_stack
 
 
-def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a mode is active, or a tensor among the arguments overrides what functions do."""
+def has_overrides(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a function mode is active, or a tensor among the arguments overrides functions."""
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         return True
     # Lists of tensors, as `torch.cat` takes, are not looked into by `has_torch_function`.
@@ -54,14 +54,15 @@ class ProgramModes:
         self._subclasses = subclasses
         self._dispatch = dispatch
 
-    def entered(self) -> AbstractContextManager[Any]:
+    def enter(self) -> AbstractContextManager[Any]:
         """Return a context under these modes, for the ops of the program and for replacements of ops."""
         if self._subclasses and not self._dispatch:  # native, and so cheaper than a context in Python
             return _WithTorchFunction()  # type: ignore[no-any-return]
-        return self._entered()
+        return self._enter_all()
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _enter_all(self) -> Iterator[None]:
+        """Enter the overrides and dispatch modes within the context."""
         with (
             _WithTorchFunction(),
             nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass(),

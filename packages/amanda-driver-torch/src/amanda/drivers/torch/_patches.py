@@ -99,7 +99,7 @@ class TorchPatches:
 
         def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
             hook(self, *args, **kwargs)
-            self.pack_hook = _uninstrumented(self.pack_hook)  # what it computes is no op of the program
+            self.pack_hook = _without_tools(self.pack_hook)  # what it computes is no op of the program
 
         if hook is not None:
             attributes.set(checkpoint._recomputation_hook, "__init__", functools.wraps(hook)(make_hook))
@@ -150,7 +150,7 @@ def _in_state_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _uninstrumented(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an internal function of torch, whose ops are not the user's, to run without tools."""
 
     @functools.wraps(function)
@@ -174,7 +174,7 @@ def _restore_stance(contexts: Sequence[Any]) -> None:
 
 
 def _run_frames_eagerly(attributes: Attributes) -> None:
-    """Keep a dynamo without stances from compiling in a scope, and from running what it has compiled."""
+    """Keep a dynamo without stances from compiling in a scope, and from running compiled code."""
     module = sys.modules.get("torch._dynamo.eval_frame")
     names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
     skip_code = getattr(module, "skip_code", None)
@@ -220,14 +220,14 @@ def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
     report_entry = INTERNAL_FUNCTIONS[module, name]
 
     @functools.wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
+    def run_without_tools(*args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is not None and report_entry is not None:
             activation.state.report(*report_entry)
         with interceptor.Suspension():
             return function(*args, **kwargs)
 
-    attributes.set(holder, method, alone)
+    attributes.set(holder, method, run_without_tools)
 
 
 def _report_loader_workers(attributes: Attributes) -> None:

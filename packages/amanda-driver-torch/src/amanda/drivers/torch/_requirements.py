@@ -1,4 +1,4 @@
-"""Undocumented names of torch that the driver needs, and what it does where one is absent."""
+"""Undocumented names of torch that the driver needs, and the consequence if one is absent."""
 
 import importlib
 import logging
@@ -82,7 +82,7 @@ OPTIONAL = {
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
     "utils.checkpoint._recomputation_hook.__init__": "tensors that checkpoints keep are seen as ops",
 }
-"""Without one of these, what it says."""
+"""Consequences of the absence of names, which a warning states."""
 
 FOR_GRAPHS = (
     "_C._dynamo.eval_frame._FrameAction.SKIP",
@@ -117,7 +117,7 @@ FOR_GRAPHS = (
 
 
 def torch_attribute(path: str) -> Any:
-    """Return what torch has under a name; None where it lacks it."""
+    """Return an attribute of torch by its path; None if this torch lacks the attribute."""
     try:
         return attrgetter(path)(torch)
     except AttributeError:
@@ -135,7 +135,7 @@ def missing_for_graphs() -> tuple[str, ...]:
 
 
 def check_requirements() -> None:
-    """Name what this torch lacks: in a warning, or in a DriverError where nothing can be instrumented."""
+    """Warn of names that this torch lacks; raise DriverError if an essential name is absent."""
     tested = f"amanda-driver-torch was tested with torch {', '.join(TESTED_VERSIONS)}"
     lacking = [path for path in ESSENTIAL if torch_attribute(path) is None]
     if lacking:

@@ -35,11 +35,11 @@ class SavingHooks(Saved):
     def __init__(self, written: list[torch.Tensor]) -> None:
         self._written = written
         self._shared: list[SavedTensor] = []
-        hooks: tuple[Any, Any] = _hooks() or (None, SavedTensor.unpack)
+        hooks: tuple[Any, Any] = _program_hooks() or (None, SavedTensor.unpack)
         self._outer_pack, self._unpack = hooks
 
     def seeing(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op and see what it saves."""
+        """Run an op under the hooks."""
         self._making = DatalessCall(call.computation(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
@@ -50,7 +50,7 @@ class SavingHooks(Saved):
             self._written = []  # the graph keeps the hooks, and these must not keep the graph
 
     def keep(self) -> None:
-        """Copy what was saved of the tensors that are written now."""
+        """Copy the saved tensors that share memory with tensors that are about to be written."""
         while self._shared:
             self._shared.pop().copy()
 
@@ -81,12 +81,12 @@ class SavedAtNodes(Saved):
         self._nodes = set(map(_node_of, results)) - {None} if written else set()
 
     def keep(self) -> None:
-        """Copy what was saved of the tensors that are written now."""
+        """Copy the saved tensors that share memory with tensors that are about to be written."""
         with Suspension(), torch.no_grad():  # copies are no ops of the program
             for node in self._nodes:
                 for saved, value in _saved_at(node):
                     if any(_share_memory(value, tensor) for tensor in self._written):
-                        saved.register_hooks(torch.clone, _same)
+                        saved.register_hooks(torch.clone, _identity)
         self._written, self._nodes = [], set()
 
 
@@ -114,7 +114,7 @@ def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
             yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -141,7 +141,7 @@ class SavedTensor:
         with Suspension():
             tensor, version = self._tensor, self._version
             if version is not None and tensor._version != version:
-                raise modification(tensor, version, self._maker)
+                raise modification_error(tensor, version, self._maker)
             return tensor
 
 
@@ -157,10 +157,10 @@ def end_traceback_in_torch(error: BaseException) -> None:
 
 def has_hooks() -> bool:
     """Return True if the user has hooks on tensors that are saved."""
-    return _hooks() is not None
+    return _program_hooks() is not None
 
 
-def _hooks() -> Any:
+def _program_hooks() -> Any:
     try:
         return torch._C._autograd._top_saved_tensors_default_hooks(False)
     except AttributeError:  # before torch 2.8
@@ -200,14 +200,14 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of(value: Any) -> Any:
-        """Return the form of a tensor, anything else as it is."""
+        """Return the spec of a tensor; return any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         return TensorSpec(value.shape, value.dtype, value.requires_grad)
 
     @staticmethod
     def tensor(value: Any) -> Any:
-        """Return a tensor of a form, which an op made if it needs a gradient."""
+        """Return a tensor without data of a spec; it is the result of an op if it needs a gradient."""
         if not isinstance(value, TensorSpec):
             return value
         # A leaf that needs a gradient may not be written in place, so the clone stands for an op's result.
@@ -248,7 +248,7 @@ class _NodeMarker:
     __slots__ = ("__weakref__",)
 
 
-def modification(tensor: torch.Tensor, version: int, maker: MakerNode | None) -> RuntimeError:
+def modification_error(tensor: torch.Tensor, version: int, maker: MakerNode | None) -> RuntimeError:
     """Return the error that torch raises for a tensor that it has saved at an earlier version.
 
     maker: the node that made a tensor which has no node itself.

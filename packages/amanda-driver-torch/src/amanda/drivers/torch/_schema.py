@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._overloads import ArgumentLayout, CallForm, forms, kinds_of, pick
+from ._overloads import ArgumentLayout, CallForm, best_form, call_forms, kinds_of
 from ._signatures import signatures
 from ._targets import by_callable
 
@@ -27,8 +27,8 @@ class Binding:
 
     names: the schema's name of each input.
     mutable: inputs that the operator writes: in place, `out=`, running statistics.
-    apart: those of an operator that returns other values.
-    defaults: arguments that the call left out and the schema gives a value.
+    apart: written inputs that the operator does not return.
+    defaults: values of the schema for arguments that the call lacks.
     """
 
     __slots__ = ("_indices", "_optional_tensors", "_statistics", "apart", "defaults", "mutable", "names")
@@ -51,9 +51,9 @@ class Binding:
         return list(args)
 
     def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
-        """Return which argument of the call each input is, positional ones first; -1: the schema's default.
+        """Return the index of each input among the call's arguments, positional then keyword arguments.
 
-        A pair for the size that is spread over the arguments from its first to before its second.
+        -1 stands for the schema's default; a pair (start, end) for a size that is spread over arguments.
         """
         return tuple(range(nargs))
 
@@ -148,7 +148,7 @@ class _OverloadedBinding:
         kinds = kinds_of(args, kwargs)
         bound = self._bindings.get(kinds)
         if bound is None:
-            bound = self._bindings[kinds] = _binding_of_layout(pick(self._forms, kinds).layout)
+            bound = self._bindings[kinds] = _binding_of_layout(best_form(self._forms, kinds).layout)
         return bound
 
 
@@ -195,7 +195,7 @@ def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding |
 
 
 def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _OverloadedBinding:
-    candidates = forms(signatures(called), nargs, keywords)
+    candidates = call_forms(signatures(called), nargs, keywords)
     if len({candidate.layout for candidate in candidates}) == 1:
         return _binding_of_layout(candidates[0].layout)
     return _OverloadedBinding(candidates)

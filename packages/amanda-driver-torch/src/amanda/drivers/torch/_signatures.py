@@ -129,19 +129,19 @@ DEPRECATED_ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def signatures(called: Any) -> tuple[Signature, ...]:
-    """Return what a target's callable, an OpOverload, its packet or an autograd.Function accepts.
+    """Return the signatures of a target's callable, an OpOverload, its packet or an autograd.Function.
 
-    Empty where nothing is known of it.
+    Empty if the signatures are unknown.
     """
     target = by_callable().get(called)
     if target is not None:
         return _target_signatures(target)
     if isinstance(called, torch._ops.OpOverload):
-        return (_in_schema_order(_arguments(called._schema)),)
+        return (_in_schema_order(_convert_arguments(called._schema)),)
     if isinstance(called, torch._ops.OpOverloadPacket):
         names: list[str] = called.overloads()  # type: ignore[no-untyped-call]
         schemas = (getattr(called, name)._schema for name in names)
-        return tuple(_in_schema_order(_arguments(schema)) for schema in schemas)
+        return tuple(_in_schema_order(_convert_arguments(schema)) for schema in schemas)
     if isinstance(called, type) and issubclass(called, torch.autograd.Function):
         takes_context = called.setup_context is torch.autograd.Function.setup_context
         return _signature_of_function(called.forward, skipped=int(takes_context))
@@ -154,8 +154,8 @@ def _target_signatures(target: Target) -> tuple[Signature, ...]:
     texts = PYTHON_SIGNATURES.get(target.name)
     if texts is not None:
         parsed = (torch._C.parse_schema(f"{_LOCAL_NAMESPACE}op{text} -> Any") for text in texts)
-        return tuple(_in_python_order(_arguments(schema), target) for schema in parsed)
-    schemas = [_arguments(schema) for schema in _aten_schemas(target.canonical)]
+        return tuple(_in_python_order(_convert_arguments(schema), target) for schema in parsed)
+    schemas = [_convert_arguments(schema) for schema in _aten_schemas(target.canonical)]
     # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists.
     schemas = [arguments for arguments in schemas if any(map(_concerns_tensors, arguments))] or schemas
     if not schemas:
@@ -172,15 +172,18 @@ def _aten_schemas(name: str) -> list[Any]:
     return list(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
 
 
-def _arguments(schema: Any) -> tuple[Argument, ...]:
+def _convert_arguments(schema: Any) -> tuple[Argument, ...]:
+    """Return the arguments of a schema of torch; schemas of this module do not say what is returned."""
     has_returns = bool(schema.returns) and not schema.name.startswith(_LOCAL_NAMESPACE)
     returned = {
         name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
     }
-    return tuple(_argument(argument, returned if has_returns else None) for argument in schema.arguments)
+    return tuple(
+        _convert_argument(argument, returned if has_returns else None) for argument in schema.arguments
+    )
 
 
-def _argument(argument: Any, returned: Set[str] | None) -> Argument:
+def _convert_argument(argument: Any, returned: Set[str] | None) -> Argument:
     """Convert an argument of a schema; returned: alias sets of the op's results, None if they are unknown."""
     element_type, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
     while element_type.kind() in ("OptionalType", "ListType"):

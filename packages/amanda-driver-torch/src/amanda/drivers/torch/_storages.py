@@ -40,7 +40,7 @@ def is_strided(value: Any) -> bool:
 
 
 def strided_parts(value: Any) -> Sequence[torch.Tensor]:
-    """Return the strided tensors in whose memory a tensor lies: those of a sparse, nested or wrapped one."""
+    """Return the strided tensors that hold a tensor's data: parts of a sparse, nested or wrapped tensor."""
     if is_strided(value):
         return (value,)
     if not isinstance(value, torch.Tensor):
@@ -62,8 +62,8 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
         return ()
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor are one in memory, as `expand` makes it."""
+def has_overlap(tensor: torch.Tensor) -> bool:
+    """Return True if elements of a tensor share a memory cell, as after `expand`."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -71,20 +71,20 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the view of a tensor that takes each memory cell of `like` once."""
-    if not overlaps(like):
+    if not has_overlap(like):
         return tensor
     pairs = zip(like.size(), like.stride(), strict=True)
     return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in pairs)]
 
 
 def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, differentiably, into memory of its own that is laid out as that of a view.
+    """Copy a tensor, differentiably, into new memory with the layout of a view.
 
-    An op then copies, or makes a view, or refuses to write, where it would have done so with the view.
+    An op then copies, makes a view, or refuses to write, as it would have done with the view.
     """
     if not (is_strided(view) and is_strided(value)) or view.shape != value.shape:
         return value.clone()
-    if not overlaps(view):
+    if not has_overlap(view):
         if view.stride() == value.stride():
             return value.clone()  # the usual case, and the cheapest op
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
@@ -130,7 +130,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Return True if two tensors are of one kind and hold the same bits, or are without data."""
+    """Return True if two tensors have the same shape, type, device and layout, and equal bits if any."""
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:
@@ -154,10 +154,11 @@ def same_bits(first: Any, second: Any) -> bool:
 def _same_bits_of_strided(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_meta or second.is_meta:
         return first.shape == second.shape
-    return torch.equal(_bits(first), _bits(second))
+    return torch.equal(_as_integers(first), _as_integers(second))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as integers of the same bits."""
     # As integers: NaN must equal NaN, and 0.0 differ from -0.0.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():

@@ -91,39 +91,39 @@ CANONICAL = {
 }
 
 
-def _names(text: str) -> frozenset[str]:
+def _name_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # `is_*` and every property outside TENSOR_PROPERTIES are metadata by rule; these by name.
 EXCLUDED = {
-    "metadata of a tensor": _names("""
+    "metadata of a tensor": _name_set("""
         size stride dim ndimension numel nelement element_size dense_dim sparse_dim _nnz _dimI
         _dimV storage_offset get_device qscheme q_scale q_zero_point q_per_channel_axis __len__
         _is_view _is_zerotensor _has_compatible_shallow_copy_type _debug_has_internal_overlap
         _nested_get_ragged_idx _assert_tensor_metadata _fused_sdp_choice _use_cudnn_ctc_loss
         _use_miopen_ctc_loss cudnn_is_acceptable
     """),
-    "type promotion": _names("can_cast promote_types result_type"),
-    "a handle on storage": _names("data_ptr const_data_ptr untyped_storage"),
-    "autograd's bookkeeping": _names("""
+    "type promotion": _name_set("can_cast promote_types result_type"),
+    "a handle on storage": _name_set("data_ptr const_data_ptr untyped_storage"),
+    "autograd's bookkeeping": _name_set("""
         requires_grad_ retain_grad _view_func _view_func_unsafe _rev_view_func_unsafe
     """),
-    "the allocator's bookkeeping": _names("record_stream"),
-    "the bookkeeping of vmap": _names("_add_batch_dim _remove_batch_dim"),
-    "state of the library": _names("""
+    "the allocator's bookkeeping": _name_set("record_stream"),
+    "the bookkeeping of vmap": _name_set("_add_batch_dim _remove_batch_dim"),
+    "state of the library": _name_set("""
         _cufft_clear_plan_cache _cufft_get_plan_cache_max_size _cufft_get_plan_cache_size
         _cufft_set_plan_cache_max_size _nnpack_available _use_cudnn_rnn_flatten_weight
         _print _propagate_xla_data
     """),
-    "symbolic shapes": _names("""
+    "symbolic shapes": _name_set("""
         sym_constrain_range sym_constrain_range_for_size _assert_scalar
     """),
-    "the Python object, not its data": _names("""
+    "the Python object, not its data": _name_set("""
         __new__ __delitem__ _make_subclass _make_wrapper_subclass _dtensor__new__ _fix_weakref
         _use_count
     """),
-    "argument parsing": _names("_parse_to"),
+    "argument parsing": _name_set("_parse_to"),
 }
 DATA_QUERIES = frozenset(["is_nonzero"])
 
@@ -157,6 +157,7 @@ def targets() -> tuple[Target, ...]:
 
 @cache
 def _operators() -> tuple[Target, ...]:
+    """Return the targets of torch and of its process groups, found once."""
     targets_by_id: dict[int, Target] = {}
     for called in _native_callables():
         # The types of native callables have no public names in Python.

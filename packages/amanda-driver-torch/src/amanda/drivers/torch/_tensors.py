@@ -1,4 +1,4 @@
-"""Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
+"""Operations on tensors for the core: isolated calls, straight-through values, writes, signatures."""
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,7 +13,7 @@ from amanda.plan import spread
 from ._overrides import as_class_of, leave_overrides, reading_context
 from ._saved_tensors import SavedAtNodes, SavingHooks, has_hooks
 from ._schema import flatten_outputs
-from ._storages import PLAIN, overlaps, same_bits
+from ._storages import PLAIN, has_overlap, same_bits
 from ._straight_through import StraightThrough, WriteThrough, has_tangent, straight_through
 
 
@@ -109,7 +109,7 @@ class TorchTensors:
             _write_recorded(target, _check_shape(target, value))
             return
         value = _without_node(_cast_outside_autograd(target, value))
-        if overlaps(target):  # `copy_` refuses a target whose elements share memory
+        if has_overlap(target):  # `copy_` refuses a target whose elements share memory
             _without_gradient(_write_each, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
@@ -171,7 +171,7 @@ class TorchTensors:
         return tuple(
             [
                 (value.dtype, value.dim(), value.device) if isinstance(value, torch.Tensor)
-                else _signatures(value) if isinstance(value, (list, tuple)) else None
+                else _signatures_in_list(value) if isinstance(value, (list, tuple)) else None
                 for value in inputs
             ]
         )  # fmt: skip
@@ -195,7 +195,7 @@ class TorchTensors:
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of each tensor, also in lists."""
-        return tuple([_shape(value) for value in inputs])
+        return tuple([_shape_of(value) for value in inputs])
 
     def known_to_autodiff(
         self, call_inputs: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], values: list[Any]
@@ -252,13 +252,14 @@ def _may_hold_tensors(value: Any) -> bool:
     return getattr(override, "__func__", None) is not default.__func__
 
 
-def _signatures(values: Sequence[Any]) -> Hashable:
+def _signatures_in_list(values: Sequence[Any]) -> Hashable:
     return tuple(
         [(tensor.dtype, tensor.dim(), tensor.device) for tensor in values if isinstance(tensor, torch.Tensor)]
     )
 
 
-def _shape(value: Any) -> Hashable:
+def _shape_of(value: Any) -> Hashable:
+    """Return the extents of a tensor, or of each tensor in a list; None for anything else."""
     if isinstance(value, torch.Tensor):
         if value.is_nested and value.layout is torch.strided:  # `shape` is an error
             return tuple(value._nested_tensor_size().flatten().tolist())
@@ -267,7 +268,7 @@ def _shape(value: Any) -> Hashable:
         except RuntimeError:  # of a parameter of a lazy module, which has none yet
             return None
     if isinstance(value, (list, tuple)):
-        return tuple([_shape(item) for item in value if isinstance(item, torch.Tensor)])
+        return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
     return None
 
 
@@ -297,6 +298,7 @@ def _check_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _without_gradient(function: Callable[..., Any], *values: Any) -> Any:
+    """Call a function with autograd off, as `torch.no_grad` does at three times the cost."""
     before = torch.is_grad_enabled()
     try:
         torch._C._set_grad_enabled(False)

@@ -12,9 +12,9 @@ from ._overrides import as_class_of
 from ._storages import (
     PLAIN,
     distinct_elements,
+    has_overlap,
     is_strided,
     laid_out_like,
-    overlaps,
     storage_id,
     strided_parts,
 )
@@ -45,7 +45,7 @@ class TorchViews(Views):
         )
 
     def is_lent(self, value: torch.Tensor) -> bool:
-        """Return whether the memory came from elsewhere: torch resizes its own alone."""
+        """Return True for memory from outside of torch, which torch cannot resize."""
         return not value.untyped_storage().resizable()
 
     def tie(
@@ -56,14 +56,14 @@ class TorchViews(Views):
         on_death: Callable[[Tie], None],
         holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
-        """Tie a value to a view, outside autograd where that is a `detach` of its base, or its `data`."""
+        """Link a value to a view; autograd records writes through the link unless the view is a `detach`."""
         if holders:
             return PartTie(self, view, value, holders, on_death)
         is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
         return TensorTie(self, view, value, is_known, on_death)
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
+        """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
         copy: torch.Tensor = as_class_of(value, laid_out_like(view, value))
         return copy
 
@@ -102,7 +102,7 @@ class WrittenElements(NamedTuple):
 
 
 class WrittenPart:
-    """Elements of a storage that were written: those of a tensor, or some of these."""
+    """Written elements of a storage: all elements of a tensor, or some of them."""
 
     def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
         self.tensor = tensor
@@ -110,13 +110,13 @@ class WrittenPart:
         self._flags: torch.Tensor | None = None
         if marks is not None:
             # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
-            _strided_as(self._filled(False), tensor).masked_fill_(marks, True)
+            _strided_as(self._storage_flags(False), tensor).masked_fill_(marks, True)
 
     def add(self, tensor: torch.Tensor) -> "WrittenPart":
         """Add the elements of another tensor in the storage."""
         self._whole = self._whole or tensor.element_size() != self.tensor.element_size()
         if not self._whole:
-            _strided_as(self._filled(True), tensor).fill_(True)
+            _strided_as(self._storage_flags(True), tensor).fill_(True)
         return self
 
     def at(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ class WrittenPart:
         size, written_size = tensor.element_size(), self.tensor.element_size()
         if self._flags is None and size == written_size and _same_elements(self.tensor, tensor):
             return None
-        flags = self._filled(True)
+        flags = self._storage_flags(True)
         if size < written_size:
             flags = flags.repeat_interleave(written_size // size)
         elif size > written_size:
@@ -137,7 +137,7 @@ class WrittenPart:
             flags = flags[: len(flags) // count * count].view(-1, count).any(1)
         return _strided_as(flags, tensor)
 
-    def _filled(self, marked: bool) -> torch.Tensor:
+    def _storage_flags(self, marked: bool) -> torch.Tensor:
         """Return a flag for each element of the storage; marked: whether new flags have the tensor's set."""
         if self._flags is None:
             tensor = self.tensor
@@ -200,7 +200,7 @@ class TensorTie(Tie):
         return self._whole
 
     @property
-    def _data(self) -> Any:
+    def _detached_value(self) -> Any:
         """Return the value, outside autograd; None where its memory is gone."""
         storage = self._storage()
         if storage is None:
@@ -215,7 +215,7 @@ class TensorTie(Tie):
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        own_value, own_view = self._data, self._view
+        own_value, own_view = self._detached_value, self._view
         at_value, is_opposite = start == self.ends[0], False
         if own_value is None:
             return None
@@ -236,7 +236,7 @@ class TensorTie(Tie):
                 source, target = (data, view) if at_value else (view, data)
                 if is_opposite:
                     source = torch.stack([source[..., 0], -source[..., 1]], -1)
-                if at_value and marks is not None and overlaps(own_view):
+                if at_value and marks is not None and has_overlap(own_view):
                     return _write_overlapping(base, own_view, source, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return WrittenPart(target, marks)
@@ -250,7 +250,7 @@ class TensorTie(Tie):
             return None
         now, before = self._current_versions(), self._versions
         if any(new is not None and new != old for new, old in zip(now[0], before[0], strict=True)):
-            return self._data if value is None else value
+            return self._detached_value if value is None else value
         return self._whole if now[1] != before[1] else None
 
     def rejoin(self) -> bool:
@@ -293,25 +293,25 @@ class PartTie(TensorTie):
     @property
     def value(self) -> torch.Tensor | None:
         """Return the part; None where the memory is gone."""
-        data: torch.Tensor | None = self._data
+        data: torch.Tensor | None = self._detached_value
         return data
 
     def rejoin(self) -> bool:
         """Give the holders the memory of the view, where torch lets them take it."""
-        value = self._data
+        value = self._detached_value
         if value is None:
             return True
         if value.stride() != self._view.stride() or not _is_equal(value, self._view):
             return False
         moved = self._view.storage_offset() - value.storage_offset()
         del value
-        for part in self._parts():
+        for part in self._parts_in_memory():
             with torch.no_grad():
                 start = part.storage_offset() + moved
                 part.data = self._view.as_strided(part.size(), part.stride(), start)
-        return not self._parts()
+        return not self._parts_in_memory()
 
-    def _parts(self) -> list[torch.Tensor]:
+    def _parts_in_memory(self) -> list[torch.Tensor]:
         """Return the parts of the holders that lie in the memory of the value."""
         parts = (part for holder in self._holders for part in self._views.parts_of(holder()))
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
@@ -389,6 +389,7 @@ def _strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have the same elements, in the same order."""
     return (
         first.storage_offset() == second.storage_offset()
         and first.shape == second.shape

@@ -14,7 +14,7 @@ from amanda.tools.effective_path._rules import FIRST, WINDOWED
 from amanda.tools.effective_path._terms import OUTSIDE, Indices, InputIndex
 from amanda.tools.kit import tensors_of, windows_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import local, spatial_axes
+from amanda.tools.mapping import are_transposed, local, spatial_axes
 from amanda.tools.trace import Op
 
 if TYPE_CHECKING:
@@ -220,10 +220,7 @@ _ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
     "stack": lambda op: {"axis": int(op.attribute_or_input("dim", "axis", default=0))},
     "einsum": lambda op: {"equation": _text(op.attribute_or_input("equation", at=0))},
     "linear": lambda op: {"transposed": (False, op.weight_layout != "IO")},
-    "matmul": lambda op: {
-        "transposed": [any(map(op.attributes.get, names)) for names in _TRANSPOSE_ATTRIBUTES]
-    },
-    **dict.fromkeys(("addmm", "baddbmm"), lambda op: {"factors": ((1, 0), (2, 0))}),
+    "matmul": lambda op: {"transposed": are_transposed(op.attributes)},
     "scaled_dot_product_attention": _attention_arguments,
 }
 """Functions that return the arguments of a rule, by the word of the op."""

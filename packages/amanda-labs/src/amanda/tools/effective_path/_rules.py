@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.tools.effective_path._terms import Indices, InputIndex, Mesh, Numbers, Rule, Step, Terms, aligned
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import spatial_axes
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, spatial_axes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,19 +36,23 @@ def _products(
 def _matrices(
     rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], transposed: Sequence[bool]
 ) -> tuple[list[Indices], Numbers, int]:
-    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`."""
+    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`.
+
+    Axes of a batch that the output lacks are summed over too.
+    """
     labels: list[Sequence[Any]] = [
         [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_transposed else axes)] if tensor.ndim > 1 else "k"
         for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True)
     ]
-    batch = range(2 - max(2, *(tensor.ndim for tensor in factors)), 0)
-    matrix_axes = (axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1)
+
+    matrix_axes = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
+    batch = range(len(matrix_axes) - len(shape), 0)
     return _products(rows, shape, factors, [*labels, [*batch, *matrix_axes]])
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
     """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
-    inputs: Sequence[InputIndex] = step.arguments.get("factors", ((0, 0), (1, 0)))
+    inputs: list[InputIndex] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
     transposed = step.arguments.get("transposed", (False, False))
     read, values, count = _matrices(
         rows, step.outputs[output].shape, [step.tensor(index) for index in inputs], transposed
@@ -240,15 +244,14 @@ _PASSING: dict[str, Rule] = {
     **dict.fromkeys(("cat", "stack"), joined),
 }  # fmt: skip
 
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _POOLINGS = {
     f"{size}{kind}_pool{n}d": rule for kind, rule in (("max", maximum), ("avg", average))
     for size in ("", "adaptive_") for n in (1, 2, 3)
 }  # fmt: skip
 
 RULES: dict[str, Rule] = {
-    **_PASSING, **_POOLINGS, **dict.fromkeys(_CONVOLUTIONS, convolution),
-    **dict.fromkeys(("linear", "matmul", "addmm", "baddbmm"), matmul), "einsum": einsum,
+    **_PASSING, **_POOLINGS, **dict.fromkeys(CONVOLUTIONS, convolution),
+    **dict.fromkeys(MATRIX_PRODUCTS, matmul), "einsum": einsum,
     "scaled_dot_product_attention": attention, **dict.fromkeys(("add", "sub", "rsub"), summation),
     "mean": average, "sum": average, "amax": maximum,
 }  # fmt: skip
@@ -257,5 +260,5 @@ RULES: dict[str, Rule] = {
 PASSING = frozenset(_PASSING)
 """Words of ops whose rule reads shapes alone, unless they scale by a constant."""
 
-WINDOWED = (*_CONVOLUTIONS, *_POOLINGS)
+WINDOWED = (*CONVOLUTIONS, *_POOLINGS)
 """Words of ops that read `tables` of windows."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, ValueInfoProto, external_data_helper, numpy_helper
+from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
 import amanda
+from amanda.tools.onnx_graph import add_note, save_onnx
 from amanda.tools.partition._cut import PartitionError, Request, Stages
 from amanda.tools.partition._ipc import ProtectError
 from amanda.tools.partition._onnx_graph import FileFactsTool, FileGraph
@@ -73,19 +71,12 @@ def _write_parts(
         name = f"{source.stem}.{part}.onnx"
         positions = [i for i in range(len(graph.ops)) if stage_of[i] == number]
         model = extract_part(tool, positions, is_last=number == len(kinds) - 1)
-        _add_metadata(model, {**about, "part": part})
+        add_note(model, {**about, "part": part})
         inputs = [value.name for value in model.graph.input if value.name not in graph.declared]
         outputs = [value.name for value in model.graph.output]
-        size = save_model(model, source.parent, folder / name, graph.is_external)
+        size = save_onnx(model, folder / name, source.parent, graph.is_external)
         result.parts.append(Part(name, kind, len(positions), inputs, outputs, size))
     result.save(folder / PLAN_FILE)
-
-
-def _add_metadata(model: ModelProto, about: Mapping[str, Any]) -> None:
-    """Append a note on this instrumentation to the notes in a model's metadata."""
-    properties = {entry.key: entry.value for entry in model.metadata_props}
-    notes = [*json.loads(properties.get("amanda", "[]")), about]
-    onnx.helper.set_model_props(model, {**properties, "amanda": json.dumps(notes)})
 
 
 def assign_parts(
@@ -195,10 +186,6 @@ def _constant_bytes(graph: FileGraph, name: str, folder: Path) -> bytes:
     return b"" if content == content[: array.itemsize] * array.size else content
 
 
-EXTERNAL_DATA_LIMIT = 1 << 30
-"""Bytes of values above which they are written beside a model: protocol buffers end at 2 GB."""
-
-
 def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -> ModelProto:
     """Return a model of some ops, with the constants and initializers that they read.
 
@@ -255,26 +242,3 @@ def _copy_field(model: ModelProto, name: str, value: Any) -> None:
         getattr(model, name).extend(value)
     else:
         setattr(model, name, value)
-
-
-def save_model(model: ModelProto, data: Path, path: Path, is_external: bool) -> int:
-    """Write a model, and return the bytes of its initializers.
-
-    Their data go into a file beside the model if they are large, or if `is_external`.
-    data: the folder of the external data of the whole model.
-    """
-    external_data_helper.load_external_data_for_model(model, str(data))
-    size = sum(map(_tensor_bytes, model.graph.initializer))
-    if is_external or size >= EXTERNAL_DATA_LIMIT:
-        onnx.save_model(
-            model, path, save_as_external_data=True, all_tensors_to_one_file=True,
-            location=f"{path.name}.data",
-        )  # fmt: skip
-    else:
-        onnx.save_model(model, path)
-    return size
-
-
-def _tensor_bytes(tensor: TensorProto) -> int:
-    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
-    return int(prod(tensor.dims) * dtype.itemsize)

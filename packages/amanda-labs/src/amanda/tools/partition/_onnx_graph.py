@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, inliner
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 import amanda
 from amanda.errors import ArtefactError
 from amanda.tools.flops import FlopsTool
-from amanda.tools.kit import leaves, read_onnx
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.onnx_graph import bodies_of, constant_of, first_output_of, inlined, read_onnx, reads_of
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.select import Selection
 from amanda.tools.trace import Graph, Op, Tensor
@@ -61,8 +62,7 @@ class FileGraph:
     """
 
     def __init__(self, path: Path) -> None:
-        model = read_onnx(path, ArtefactError, data=False)
-        self.proto: ModelProto = inliner.inline_local_functions(model) if model.functions else model
+        self.proto: ModelProto = inlined(read_onnx(path, ArtefactError, data=False))
         graph = self.proto.graph
         self.initializers = {tensor.name: tensor for tensor in graph.initializer}
         self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
@@ -79,8 +79,9 @@ class FileGraph:
         # An initializer that is an input too is a default, which a caller may replace.
         fixed = initializer_names - (input_names & self.inputs.keys())
         for number, node in enumerate(graph.node):
-            op = FileOp(number, node, tuple(dict.fromkeys(_values_read(node))))
-            if fixed.issuperset(op.reads) and node.op_type not in _RANDOM_OPS and not any(_bodies(node)):
+            op = FileOp(number, node, tuple(dict.fromkeys(reads_of(node))))
+            is_simple = node.op_type not in _RANDOM_OPS and next(bodies_of(node), None) is None
+            if is_simple and fixed.issuperset(op.reads):
                 self.constants |= dict.fromkeys(op.outputs, op)
                 fixed.update(op.outputs)
             else:
@@ -116,21 +117,7 @@ class FileGraph:
         if name in self.initializers:
             tensor: TensorProto = self.initializers[name]
             return tensor
-        node = self.constants[name].node if name in self.constants else None
-        if node is None or node.op_type != "Constant" or len(node.attribute) != 1:
-            return None
-        attribute = node.attribute[0]
-        if attribute.name == "value":
-            tensor = attribute.t
-            return tensor
-        value = onnx.helper.get_attribute_value(attribute)
-        if attribute.name.startswith("value_") and not attribute.name.startswith("value_string"):
-            element_type = TensorProto.FLOAT if "float" in attribute.name else TensorProto.INT64
-            tensor = onnx.numpy_helper.from_array(
-                np.array(value, onnx.helper.tensor_dtype_to_np_dtype(element_type)), name
-            )
-            return tensor
-        return None
+        return constant_of(self.constants[name].node) if name in self.constants else None
 
     @property
     def is_external(self) -> bool:
@@ -175,26 +162,8 @@ def _known_shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ..
     for tensor in graph.initializer:
         yield tensor.name, tuple(tensor.dims)
     for node in graph.node:
-        for body in _bodies(node):
+        for body in bodies_of(node):
             yield from _known_shapes(body)
-
-
-def _values_read(node: NodeProto) -> Iterator[str]:
-    yield from (name for name in node.input if name)
-    for body in _bodies(node):
-        inner_names = {value.name for value in (*body.input, *body.initializer)}
-        inner_names |= {tensor.values.name for tensor in body.sparse_initializer}
-        for inner in body.node:
-            yield from (name for name in _values_read(inner) if name not in inner_names)
-            inner_names.update(inner.output)
-        yield from (value.name for value in body.output if value.name not in inner_names)
-
-
-def _bodies(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
 
 
 @dataclass
@@ -238,7 +207,7 @@ class FileFactsTool(amanda.Tool):
         context["shape"] = shape
 
     def _record_op(self, context: amanda.OpContext) -> None:
-        first_output = next((name for name in context.get_op().node.output if name), "")
+        first_output = first_output_of(context.get_op().node)
         if first_output in self.graph.producer_of or first_output in self.graph.constants:
             self._current_op = self.ops[first_output] = FileOpFacts(
                 context.get_op_id(), context["type"], context.get_scope(), context.get_source()

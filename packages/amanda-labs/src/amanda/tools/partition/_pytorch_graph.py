@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 from math import inf
 from typing import Any
 
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import torch_word
 from amanda.tools.partition._cut import PartitionError
 from amanda.tools.partition._result import Plan
@@ -244,7 +245,7 @@ def _aliased_arguments(node: Any) -> Iterator[tuple[Any, bool]]:
     schema = getattr(node.target, "_schema", None)
     for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
         if argument.alias_info is not None:
-            for alias in value if isinstance(value, (list, tuple)) else (value,):
+            for alias in leaves([value]):
                 yield alias, argument.alias_info.is_write
 
 

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 import amanda
-from amanda.tools.kit import RequiredNames
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.partition._ipc import (
     OpTraffic,
     ProcessLink,
@@ -38,7 +38,7 @@ logger = logging.getLogger("amanda")
 class Protection:
     """The parameters that were moved, and the process that holds them.
 
-    A Protection that is dropped without `release` ends the process, and the parameters are lost.
+    A Protection that is dropped without `finalize` ends the process, and the parameters are lost.
     dropped: numbers of executions whose autograd nodes are gone, so that they have no backward pass any more.
     """
 
@@ -137,6 +137,14 @@ class Protection:
             _, _, size = self.link.call(header)
             self.traffic_record("optimizer", header["optimizer"], header["name"], "", "").add([], [], size)
 
+    def is_of(self, model: Any) -> bool:
+        """Return True if a module, or a list of parameters, has protected ones, or if there are none."""
+        is_module = hasattr(model, "named_modules")
+        tensors = [*model.parameters(), *model.buffers()] if is_module else leaves([model])
+        model_ids = {id(tensor) for tensor in tensors}
+        stand_ins = list(self.stand_ins)
+        return not stand_ins or any(id(stand_in.tensor) in model_ids for stand_in in stand_ins)
+
     def release(self) -> None:
         """Bring the values back, and end the process.  Raises ProtectError if the process has died."""
         import torch
@@ -156,7 +164,8 @@ class Protection:
 def _close_lost_link(link: ProcessLink, hook: Any) -> None:
     """End a process that nobody can reach any more."""
     logger.warning(
-        "protect: the tool was dropped without release(); the parameters in process %s are lost", link.pid
+        "protect: the tool was dropped without finalize(model); the parameters in process %s are lost",
+        link.pid,
     )
     _close_link(link, hook)
 

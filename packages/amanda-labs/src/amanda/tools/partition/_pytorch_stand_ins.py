@@ -12,6 +12,7 @@ from typing import Any
 import amanda
 from amanda import interceptor
 from amanda.errors import ToolError
+from amanda.tools.kit import leaves
 from amanda.tools.partition._ipc import ProtectError, RawBytes, TensorHeader, pack_tensor
 
 _OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
@@ -43,7 +44,7 @@ class StandIn:
         if self.tensor.requires_grad != self.trained:
             raise ProtectError(
                 f"{op_text} reads {self.path}, whose requires_grad was changed after it was protected: "
-                "freeze parameters before, or release and protect anew"
+                "freeze parameters before, or finalize and protect anew"
             )
 
     @property
@@ -150,7 +151,7 @@ class StandIns:
                 self._read_openly[id(value)] = value
 
     def _computes_from_parameters_alone(self, context: amanda.OpContext) -> bool:
-        inputs = list(tensors_in(context.get_inputs()))
+        inputs = tensors_in(context.get_inputs())
         return bool(inputs) and all(map(self.find, inputs)) and not context["in_place"]
 
 
@@ -254,15 +255,11 @@ def _overloads(context: amanda.OpContext) -> list[Any]:
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the tensors among the inputs of an op, and in its lists."""
+def tensors_in(values: Sequence[Any]) -> list[Any]:
+    """Return the tensors among the inputs of an op, and in its lists."""
     import torch
 
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+    return [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def parameter_path(value: Any) -> str | None:

@@ -379,21 +379,6 @@ class PartitionResult(PlottedResult):
                 names = {"phase": op.phase, "type": op.type, "module": op.module, "source": op.source}
                 yield {"id": f"{op.id:016x}", **names, "stage": int(self.stage_of[position])}
 
-    def submodels(self, model: Any) -> list[Any]:
-        """Return a keras.Model for each stage of the Keras model that was traced.
-
-        Applied in order, `x = submodel(x)`, the submodels compute the same values as the model, with its
-        layers and variables; a tensor that a later stage reads passes through the stages between.  A cut
-        inside of a layer moves to the edge of the layer, and the notes of this result say so.
-        model: a functional or a sequential model.  Raises PartitionError for another kind of model, and if a
-        stage has no layer; ToolError for an object that is no model of Keras.
-        """
-        from amanda.tools.partition._keras import submodels
-
-        split = submodels(self, model)
-        self.remarks = split.remarks
-        return split.models
-
     def draw(self, axes: Axes) -> None:
         """Draw when each stage computes which micro-batch; backward passes are hatched."""
         for slot in self.slots:

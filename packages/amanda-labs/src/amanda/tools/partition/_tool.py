@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, cast, o
 
 import amanda
 from amanda.errors import ArtefactError, OptionError, ToolError
-from amanda.options import Name, PositiveInt, Range, Share, checked
+from amanda.options import Name, PositiveInt, Range, Share, checked, deprecated
 from amanda.tools.flops import FlopsTool
 from amanda.tools.partition._cut import Request, Schedule
 from amanda.tools.partition._parts import PartsResult
@@ -130,13 +130,25 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         self._parts_result = None
         self._delegate.clear()
 
-    def release(self) -> None:
-        """Bring protected parameters back into the program, and end the process that holds them.
+    def finalize(self, model: Any) -> ProtectedResult:
+        """Bring protected parameters back into a model, and end the process that holds them.
 
-        The state of their optimizers ends with it.  Without `protect` there is nothing to do.
+        The state of their optimizers ends with it.  Returns `result`, whose `model` is the model.
+        Raises ProtectError for a model without protected parameters, and ToolError without `protect`, as
+        stages are a plan that changes no parameter.
         """
+        if not isinstance(self._delegate, ProtectTool):
+            raise ToolError(
+                "PartitionTool.finalize brings protected parameters back, and this tool has no protect; "
+                "result.pipeline, or amanda.instrument of an ONNX file, makes the stages"
+            )
+        return self._delegate.finalize(model)
+
+    @deprecated(use="finalize(model)", since="amanda-labs 0.2", gone="0.4")
+    def release(self) -> None:
+        """Bring protected parameters back into the program.  Deprecated: use `finalize`."""
         if isinstance(self._delegate, ProtectTool):
-            self._delegate.release()
+            self._delegate.end()
 
 
 class StagesTool(amanda.Tool):
@@ -184,7 +196,7 @@ class StagesTool(amanda.Tool):
         """Forget the ops that were executed."""
         self._trace.clear()
         self._measure.clear()
-        self._steps.restart()
+        self._steps.clear()
 
 
 def _check_method(request: Request) -> None:

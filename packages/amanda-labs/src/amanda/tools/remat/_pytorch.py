@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from amanda import interceptor
-from amanda.tools.kit import RequiredNames
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
 from amanda.tools.mapping import undisturbed
-from amanda.tools.remat._storage import Handle, flatten
+from amanda.tools.remat._storage import Handle
 
 _REQUIRED = RequiredNames(
     "amanda.tools.remat",
@@ -110,11 +110,11 @@ class TorchRuntime:
     def tensors(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors among values."""
         tensor_class = self._tensor
-        return [value for value in flatten(values) if isinstance(value, tensor_class)]
+        return [value for value in leaves(values) if isinstance(value, tensor_class)]
 
     def results_in_order(self, result: Any) -> list[Any]:
         """Return an op's results in order."""
-        return flatten(result) if isinstance(result, (list, tuple)) else [result]
+        return leaves([result])
 
     def use_count(self, address: int) -> int:
         """Return the number of tensors on a storage."""
@@ -168,7 +168,7 @@ class TorchRuntime:
             generator_states = [torch.default_generator.get_state()]
             generator_states += [getattr(torch, device.type).get_rng_state(device) for device in devices]
             generator_states += [
-                value.get_state() for value in flatten(inputs) if isinstance(value, torch.Generator)
+                value.get_state() for value in leaves(inputs) if isinstance(value, torch.Generator)
             ]
             state += [generator_state.numpy().tobytes() for generator_state in generator_states]
         return state

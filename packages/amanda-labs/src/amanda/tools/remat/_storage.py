@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amanda.errors import AmandaError
+from amanda.tools.kit import leaves
 from amanda.tools.remat._heuristics import join_neighbours
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class Operation(_WeaklyReferenced):
     _products: list[weakref.ref[Storage]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.refs += [value for value in flatten(self.inputs) if isinstance(value, InputRef)]
+        self.refs += [value for value in leaves(self.inputs) if isinstance(value, InputRef)]
         for ref in self.refs:
             ref.storage.consumers.add(self)
 
@@ -198,13 +199,6 @@ class Operation(_WeaklyReferenced):
         The backward ops of all readers of the results have then run too.
         """
         return bool(self.saved) and all(handle() is None for handle in self.saved)
-
-
-def flatten(values: Sequence[Any]) -> list[Any]:
-    """Return values with nested lists and tuples flattened; faster than `leaves`."""
-    return [
-        item for value in values for item in (flatten(value) if type(value) in (list, tuple) else (value,))
-    ]
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import amanda
 from amanda.options import Name, checked
+from amanda.tools.mapping import CONVOLUTIONS
 from amanda.tools.rewrite._executions import Match, OpCall
 from amanda.tools.rewrite._pattern import Capture, Maybe, Op, PatternError, Rule
 
@@ -34,7 +35,7 @@ def fold_batch_norm() -> Sequence[Rule]:
     execution, so that they follow the parameters and pass gradients to them.
     """
     name = "fold_batch_norm"
-    convolution = Op(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), name="convolution")
+    convolution = Op(tuple(CONVOLUTIONS), name="convolution")
     norm = Op("batch_norm", convolution, name="norm", where=lambda context: name in context["rewrites"])
     # Keras normalises by a multiplication and an addition.
     sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ class RewriteTool(amanda.Tool):
     with the number of replacements or the reason why there are none; `clear` forgets them.
     """
 
+    # All ops of a file, and so all matches, are known before the first op changes.
+    calibrates_when_prepared = True
     is_copied_when_used = False
 
     @checked(error=PatternError)
@@ -61,10 +63,6 @@ class RewriteTool(amanda.Tool):
         self.load_state_dict({})
         self._program = Program(self.rules)
         self._executions: dict[str, Executions] = {}
-
-    def preparing(self) -> AbstractContextManager[Any]:
-        """Return a context without effect: the matches of a file are known before it is instrumented."""
-        return nullcontext()
 
     def scope_left(self) -> None:
         """Compute the delayed ops whose outputs are still referred to, before their inputs change."""
@@ -148,23 +146,23 @@ class RewriteTool(amanda.Tool):
         executions: Executions,
         original: Callable[..., Any],
     ) -> Any:
-        executions = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
-        reason = _collect_executions(site, node.id, executions)
-        read_execution = next((execution for execution in executions.values() if execution.is_read()), None)
+        by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
+        reason = _collect_executions(site, node.id, by_op)
+        read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
         if read_execution is not None and not reason:
             self._stop_replacing(site, read_execution)
             return NotImplemented
         if not reason:
-            match = Match(site, executions)
+            match = Match(site, by_op)
             if site.rule.when is None or site.rule.when(match):
                 result = _call_replacement(site, match)
                 site.replaced += 1
-                for execution in executions.values():
+                for execution in by_op.values():
                     execution.is_used = True
                 return result
             reason = CONDITION_FAILED
         site.fallbacks[reason] += 1
-        for execution in executions.values():
+        for execution in by_op.values():
             execution.reader = execution.reader or "the match itself"
         return NotImplemented
 
@@ -179,7 +177,7 @@ class RewriteTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _compute_readers(written: Any, executions: Executions) -> None:
-        executions.compute_delayed(written if isinstance(written, (list, tuple)) else [written])
+        executions.compute_delayed(leaves([written]))
 
     def _on_read(self, execution: OpExecution) -> None:
         """Count a fallback, or stop replacing a match, when the output of a delayed op is read.

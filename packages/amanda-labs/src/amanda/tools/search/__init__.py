@@ -9,7 +9,6 @@ found = tool.finalize(model)
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import ChoicesResult
 from amanda.tools.search._search import Search
@@ -22,7 +21,6 @@ __all__ = [
     "ChoicesResult",
     "Controller",
     "Evolution",
-    "LSTMPolicy",
     "OptunaController",
     "PolicyGradient",
     "Random",

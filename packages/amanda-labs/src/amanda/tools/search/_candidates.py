@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.tools.kit import windows_of
+from amanda.tools.mapping import MATRIX_PRODUCTS, product_of
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
@@ -73,10 +74,13 @@ class Skip(Candidate):
     @staticmethod
     def _keeps(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
         extents = site.weight_shape
-        if site.type in ("linear", "matmul", "addmm"):
-            return len(extents) == 2 and extents[0] == extents[1] and site.type != "addmm"
+        product = product_of(context)
+        if product is None or product.factors != (0, site.weight):  # the first input takes the op's place
+            return False
+        if site.type in MATRIX_PRODUCTS:
+            return len(extents) == 2 and extents[0] == extents[1]
         layout: str | None = context["layout"]
-        if not site.type.startswith("conv") or layout is None or None in shape:
+        if layout is None or None in shape:
             return False
         sizes = [shape[i] or 0 for i, axis in enumerate(layout) if axis not in "NC"]
         windows = windows_of(context.get_attrs(), layout, extents[2:])

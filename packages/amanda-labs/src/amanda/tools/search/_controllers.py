@@ -18,7 +18,7 @@ Architecture = dict[str, str]
 class Controller(Protocol):
     """Proposes architectures, and is told what comes of them.
 
-    `numbers` is seeded anew for each trial, so that a search goes on from a file as it would have gone on.
+    `numbers` is seeded anew for each trial, so that a search goes on from a study as it would have gone on.
     """
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite, prod
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import amanda
-from amanda.errors import AmandaError
-from amanda.options import Name, NonNegativeFloat, NonNegativeInt, OutputFile, Seed, checked
+from amanda.options import Name, NonNegativeFloat, NonNegativeInt, Seed, checked, shown
 from amanda.tools.kit import Progress, check_number
 from amanda.tools.libraries import numpy as np
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._errors import SearchError
-from amanda.tools.search._lstm import LSTMPolicy
-from amanda.tools.search._optuna import OptunaController
+from amanda.tools.search._optuna import OptunaController, StudyTrials
 from amanda.tools.search._tool import SearchTool
-from amanda.tools.search._trials_file import TrialsFile
 from amanda.tools.trials import SearchResult, Trial
 
-logger = logging.getLogger("amanda")
-
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
-    "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
-    "optuna": OptunaController,
+    "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,
 }  # fmt: skip
-_COSTS = ("flops", "size")
 _DRAWS = 1000
 
 
@@ -37,13 +29,14 @@ class Search:
 
     tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
         higher the better, with the architecture in force; what it trains is trained for those that follow.
-    controller: "random", "evolution", "policy", "lstm", "optuna", or a `Controller`.
+    controller: "random", "evolution", "policy", "optuna", or a `Controller`.
     train: called ahead of each evaluation with the architecture in force, to train what architectures share.
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
     limits: the most of "flops" or "size"; architectures above it are not evaluated.
-    file: where trials are written, and from where `run` goes on.  Searches in several processes may share
-    one: each has the trials of all.
+    study: a study of Optuna that keeps the trials, and from which `run` goes on; or a storage of Optuna or
+        its URL, in which a study is made.  Searches in several processes may share one: each has the trials
+        of all.
     metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far
     it is.  compiled: as of `amanda.apply`.
 
@@ -55,11 +48,11 @@ class Search:
         self,
         tool: SearchTool,
         evaluate: Callable[[], Any],
-        controller: Literal["random", "evolution", "policy", "lstm", "optuna"] | Controller = "evolution",
+        controller: Literal["random", "evolution", "policy", "optuna"] | Controller = "evolution",
         train: Callable[[], Any] | None = None,
         costs: Sequence[Literal["flops", "size"] | Callable[[], Any]] = (),
         limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None,
-        file: OutputFile | None = None,
+        study: Any = None,
         metric: Name = "metric",
         seed: Seed = 0,
         progress: bool = True,
@@ -90,23 +83,24 @@ class Search:
         # One scope for all trials, since a scope logs each warning once.
         self._scope = amanda.apply(tool, compiled=compiled)
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
-        self._file = TrialsFile(Path(file), self._space, names) if file else None
-        self._written, self._unwritten = 0, ""
+        # Evaluated, but not in the study yet: its storage may fail.
+        self._unwritten: list[Trial] = []
+        self._study: StudyTrials | None = None
         if isinstance(controller, OptunaController):
-            self._trials = controller.begin(self._space, list(self._costs))
-            if self._trials and self._file is not None:
-                told = f"file is {str(self._file.path)!r}, and the study has {len(self._trials)} trials"
-                raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
+            if study is not None and controller.study is not None:
+                raise SearchError(
+                    f"Search: study is {shown(study)}, and the controller has another; give one of them"
+                )
+            study = controller.study if study is None else study
+            self._study = controller.trials = StudyTrials(study, self._space, names, controller.sampler)
+        elif study is not None:
+            self._study = StudyTrials(study, self._space, names)
         self._read()
 
     @property
     def result(self) -> SearchResult:
         """The trials so far."""
-        result = SearchResult(self._trials, self._metric, list(self._costs), self._stopped)
-        if self._unwritten:
-            lacking = len(self._trials) - self._written
-            result.remarks = [f"{lacking} trials are not in the file: {self._unwritten}."]
-        return result
+        return SearchResult([*self._trials, *self._unwritten], self._metric, list(self._costs), self._stopped)
 
     @checked(error=SearchError)
     def run(
@@ -116,7 +110,8 @@ class Search:
 
         Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
         trial's error, and logged, and so is a metric or cost of NaN or infinity.  Amanda's own errors and
-        KeyboardInterrupt reach the caller; `result` has the trials until then, and another `run` continues.
+        KeyboardInterrupt reach the caller, and so do those of the study's storage; `result` has the trials
+        until then, and another `run` continues.
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
@@ -126,7 +121,7 @@ class Search:
             raise SearchError(
                 "Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False"
             )
-        with Progress(self._progress) as progress:
+        with Progress(self._progress) as progress, self._proposals_dropped():
             while not self._stopped:
                 if trials is not None and len(self._trials) >= trials:
                     self._stopped = f"{trials} trials"
@@ -138,46 +133,37 @@ class Search:
                     told = " ".join(architecture.values())
                     progress.begin(trials or len(self._trials) + 1, told, len(self._trials))
                     trial = self._trial(architecture)
-                    self._take([*self._trials, trial])
-                    self._write()
+                    self._unwritten.append(trial)
+                    self._read()
                     progress.done(trial.error or f"{self._metric} {trial.metric:g}")
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
         return self.result
 
-    def _take(self, trials: list[Trial]) -> None:
-        """Keep trials, and tell the controller of those that are not among the present ones."""
+    def _read(self) -> None:
+        """Write what was evaluated, take what others have too, and tell the controller of what is new."""
+        if self._study is None:
+            trials = [*self._trials, *self._unwritten]
+            self._unwritten = []
+        else:
+            while self._unwritten:
+                self._study.add(self._unwritten[0])
+                del self._unwritten[0]
+            trials = self._study.read()
         known = set(map(id, self._trials))
         self._trials = trials
         for trial in trials:
             if id(trial) not in known:
                 self._controller.tell(self._space, trial.architecture, trial.scores)
 
-    def _read(self) -> None:
-        """Take the trials that others have added to the file since it was read or written last."""
-        if self._file is not None:
-            there = self._file.read()
-            self._insert(there[self._written :])
-
-    def _insert(self, others: list[Trial]) -> None:
-        """Keep trials of others, which are in the file behind those that it had before."""
-        self._take([*self._trials[: self._written], *others, *self._trials[self._written :]])
-        self._written += len(others)
-
-    def _write(self) -> None:
-        """Add to the file what is not in it yet; if that fails, log it once, and try again next time."""
-        if self._file is None:
-            return
-        number = self._written
+    @contextmanager
+    def _proposals_dropped(self) -> Iterator[None]:
+        """Leave no proposal of the study behind that is not evaluated, after an interrupt too."""
         try:
-            there = self._file.add(self._trials, number)
-        except AmandaError as error:
-            if not self._unwritten:
-                logger.warning("search: %s; the search goes on", error)
-            self._unwritten = str(error)
-            return
-        self._insert(there[number : len(there) - len(self._trials) + number])
-        self._written, self._unwritten = len(self._trials), ""
+            yield
+        finally:
+            if self._study is not None and not self._unwritten:
+                self._study.drop()
 
     def _next(self) -> dict[str, str] | None:
         """Return an architecture within the limits, a new one if nothing is trained; None without one."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.kit import canonical_extents, tensors_of
-from amanda.tools.mapping import itemsize
+from amanda.tools.mapping import itemsize, product_of
 from amanda.tools.search._candidates import Candidate, Original
 from amanda.tools.search._decision import Decision
 from amanda.tools.search._gradients import Gradients
@@ -69,10 +69,10 @@ class Site:
         self.decision: Decision
 
     def _bias(self, context: amanda.OpContext) -> int | None:
-        inputs = context.get_inputs()
-        is_layer = self.type == "linear" or self.type.startswith("conv")
-        is_given = is_layer and self.weight == 1 and len(inputs) > 2
-        return 2 if is_given and context["dtype"](inputs[2]) is not None else None
+        inputs, product = context.get_inputs(), product_of(context)
+        bias = None if product is None or product.weight is None else product.bias
+        is_given = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None
+        return bias if is_given else None
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -10,12 +10,14 @@ from itertools import pairwise
 from amanda.tools.diff._likeness import Likeness
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+from amanda.tools.mapping import MATRIX_PRODUCTS, PRODUCTS
 
 _KINDS = {
-    "linear": "product", "matmul": "product", "addmm": "product", "einsum": "product",
-    "depthwise_conv2d": "conv2d",
+    **dict.fromkeys((*MATRIX_PRODUCTS, "einsum"), "product"),
+    "depthwise_conv2d": "conv2d", "depthwise_conv3d": "conv3d",
 }  # fmt: skip
-_COMPUTE = frozenset({"product", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "embedding"})
+# Attention is one op in some frameworks, and several in others.
+_COMPUTE = frozenset([*PRODUCTS, "embedding"]) - {"scaled_dot_product_attention"}
 
 
 def kind(type: str) -> str:
@@ -25,7 +27,7 @@ def kind(type: str) -> str:
 
 def is_compute(type: str) -> bool:
     """Return True if an op is a product, a convolution or a look-up: what layers of frameworks share."""
-    return kind(type) in _COMPUTE
+    return type in _COMPUTE
 
 
 def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple[int, int]]:

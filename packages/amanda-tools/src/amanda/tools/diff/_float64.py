@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import amanda
-from amanda.tools.kit import RequiredNames
+from amanda.tools.kit import RequiredNames, leaves
 
 _REQUIRED = RequiredNames(
     "amanda.tools.diff",
@@ -14,7 +14,6 @@ _REQUIRED = RequiredNames(
     "torch:_C._current_graph_task_id",
     "torch:ops.aten._to_copy.default._schema",
     "torch.utils._python_dispatch:TorchDispatchMode",
-    "torch.utils._pytree:tree_leaves",
     "torch.utils._pytree:tree_map_only",
 )
 
@@ -64,7 +63,7 @@ def _modes(narrow: set[str]) -> Any:
                 return self._run(func, args, kwargs or {})
 
         def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-            given = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
+            given = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
             if _moves(func) or not any(x.is_floating_point() for x in given):
                 return func(*args, **kwargs)
             if func._schema.is_mutable:
@@ -93,7 +92,7 @@ def _modes(narrow: set[str]) -> Any:
                 name for name in named
                 if (alias := known[name].alias_info) is not None and alias.is_write
             }  # fmt: skip
-            into = [x for name in written for x in _flat(named[name]) if isinstance(x, torch.Tensor)]
+            into = [x for name in written for x in leaves([named[name]]) if isinstance(x, torch.Tensor)]
             dtype = next((x.dtype for x in into if x.is_floating_point()), None)
             if dtype is None:
                 return func(*args, **kwargs)
@@ -114,10 +113,6 @@ def _modes(narrow: set[str]) -> Any:
         views = (one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         return func is torch.ops.aten.clone.default or any(views)
 
-    def _flat(value: Any) -> list[Any]:
-        found: list[Any] = torch.utils._pytree.tree_leaves(value)
-        return found
-
     class Alike(TorchFunctionMode):
         """Casts what a function reads where it refuses tensors of several types, before any kernel runs."""
 
@@ -125,7 +120,7 @@ def _modes(narrow: set[str]) -> Any:
             try:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:
-                given = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
+                given = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
                 if len({x.dtype for x in given if x.is_floating_point()}) < 2 or func.__name__.endswith("_"):
                     raise
                 with amanda.disabled():

@@ -31,7 +31,6 @@ class Flow:
                 self._outputs.setdefault(key_of(entry), []).append(entry)
             elif entry.role in _READ and not reads_shape(run.ops[entry.op]):
                 self._reads[key_of(entry)] = entry.order
-        self.has_inputs = any(entry.role == "input" for entry in run.entries)
 
     def maker(self, read: Entry) -> Entry | None:
         """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""

@@ -17,7 +17,7 @@ from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
 from amanda.tools.diff._run import Compiled, Run, run_of
 from amanda.tools.dump import Dump, DumpTool
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import leaves, tensors_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -169,13 +169,9 @@ def _text(value: Any) -> str:
 
 def _arrays(value: Any) -> list[NDArray[Any]]:
     """Return the tensors in what a function gave."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [array for one in value for array in _arrays(one)]
-    tensors = tensors_of(value)
-    dense = tensors.dense(value) if hasattr(value, "shape") else None
-    return [] if dense is None else [tensors.exact(dense)]
+    tensors = [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
+    dense = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
+    return [library.exact(tensor) for library, tensor in dense if tensor is not None]
 
 
 def _remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:

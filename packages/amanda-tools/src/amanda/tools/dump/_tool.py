@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from amanda.tools.dump._entry import Kept, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, measured
 from amanda.tools.dump._writer import Writer
-from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, parameter_inputs, tensors_of
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
 
 if TYPE_CHECKING:
@@ -106,11 +106,12 @@ class DumpTool(TensorTool[_IndexedOp]):
     def add_returned(self, value: Any) -> None:
         """Keep the tensors in what a program has returned, as the outputs of an op of type "returned".
 
-        value: a tensor, or lists, tuples and dicts of tensors; anything else is left out.
+        value: a tensor, or lists, tuples, dicts and dataclasses of tensors; anything else is left out.
         """
         if self._dtype is not None:
             record = self._met(Op("forward", "returned", "", "", "", 0))
-            self._see(*_leaves(value), record=record, role="output", dtype=self._dtype)
+            tensors = leaves([value], structures=True)
+            self._see(*tensors, record=record, role="output", dtype=self._dtype)
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
         """Take an op into the index."""
@@ -184,16 +185,6 @@ def _parameters(context: amanda.OpContext) -> tuple[tuple[int, str], ...]:
     """Return the positions of inputs that are parameters with a path, and the paths."""
     paths = ((i, context.get_variable_path(context.get_variable(i))) for i in parameter_inputs(context))
     return tuple((i, path) for i, path in paths if path)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    else:
-        yield value
 
 
 def _of_rank(folder: Path) -> Path:

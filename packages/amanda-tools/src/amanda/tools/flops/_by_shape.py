@@ -283,7 +283,7 @@ _OF_A_VIEW = (int, slice, type(...), type(None))
 def is_settled(kind: str, context: amanda.OpContext, is_view: bool) -> bool:
     """Return whether an op of this type, which moves data, gives a view for all shapes or none, as here."""
     if kind in ("index", "getitem"):
-        index = list(leaves(context.get_inputs()[1:]))
+        index = leaves(context.get_inputs()[1:])
         if any(map(_is_tensor, index)):
             return not is_view
         return is_view and all(type(one) in _OF_A_VIEW for one in index)

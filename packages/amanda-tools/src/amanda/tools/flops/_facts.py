@@ -9,9 +9,8 @@ import amanda
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import At, Extents
 from amanda.tools.flops._cost import Formula, Shapes, size
-from amanda.tools.flops._factors import gradients_of_factors
 from amanda.tools.flops._formulas import no_cost
-from amanda.tools.flops._table import COPIES, FORMULAS, MOVES, traffic
+from amanda.tools.flops._table import COPIES, FORMULAS, MOVES, gradients_of_factors, traffic
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import itemsize, local
 

@@ -49,7 +49,7 @@ def matrix_product_and_sum(op: Shapes) -> Cost:
     return Cost.of_macs(matrix_product(op, 1).macs, prod(op.out))
 
 
-def product_of(left: int, right: int) -> Formula:
+def product_at(left: int, right: int) -> Formula:
     """Count (..., n, k) by (..., k, m) at these positions; a sparse factor counts as a dense one."""
 
     def macs(op: Shapes) -> Any:

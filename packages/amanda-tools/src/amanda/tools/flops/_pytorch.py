@@ -9,10 +9,10 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops._cost import Components
-from amanda.tools.flops._factors import FACTORS, gradients_of_factors
 from amanda.tools.flops._inside import inside
+from amanda.tools.flops._table import gradients_of_factors
 from amanda.tools.kit import leaves
-from amanda.tools.mapping import local, share, torch_shape
+from amanda.tools.mapping import MATRIX_PRODUCTS, local, share, torch_shape, torch_word
 
 
 def roles(context: amanda.OpContext) -> None:
@@ -109,7 +109,8 @@ def _backward_macs(context: amanda.OpContext) -> int:
     if product is None:
         layer = _of_recurrent_layer(context)
         return _as_often_as_forward(context, _is_complex(first)) if layer is None else layer
-    left, right = (grads[i] if i < len(grads) else None for i in FACTORS.get(product[1].lower(), (0, 1)))
+    factors = MATRIX_PRODUCTS[torch_word(product[1].lower())].factors
+    left, right = (grads[i] if i < len(grads) else None for i in factors)
     size, macs = prod(first.shape), 0
     if left is not None:
         macs += round(size * (left.shape[-1] if left.dim() else 1) * share([left]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from amanda.tools.flops import _formulas as of
 from amanda.tools.flops._cost import Formula, table
-from amanda.tools.flops._formulas import no_cost, operations, product_of, products, visits
+from amanda.tools.flops._formulas import no_cost, operations, product_at, products, visits
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, PRODUCTS, TRANSPOSED_CONVOLUTIONS
 
 COPIES = frozenset(
     """
@@ -67,15 +69,24 @@ MOVES = COPIES | frozenset(
 )
 """Names of ops that compute nothing."""
 
-_CONVOLUTIONS = "conv1d conv2d conv3d"
-_TRANSPOSED = "conv_transpose1d conv_transpose2d conv_transpose3d"
-_RECURRENT = "lstm gru rnn_tanh rnn_relu"
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
-CONTRACTIONS = frozenset(
-    "linear einsum matmul addmm addmv addbmm baddbmm bilinear trilinear grouped_mm depthwise_conv2d conv_tbc "
-    f"{_CONVOLUTIONS} {_TRANSPOSED} {_RECURRENT}".split()
-)
+CONTRACTIONS = frozenset([*PRODUCTS, *_RECURRENT]) - {"scaled_dot_product_attention"}
 """Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
+
+
+def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
+    """Return how many of the gradients that a backward op gives are products.
+
+    word: of the backward op.  gradients: those of an op's inputs in their order; a single gradient may be
+    that of any input.
+    """
+    if len(gradients) == 1:
+        return int(gradients[0] is not None)
+    product = PRODUCTS.get(word)  # a layer of several products gives the gradients of data and weights first
+    positions = (0, 1) if product is None else product.factors or range(len(gradients))
+    return sum(i < len(gradients) and gradients[i] is not None for i in positions)
+
 
 _ELEMENTWISE = {
     **dict.fromkeys(MOVES, no_cost),
@@ -126,7 +137,7 @@ ELEMENTWISE = frozenset(_ELEMENTWISE)
 BY_SHAPES_ALONE = (
     frozenset(name for name, formula in _ELEMENTWISE.items() if formula not in (of.batch_norm, of.pooling))
     .difference(["instance_norm", "_unsafe_masked_index_put_accumulate"])
-    .union(["linear", "matmul", "addmm", "addmv", "baddbmm", "scaled_dot_product_attention"])
+    .union([*MATRIX_PRODUCTS, "scaled_dot_product_attention"])
 )
 """Words of ops whose formulas, and those of their backward ops, read nothing but shapes.
 
@@ -156,10 +167,10 @@ FORMULAS: dict[str, Formula] = {
         (of.matrix_product, "matmul SparseMatMul _FusedMatMul"),
         (of.contraction, "dot_general"), (of.ragged_contraction, "ragged_dot_general"),
         (of.matrix_product_and_sum, "addmm addmv baddbmm"),
-        (product_of(0, 1), "_int_mm _scaled_mm _scaled_mm_v2 _sparse_mm hspmm _sparse_sparse_matmul vdot"),
-        (product_of(0, 1), "_cslt_sparse_mm"), (product_of(0, 2), "_sparse_semi_structured_mm"),
-        (product_of(1, 2), "addbmm _sparse_addmm sspaddmm sparse_sampled_addmm _addmm_activation"),
-        (product_of(1, 3), "_sparse_semi_structured_addmm"),
+        (product_at(0, 1), "_int_mm _scaled_mm _scaled_mm_v2 _sparse_mm hspmm _sparse_sparse_matmul vdot"),
+        (product_at(0, 1), "_cslt_sparse_mm"), (product_at(0, 2), "_sparse_semi_structured_mm"),
+        (product_at(1, 2), "addbmm _sparse_addmm sspaddmm sparse_sampled_addmm _addmm_activation"),
+        (product_at(1, 3), "_sparse_semi_structured_addmm"),
         (products(lambda op: prod(op.out) * op.inputs[0][-1]), """
             _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu mkldnn_linear
             _dyn_quant_matmul_4bit fbgemm_linear_int8_weight
@@ -171,11 +182,11 @@ FORMULAS: dict[str, Formula] = {
          "_foreach_mm"),
         (of.grouped_product, "grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"),
         (of.trilinear, "_trilinear"), (of.covariance, "cov corrcoef"),
-        (of.convolution, f"{_CONVOLUTIONS} Conv FusedConv ConvInteger"),
+        (of.convolution, " ".join([*CONVOLUTIONS, "Conv FusedConv ConvInteger"])),
         (lambda op: of.convolution(replace(op, weight=3)), "QLinearConv"),
         (of.transposed_convolution, f"""
-            {_TRANSPOSED} slow_conv_transpose2d slow_conv_transpose3d cudnn_convolution_transpose
-            miopen_convolution_transpose _mps_convolution_transpose ConvTranspose
+            {" ".join(TRANSPOSED_CONVOLUTIONS)} slow_conv_transpose2d slow_conv_transpose3d
+            cudnn_convolution_transpose miopen_convolution_transpose _mps_convolution_transpose ConvTranspose
         """),
         (of.any_convolution, """
             _convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward thnn_conv2d
@@ -184,7 +195,7 @@ FORMULAS: dict[str, Formula] = {
             miopen_depthwise_convolution _conv_depthwise2d _nnpack_spatial_convolution _mps_convolution
         """),
         (of.convolution_backward, "convolution_backward"),
-        (of.depthwise_convolution, "depthwise_conv2d"),
+        (of.depthwise_convolution, "depthwise_conv2d depthwise_conv3d"),  # in place of `convolution` above
         (products(lambda op: prod(op.out) * prod(op.inputs[1][:2]), lambda op: prod(op.out)), "conv_tbc"),
         (of.attention, " ".join(["scaled_dot_product_attention", *_ATTENTION])),
         (of.attention_backward, " ".join(f"{name}_backward" for name in _ATTENTION)),
@@ -192,7 +203,7 @@ FORMULAS: dict[str, Formula] = {
         (of.attention_layer, "_native_multi_head_attention"), (of.onnx_attention, "Attention"),
         (of.cached_attention(6), "MultiHeadAttention"),
         (of.grouped_attention, "GroupQueryAttention"),
-        (of.recurrent, _RECURRENT), (of.recurrent_layer, "mkldnn_rnn_layer LSTM GRU RNN"),
+        (of.recurrent, " ".join(_RECURRENT)), (of.recurrent_layer, "mkldnn_rnn_layer LSTM GRU RNN"),
         (of.blocked_cell, "LSTMBlockCell BlockLSTM BlockLSTMV2"),
         (visits(4), "_thnn_fused_lstm_cell _thnn_fused_gru_cell _pdist_backward _cdist_backward"),
         (operations(lambda op: 3 * prod(op.out) * op.inputs[0][-1]), "_cdist_forward _pdist_forward pdist"),

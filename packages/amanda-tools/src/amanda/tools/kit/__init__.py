@@ -8,7 +8,6 @@ from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._inputs import parameter_inputs, remarks_on_packed_inputs
 from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored
 from amanda.tools.kit._leaves import leaves
-from amanda.tools.kit._onnx_file import read_onnx
 from amanda.tools.kit._progress import Progress, check_number
 from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, Role, TensorTool, op_tensors
@@ -18,6 +17,6 @@ from amanda.tools.kit._windows import Window, windows_of
 __all__ = [
     "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "Progress", "RequiredNames", "Role",
     "TensorTool", "Tensors", "TensorsError", "Unfolding", "Window", "canonical",
-    "canonical_extents", "check_number", "leaves", "op_tensors", "parameter_inputs", "read_onnx",
+    "canonical_extents", "check_number", "leaves", "op_tensors", "parameter_inputs",
     "remarks_on_packed_inputs", "restored", "tensors_of", "windows_of",
 ]  # fmt: skip

@@ -41,6 +41,12 @@ class Window(NamedTuple):
         less, more = total // 2, total - total // 2
         return (less, more) if self.padding == "same" else (more, less)
 
+    def slices(self, size: int) -> list[slice]:
+        """Return for each element of the window the slice of a padded axis that the element reads."""
+        last = (self.places(size) - 1) * self.stride
+        starts = range(0, self.reach, self.dilation)
+        return [slice(start, max(start + last + 1, start), self.stride) for start in starts]
+
     def positions(self, size: int, count: int) -> NDArray[np.int64]:
         """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size)."""
         starts = np.arange(count)[:, None] * self.stride - self.pads(size)[0]

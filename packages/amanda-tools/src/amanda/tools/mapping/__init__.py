@@ -5,6 +5,15 @@ from amanda.tools.mapping._gradient import weight_gradient
 from amanda.tools.mapping._installed import InstalledEntries
 from amanda.tools.mapping._itemsize import itemsize
 from amanda.tools.mapping._local import distributed, is_partial, local, share, whole
+from amanda.tools.mapping._products import (
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    TRANSPOSED_CONVOLUTIONS,
+    Product,
+    are_transposed,
+    product_of,
+)
 from amanda.tools.mapping._pytorch import dtype as torch_dtype
 from amanda.tools.mapping._pytorch import shape as torch_shape
 from amanda.tools.mapping._pytorch import word as torch_word
@@ -14,11 +23,12 @@ from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
 from amanda.tools.mapping._tensorflow_names import PASSES as TENSORFLOW_PASSES
 from amanda.tools.mapping._tensorflow_names import READS as TENSORFLOW_READS
 from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
-from amanda.tools.mapping._weight_axes import FACTORS, spatial_axes
+from amanda.tools.mapping._weight_axes import spatial_axes
 
 __all__ = [
-    "FACTORS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES", "TENSORFLOW_READS", "UNINITIALISED", "VOCABULARY",
-    "InstalledEntries", "MappingTool", "Rerun", "Rule", "RuleError", "StandardMapping", "backend_of",
-    "distributed", "is_partial", "itemsize", "local", "rerun", "share", "spatial_axes", "torch_dtype",
+    "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES", "TENSORFLOW_READS",
+    "TRANSPOSED_CONVOLUTIONS", "UNINITIALISED", "VOCABULARY", "InstalledEntries", "MappingTool", "Product",
+    "Rerun", "Rule", "RuleError", "StandardMapping", "are_transposed", "backend_of", "distributed",
+    "is_partial", "itemsize", "local", "product_of", "rerun", "share", "spatial_axes", "torch_dtype",
     "torch_shape", "torch_word", "undisturbed", "weight_gradient", "whole",
 ]  # fmt: skip

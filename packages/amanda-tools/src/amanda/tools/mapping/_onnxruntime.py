@@ -7,20 +7,15 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._onnxruntime_names import SPATIAL, WORDS
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, product_of
 
 _AXES = {1: "W", 2: "HW", 3: "DHW"}
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _WEIGHT_AT = {
-    "batch_norm": 1, "instance_norm": 1, "group_norm": 1, "layer_norm": 1, "rms_norm": 1, "linear": 1,
-    "prelu": 1, "embedding": 0,
+    "batch_norm": 1, "instance_norm": 1, "group_norm": 1, "layer_norm": 1, "rms_norm": 1, "prelu": 1,
+    "embedding": 0, "SkipLayerNormalization": 2, "SkipSimplifiedLayerNormalization": 2,
 }  # fmt: skip
-_QUANTISED = {
-    "QLinearConv": 3,
-    "QLinearMatMul": 3,
-    "SkipLayerNormalization": 2,
-    "SkipSimplifiedLayerNormalization": 2,
-}
-"""Where the weight is of types that have something else before it."""
+"""Where the weight is, by the type of a node or the word; of products the table of all frameworks tells."""
 
 
 def standard(context: OpContext) -> None:
@@ -28,9 +23,8 @@ def standard(context: OpContext) -> None:
     if "shape" in context:
         return
     name, inputs = context.get_op_type(), context.get_inputs()
-    kind = _kind(context, name, inputs)
+    kind = context["type"] = _kind(context, name, inputs)
     weight = _weight_index(context, kind, name, inputs)
-    context["type"] = kind
     context["in_place"] = False
     context["phase"] = "forward"
     context["backward_type"] = context["weight_grad_index"] = None
@@ -73,13 +67,11 @@ def _spatial_axes(inputs: Sequence[Any]) -> int | None:
 
 def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     """Return where the weight is: by the schema; in a product, the factor that an initializer holds."""
-    if name in _QUANTISED:
-        index: int | None = _QUANTISED[name]
-    elif kind == "matmul":
-        factors = [i for i in (0, 1) if _is_held(context, i)]
+    product = product_of(context)
+    index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
+    if index is None and kind in MATRIX_PRODUCTS:
+        factors = [i for i in MATRIX_PRODUCTS[kind].factors if _is_held(context, i)]
         return factors[0] if len(factors) == 1 else None
-    else:
-        index = 1 if kind.startswith("conv") else _WEIGHT_AT.get(kind)
     return index if index is not None and index < len(inputs) and shape(inputs[index]) is not None else None
 
 

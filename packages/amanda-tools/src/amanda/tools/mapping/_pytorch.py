@@ -10,8 +10,8 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._construction import part_of
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
 from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
-from amanda.tools.mapping._weight_axes import FACTORS
 
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
 _SPATIAL_OP = re.compile(
@@ -150,7 +150,7 @@ def _describe_op(context: OpContext) -> None:
     if kind == "convolution":
         kind = _generic_convolution(inputs)
     weight = weight_index(kind, name, inputs)
-    if weight is None and kind in FACTORS and not context.namespace.matches("*/*/eager"):
+    if weight is None and kind in MATRIX_PRODUCTS and not context.namespace.matches("*/*/eager"):
         weight = _weight_of_graph(context, kind, inputs)
     context["type"] = kind
     context["in_place"] = in_place or name == "setitem"
@@ -173,25 +173,25 @@ def _generic_convolution(inputs: Sequence[Any]) -> str:
 
 
 _WEIGHT_AT = {
-    "linear": 1, "batch_norm": 1, "instance_norm": 1, "layer_norm": 2, "group_norm": 2, "rms_norm": 2,
-    "prelu": 1, "bilinear": 2, "embedding": 0, "embedding_bag": 0, "native_group_norm": 1,
+    "batch_norm": 1, "instance_norm": 1, "layer_norm": 2, "group_norm": 2, "rms_norm": 2, "prelu": 1,
+    "embedding": 0, "embedding_bag": 0, "native_group_norm": 1,
 }  # fmt: skip
 
 
 def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     """Return where the weight is: by the op's schema; in a product, the factor that is a parameter."""
-    if kind in FACTORS:
-        factors = [i for i in FACTORS[kind] if i < len(inputs) and _is_parameter(inputs[i])]
+    product = PRODUCTS.get(kind)
+    index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
+    if index is None and kind in MATRIX_PRODUCTS:
+        factors = [i for i in PRODUCTS[kind].factors if i < len(inputs) and _is_parameter(inputs[i])]
         return factors[0] if len(factors) == 1 else None
-    convolution = kind.startswith("conv") and _SPATIAL_OP.fullmatch(kind)
-    index = 1 if convolution else _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind))
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
 
 
 def _weight_of_graph(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
     """The factor that is a parameter of a graph, whose values stand for what it is given when it runs."""
-    positions = [i for i in FACTORS[kind] if i < len(inputs)]
+    positions = [i for i in MATRIX_PRODUCTS[kind].factors if i < len(inputs)]
     factors = [i for i in positions if context.get_variable(i) is not None]
     return factors[0] if len(factors) == 1 else None
 
@@ -289,8 +289,8 @@ def _weight_grad_index(context: OpContext, node: str) -> int | None:
 
 
 def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
-    if kind in FACTORS:
-        return weight if name in ("mm", "mv", "bmm", "addmm", "baddbmm") else None
-    if kind.startswith("conv"):
-        return 1 if "conv" in name else None
-    return _WEIGHT_GRAD_AT.get(kind, {}).get(name)
+    if kind in _WEIGHT_GRAD_AT:
+        return _WEIGHT_GRAD_AT[kind].get(name)
+    if kind in MATRIX_PRODUCTS:
+        return weight if word(name) in MATRIX_PRODUCTS else None
+    return 1 if kind.startswith("conv") and "conv" in name else None

@@ -8,10 +8,10 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._construction import in_construction
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
 from amanda.tools.mapping._tensorflow_names import IN_PLACE, PASSES, READS, WORDS
 from amanda.tools.mapping._weight_axes import convolution_axes
 
-_CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 
 
@@ -56,7 +56,7 @@ def _describe_op(context: OpContext) -> None:
     context["in_place"] = name in IN_PLACE
     context["weight_index"] = weight
     context["layout"] = layout(kind, attributes) if _SPATIAL.fullmatch(kind) else None
-    if weight is not None and _CONVOLUTION.fullmatch(kind):
+    if weight is not None and convolution_axes(kind) is not None:
         context["weight_groups"] = groups = _groups(kind, weight, inputs, attributes)
         context["weight_layout"] = convolution_axes(kind, groups, channels_last=True)
     context["shape"] = shape
@@ -71,12 +71,12 @@ def layout(kind: str, attributes: dict[str, Any]) -> str:
 
 def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
     """Return where the weight is: by the op's schema; in a product, the factor that is a variable's value."""
-    if kind == "matmul":
-        factors = [i for i in (0, 1) if is_parameter(context, inputs, i)]
+    if kind in MATRIX_PRODUCTS:
+        factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(context, inputs, i)]
         return factors[0] if len(factors) == 1 else None
-    if _CONVOLUTION.fullmatch(kind) or kind == "batch_norm":
-        return 1
-    return 0 if kind == "embedding" else None
+    if kind in PRODUCTS:
+        return PRODUCTS[kind].weight
+    return {"batch_norm": 1, "embedding": 0}.get(kind)
 
 
 def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
@@ -141,24 +141,15 @@ def backward_type(name: str, kind: str) -> str:
     return f"{kind if word == kind or _OWN.fullmatch(name) else word}_backward"
 
 
-_WEIGHT_GRAD = {
-    "conv2d": {"Conv2DBackpropFilter": 0, "Conv2DBackpropFilterV2": 0},
-    "conv3d": {"Conv3DBackpropFilter": 0, "Conv3DBackpropFilterV2": 0},
-    "depthwise_conv2d": {"DepthwiseConv2dNativeBackpropFilter": 0},
-    "conv_transpose2d": {"Conv2DBackpropFilter": 0, "Conv2DBackpropFilterV2": 0},
-    "conv_transpose3d": {"Conv3DBackpropFilter": 0, "Conv3DBackpropFilterV2": 0},
-    "batch_norm": {"FusedBatchNormGrad": 1, "FusedBatchNormGradV2": 1, "FusedBatchNormGradV3": 1},
-}
-"""Of an op's word: which operation gives the weight's gradient, and in which place."""
-
-
 def _weight_grad_index(context: OpContext, name: str) -> int | None:
     kind, weight = context["type"], context["weight_index"]
     if weight is None:
         return None
-    if kind == "matmul":
-        return 0 if WORDS.get(name) == "matmul" and _is_of_factor(context, weight) else None
-    return _WEIGHT_GRAD.get(kind, {}).get(name)
+    if kind in MATRIX_PRODUCTS:
+        return 0 if WORDS.get(name) in MATRIX_PRODUCTS and _is_of_factor(context, weight) else None
+    if kind == "batch_norm":
+        return 1 if name.startswith("FusedBatchNormGrad") else None
+    return 0 if "BackpropFilter" in name else None
 
 
 def _is_of_factor(context: OpContext, weight: int) -> bool:

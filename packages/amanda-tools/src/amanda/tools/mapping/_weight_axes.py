@@ -6,17 +6,13 @@ import re
 from typing import Any
 
 from amanda import OpContext
-
-FACTORS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-"""Positions of the factors of each product."""
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, are_transposed
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
 _WINDOWS = {"1": "W", "2": "HW", "3": "DHW"}
 _CHANNELS = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
 _CHANNELS_LAST = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}
 """TensorFlow's order, behind the axes of the window."""
-_TURNED = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
-"""Attributes that transpose the first and the second factor of a product."""
 _GROUPS = ("groups", "group", "feature_group_count")
 
 
@@ -43,7 +39,7 @@ def write_weight_axes(context: OpContext) -> None:
     if "weight_index" not in context:  # a half that writes some of the keys alone
         return
     index = context["weight_index"]
-    is_convolution = index is not None and _CONVOLUTION.fullmatch(context["type"]) is not None
+    is_convolution = index is not None and convolution_axes(context["type"]) is not None
     if "weight_groups" not in context:
         given = (context.get_attrs().get(name) for name in _GROUPS) if is_convolution else ()
         context["weight_groups"] = next((int(one) for one in given if one), 1)
@@ -63,6 +59,8 @@ def convolution_axes(kind: str, groups: int = 1, channels_last: bool = False) ->
     >>> convolution_axes("conv_transpose2d"), convolution_axes("conv_transpose2d", groups=3)
     ('IOHW', 'IMHW')
     """
+    if kind == "conv_tbc":
+        return "WIO"
     convolution = _CONVOLUTION.fullmatch(kind)
     if convolution is None:
         return None
@@ -79,12 +77,10 @@ def _product_axes(context: OpContext, index: int) -> str | None:
     kind, extents = context["type"], context["shape"](context.get_inputs()[index])
     if kind == "linear" and context.get_op_type() != "Gemm":
         return "OI"
-    if kind != "linear" and (kind not in FACTORS or extents is None or len(extents) != 2):
+    if kind not in MATRIX_PRODUCTS or (kind != "linear" and (extents is None or len(extents) != 2)):
         return None
-    side = FACTORS.get(kind, (0, 1)).index(index)
-    attributes = context.get_attrs()
-    is_turned = any(bool(attributes.get(name)) for name in _TURNED[side])
-    return "OI" if is_turned == (side == 1) else "IO"
+    side = MATRIX_PRODUCTS[kind].factors.index(index)
+    return "OI" if are_transposed(context.get_attrs())[side] == (side == 1) else "IO"
 
 
 def spatial_axes(layout: str) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import amanda
 from amanda.tools.command import function_of
+from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.models._inputs import Input, ModelError, reshaped
 from amanda.tools.models._subject import Subject, library
@@ -63,7 +64,8 @@ def subject(
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
-            found = [one for one in _tensors(call()) if one.requires_grad]
+            made = leaves([call()], structures=True)
+            found = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
             with amanda.disabled():
                 given = [torch.ones_like(one) for one in found]
             if backward:
@@ -94,18 +96,6 @@ def _free() -> float:
         return float("inf")
     lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _guess(torch: Any, module: Any) -> str:

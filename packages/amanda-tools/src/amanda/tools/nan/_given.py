@@ -58,10 +58,6 @@ class Floats(NamedTuple):
         return {i: Summary.of(self.tensors[i].tensor, self.tensors[i].dtype) for i in chosen}
 
 
-_Reference = tuple[ref[Any], int]
-"""A weak reference of a tensor, and how often the tensor had been written."""
-
-
 class Kept(NamedTuple):
     """Inputs of one execution, tensors of PyTorch by weak references.
 

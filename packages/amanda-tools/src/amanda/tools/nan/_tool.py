@@ -224,7 +224,7 @@ class NanTool(amanda.Tool):
                 continue
             begin = begun.pop(op, None)
             kept = one.run.pop(op, None) if begin is None else None
-            if are_finite(list(leaves(one.values))):
+            if are_finite(leaves(one.values)):
                 self._executions += 1
                 self._met.pop(op.op_id, None)
             else:

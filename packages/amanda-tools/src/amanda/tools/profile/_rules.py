@@ -96,7 +96,15 @@ def _storages(values: Iterable[Any]) -> list[Any]:
     torch = _torch()
     found: list[Any] = []
     with torch._C.DisableTorchFunction():
-        _gather(values, torch.Tensor, found)
+        for tensor in leaves(values):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            try:
+                memory = tensor.untyped_storage()
+                memory.nbytes()
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or a wrapper without memory of its own
+            found.append(memory)
     return found
 
 
@@ -105,19 +113,6 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def _gather(values: Iterable[Any], tensor: type, found: list[Any]) -> None:
-    for value in values:
-        if isinstance(value, tensor):
-            try:
-                memory = value.untyped_storage()  # type: ignore[attr-defined]
-                memory.nbytes()
-            except (NotImplementedError, RuntimeError):
-                continue  # sparse, or a wrapper without memory of its own
-            found.append(memory)
-        elif isinstance(value, (list, tuple)):
-            _gather(value, tensor, found)
 
 
 def _sequence() -> int:

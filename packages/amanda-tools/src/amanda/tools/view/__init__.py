@@ -1,4 +1,4 @@
-"""Saved results as one page that needs no network: modules, graph, tables, timeline, differences.
+"""Saved results as one page that needs no network: modules, graph, tables, differences.
 
 flops.result.save("flops.json")
 Path("flops.view.html").write_text(to_page("trace.json", "flops.json"))

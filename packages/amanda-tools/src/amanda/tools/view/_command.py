@@ -29,9 +29,9 @@ from amanda.tools.view._page import to_page
 def _command(files: Sequence[Path], output: Path | None, title: str | None, shown: bool) -> None:
     """Make one self-contained HTML page of saved results.
 
-    It has a tree of modules, the graph, tables, the timeline, and differences between runs. FILES are what
-    a result's save() wrote as .json, or Chrome traces; either may be gzipped. Several share a page: what
-    they say of one op is joined.
+    It has a tree of modules, the graph, tables, and differences between runs. FILES are what a result's
+    save() wrote as .json; they may be gzipped. Several share a page: what they say of one op is joined.
+    Chrome traces open in https://ui.perfetto.dev instead.
     """
     page = output or _beside(files[0])
     write_file(page, to_page(*files, title=title))

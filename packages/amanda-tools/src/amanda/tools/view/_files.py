@@ -18,7 +18,7 @@ _NEWEST = {"amanda.trace": 1}
 class Source:
     """One file, or one result that was never in a file.
 
-    name: what people call it.  schema: `amanda.<tool>`, or "chrome trace".
+    name: what people call it.  schema: `amanda.<tool>`.
     """
 
     name: str
@@ -42,21 +42,21 @@ def read(given: str | Path | Result) -> Source:
     if isinstance(given, Result):
         return _source(given.name, given.to_dict())
     path = Path(given)
-    return read_json(path, "file of a result or Chrome trace", lambda content: _source(path.name, content))
+    return read_json(path, "file of a result", lambda content: _source(path.name, content))
 
 
 def _source(name: str, content: Any) -> Source:
-    if isinstance(content, list):  # the array format of Chrome traces
-        content = {"traceEvents": content}
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
+        raise AmandaError(
+            f"{name} is a Chrome trace; open it in https://ui.perfetto.dev. A profile saved as "
+            '"profile.json" has the times of the same ops for this page'
+        )
     if not isinstance(content, dict):
         raise AmandaError(f"{name} holds {type(content).__name__}, no object with a schema")
     schema, version = content.get("schema"), content.get("version")
-    if schema is None and "traceEvents" in content:
-        return Source(name, "chrome trace", 1, content)
     if not isinstance(schema, str) or not schema.startswith("amanda."):
-        raise AmandaError(
-            f"{name} has the schema {schema!r}; expected one that begins with 'amanda.', or a Chrome trace"
-        )
+        raise AmandaError(f"{name} has the schema {schema!r}; expected one that begins with 'amanda.'")
     if not isinstance(version, int):
         raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected a whole number")
     if version > _NEWEST.get(schema, version):
@@ -65,11 +65,6 @@ def _source(name: str, content: Any) -> Source:
             "update amanda-tools"
         )
     return Source(name, schema, version, content)
-
-
-def is_number(value: Any) -> bool:
-    """Return True for a number of JSON."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def by_column(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -18,17 +18,16 @@ from amanda.tools.results import Result, parsing
 from amanda.tools.view._files import Source, read
 from amanda.tools.view._graph import graph, op_columns, stages
 from amanda.tools.view._tables import Ops, is_about_ops, ops_named_by, table
-from amanda.tools.view._timeline import places, timeline
 
-_SCRIPTS = "dom model tree layout graph table chart timeline diff details main".split()
+_SCRIPTS = "dom model tree layout graph table chart diff details main".split()
 
 
 @checked
 def to_page(*given: str | Path | Result, title: str | None = None) -> str:
     """Return a self-contained HTML page of saved files, or of results themselves.
 
-    The first trace among them gives the graph; tables of ops become columns beside it, Chrome traces the
-    timeline.  Raises AmandaError where a file cannot be read or is of no schema that is known.
+    The first trace among them gives the graph; tables of ops become columns beside it.  Raises AmandaError
+    where a file cannot be read or is of no schema that is known.
     """
     if not given:
         raise AmandaError("a page is made of one result or more; none was given")
@@ -54,10 +53,9 @@ def to_page(*given: str | Path | Result, title: str | None = None) -> str:
 def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     """Return all that the page shows, as plain values."""
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
-    traces = [source for source in sources if source.schema == "chrome trace"]
-    tables = [source for source in sources if source is not trace and source not in traces]
+    tables = [source for source in sources if source is not trace]
     rows = (source.list_of("rows") for source in tables if is_about_ops(source))
-    ops = ops_named_by(*map(places, traces), *rows) if trace is None else trace.list_of("ops")
+    ops = ops_named_by(*rows) if trace is None else trace.list_of("ops")
     known = Ops(ops)
     partition = next((source for source in sources if source.schema == "amanda.partition"), None)
     return {
@@ -69,7 +67,6 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "graph": None if trace is None else graph(trace),
         "stages": {} if partition is None else stages(partition, known),
         "tables": [table(source, known) for source in tables],
-        "timelines": [timeline(source, known) for source in traces],
     }
 
 

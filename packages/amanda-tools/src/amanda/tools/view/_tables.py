@@ -8,7 +8,7 @@ from typing import Any
 
 from amanda.errors import AmandaError
 from amanda.tools.results import number_of
-from amanda.tools.view._files import Source, is_number
+from amanda.tools.view._files import Source
 
 KEYS = ("phase", "type", "module", "source")
 """Columns that tell ops apart in every table of ops."""
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 class Ops:
-    """The ops of a page, and how rows and events find them."""
+    """The ops of a page, and how rows find them."""
 
     def __init__(self, ops: Iterable[Row]) -> None:
         self._by_key: dict[Key, list[int]] = defaultdict(list)
@@ -53,7 +53,7 @@ def is_about_ops(source: Source) -> bool:
 
 
 def ops_named_by(*lists: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return ops without a graph, in the order in which rows or events name them, each place once."""
+    """Return ops without a graph, in the order in which rows name them, each place once."""
     places = {key_of(row): None for rows in lists for row in rows}
     return [dict(zip(KEYS, key, strict=True)) for key in places]
 
@@ -113,7 +113,7 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
 def _are_numbers(values: Sequence[Any]) -> bool:
     there = [number_of(value) for value in values if value is not None]
-    return bool(there) and all(map(is_number, there))
+    return bool(there) and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in there)
 
 
 def _text(value: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from amanda.tools.kit import leaves
 from amanda.tools.prune.channels._labels import Families, Family, Labels, Part
 
 
@@ -145,8 +146,7 @@ class Call:
 
     def leave_all(self, reason: str) -> None:
         """Keep the channels of all inputs whole, those of weights as outputs that a layer makes."""
-        for value in self.inputs:
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                self.labels.leave(self.of(one), reason)
-                for family in self.of(one) if self.name_of(one) is not None else ():
-                    self.labels.produce(family)
+        for one in leaves(self.inputs):
+            self.labels.leave(self.of(one), reason)
+            for family in self.of(one) if self.name_of(one) is not None else ():
+                self.labels.produce(family)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.backend import TensorMap
+from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
@@ -74,7 +75,7 @@ class KerasTracing(Tracing):
         module: str,
     ) -> None:
         values = self._given.pop()
-        made = [one for value in outputs for one in (value if isinstance(value, (list, tuple)) else [value])]
+        made = leaves(outputs)
         if type == "ReadVariableOp":
             name = self._handles.get(values[0].tensor)
             if name is not None:
@@ -82,7 +83,7 @@ class KerasTracing(Tracing):
                 self._known[made[0]] = self._of_weight(name, made[0])
             return
         results = [self._valued(one) for one in made]
-        read = [one for value in values for one in (value if isinstance(value, list) else [value])]
+        read = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         moved = partial(_moved, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
@@ -134,4 +135,4 @@ def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], fami
     names = list(signature(compute).parameters)  # inputs, and then attributes
     said = {name: renamed[name] for name in names[len(given) :] if renamed.get(name) is not None}
     made = compute(**dict(zip(names, given, strict=False)), **said)
-    return [one.numpy() for one in (made if isinstance(made, (list, tuple)) else [made])]
+    return [one.numpy() for one in leaves([made])]

@@ -10,13 +10,13 @@ from os import PathLike, fspath
 from typing import Any
 
 import onnx
-from onnx import GraphProto, ModelProto, TensorProto, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
 import amanda
-from amanda.tools.kit import read_onnx
+from amanda.tools import onnx_graph
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._onnx_removal import bodies_of, made_by, read_in, smaller_proto
+from amanda.tools.prune.channels._onnx_removal import smaller_proto
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._simulation import array_over_kept, selected_of_array
@@ -36,22 +36,21 @@ class OnnxModel(Subject):
 
     def __init__(self, model: ModelProto | str | PathLike[str]) -> None:
         super().__init__(model)
-        given = model if isinstance(model, ModelProto) else read_onnx(model, PruneError)
+        given = model if isinstance(model, ModelProto) else onnx_graph.read_onnx(model, PruneError)
         self.proto = _plain(given)
         graph = self.proto.graph
         held = {one.name for one in graph.initializer}
         self.inputs = [one.name for one in graph.input if one.name not in held]
         self.outputs = [one.name for one in graph.output]
-        opsets = [one.version for one in self.proto.opset_import if one.domain in ("", "ai.onnx")]
-        if not opsets:
+        self.opset = onnx_graph.opset_of(self.proto)
+        if not self.opset:
             named = "a ModelProto" if model is given else model
             raise PruneError(
                 f"ChannelPruneTool.prepare was given {named}, which is no ONNX model: it names no version of "
                 "ONNX's operators"
             )
-        self.opset = opsets[0]
-        self.nodes = {made_by(node): node for node in graph.node}
-        self.read_in_bodies = dict(_read_in_bodies(self.proto))
+        self.nodes = {onnx_graph.first_output_of(node): node for node in graph.node}
+        self.read_in_bodies = dict(_read_in_bodies(graph))
         self._session: tuple[int, bool, Any] | None = None
 
     def __call__(self, *example: Any, **named: Any) -> Any:
@@ -159,7 +158,7 @@ class OnnxModel(Subject):
 
     def key(self, context: amanda.OpContext) -> Any:
         """Return the first value that a node makes, which no other node makes."""
-        return made_by(context.get_op().node)
+        return onnx_graph.first_output_of(context.get_op().node)
 
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return inputs by the names that they have in `proto`, also in a session that was made elsewhere."""
@@ -199,19 +198,15 @@ class _Named:
 def _plain(given: ModelProto) -> ModelProto:
     """Return a copy of a model without functions, in which Constant nodes are initializers."""
     made = ModelProto()
-    made.CopyFrom(inliner.inline_local_functions(given) if given.functions else given)
+    made.CopyFrom(onnx_graph.inlined(given))
     nodes = list(made.graph.node)
     del made.graph.node[:]
     for node in nodes:
-        told = node.attribute[0] if node.op_type == "Constant" and len(node.attribute) == 1 else None
-        if told is not None and told.name == "value":
-            made.graph.initializer.append(told.t)
-            made.graph.initializer[-1].name = node.output[0]
-        elif told is not None and told.name in _NUMBERS:
-            array = np.array(onnx.helper.get_attribute_value(told), _NUMBERS[told.name])
-            made.graph.initializer.append(numpy_helper.from_array(array, node.output[0]))
-        else:
+        constant = onnx_graph.constant_of(node)
+        if constant is None:
             made.graph.node.append(node)
+        else:
+            made.graph.initializer.append(constant)
     _part_vectors(made.graph)
     return made
 
@@ -219,12 +214,12 @@ def _plain(given: ModelProto) -> ModelProto:
 def _part_vectors(graph: GraphProto) -> None:
     """Give each node that reads a vector of floating-point numbers an initializer of its own."""
     vectors = {one.name: one for one in graph.initializer if len(one.dims) == 1}
-    seen = {name for node in graph.node for body in bodies_of(node) for name in read_in(body)}
+    seen = {name for name, _ in _read_in_bodies(graph)}
     for node in graph.node:
         for i, name in enumerate(node.input):
             if name in seen and name in vectors and vectors[name].data_type in _FLOATS:
                 graph.initializer.append(vectors[name])
-                node.input[i] = graph.initializer[-1].name = f"{name}/{made_by(node)}"
+                node.input[i] = graph.initializer[-1].name = f"{name}/{onnx_graph.first_output_of(node)}"
             seen.add(name)
 
 
@@ -233,8 +228,6 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 _FATAL = 4
 """Severity below which ONNX Runtime logs nothing: trials fail on purpose."""
-
-_NUMBERS = {"value_float": "f4", "value_floats": "f4", "value_int": "i8", "value_ints": "i8"}
 
 
 def _first_nodes(whole: ModelProto, count: int) -> ModelProto:
@@ -251,12 +244,7 @@ def _first_nodes(whole: ModelProto, count: int) -> ModelProto:
     return made
 
 
-def _read_in_bodies(proto: ModelProto) -> Iterator[tuple[str, str]]:
+def _read_in_bodies(graph: GraphProto) -> Iterator[tuple[str, str]]:
     """Yield the values that bodies of control flow read, and the node around them."""
-    for node in proto.graph.node:
-        waiting = [node]
-        while waiting:
-            for body in bodies_of(waiting.pop()):
-                waiting += body.node
-                yield from ((name, f"{node.op_type} {node.name}") for one in body.node for name in one.input)
-                yield from ((one.name, f"{node.op_type} {node.name}") for one in body.output)
+    for node in graph.node:
+        yield from ((name, f"{node.op_type} {node.name}") for name in onnx_graph.captures_of(node))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
+from onnx import ModelProto, NodeProto, numpy_helper
 
+from amanda.tools import onnx_graph
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
 from amanda.tools.prune.channels._tracing import Step
-
-
-def made_by(node: NodeProto) -> str:
-    """Return the first value that a node makes, which no other node makes."""
-    return next((name for name in node.output if name), "")
 
 
 def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
@@ -34,38 +30,16 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
             given.type.CopyFrom(
                 onnx.helper.make_tensor_type_proto(held[given.name].data_type, held[given.name].dims)
             )
-    before = read_in(graph)
+    unread = {one.name for one in graph.initializer} - onnx_graph.read_in(graph)
     sizes = _Sizes(made, plan)
     nodes = [one for node in graph.node for one in (*sizes.correct(node), node)]
     if len(nodes) > len(graph.node):
         copied = onnx.GraphProto(node=nodes)
         del graph.node[:]
         graph.node.extend(copied.node)
-    idle = before - read_in(graph)
-    for one in [one for one in graph.initializer if one.name in idle]:
-        graph.initializer.remove(one)
-    if graph.value_info:
-        del graph.value_info[:]
-        made = onnx.shape_inference.infer_shapes(made)
-    return made
-
-
-def read_in(graph: GraphProto) -> set[str]:
-    """Return the names of the values that a graph returns, and that its nodes and their bodies read."""
-    found = {one.name for one in graph.output}
-    for node in graph.node:
-        found.update(node.input)
-        for body in bodies_of(node):
-            found |= read_in(body)
-    return found
-
-
-def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the graphs that a node holds."""
-    for told in node.attribute:
-        if told.HasField("g"):
-            yield told.g
-        yield from told.graphs
+    has_types = bool(graph.value_info)
+    onnx_graph.remove_unread(graph, kept=unread)
+    return onnx.shape_inference.infer_shapes(made) if has_types else made
 
 
 class _Sizes:
@@ -86,15 +60,15 @@ class _Sizes:
 
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
         """Give a node the new sizes; return the nodes that it now reads besides."""
-        step = self._steps.get(made_by(node))
+        step = self._steps.get(onnx_graph.first_output_of(node))
         if step is None or not step.read or node.domain not in ("", "ai.onnx"):
             pass
-        elif node.op_type == "Conv" and _attribute(node, "group", 1) != 1:
+        elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
             (_, channels, *_), (_, depth, *_) = (self._extents(one) for one in step.read[:2])
-            _set(node, "group", channels // depth)
+            onnx_graph.set_attribute(node, "group", channels // depth)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
-            groups = _attribute(node, "num_groups", 1) * self._extents(step.read[0])[1]
-            _set(node, "num_groups", groups // step.read[0][1][1])
+            groups = onnx_graph.attribute_of(node, "num_groups", 1) * self._extents(step.read[0])[1]
+            onnx_graph.set_attribute(node, "num_groups", groups // step.read[0][1][1])
         elif node.op_type in _NUMBERS_AT:
             return self._say_extents(node, _NUMBERS_AT[node.op_type], step)
         elif node.op_type == "Slice":
@@ -131,7 +105,7 @@ class _Sizes:
             own.CopyFrom(maker)
             own.name = own.output[0] = node.input[index] = f"{step.key}/{index}"
         for i, name in enumerate(maker.input):
-            piece = self._tracing.numbers[made_by(maker), i]
+            piece = self._tracing.numbers[onnx_graph.first_output_of(maker), i]
             if name in self._fixed and _replaced(piece, first, new).tolist() != piece.tolist():
                 self._give(own, i, _replaced(piece, first, new))
             first += len(piece)
@@ -158,20 +132,20 @@ class _Sizes:
         if is_changed:
             for i, (name, value) in enumerate((("starts", starts), ("ends", ends))):
                 if self._opset < 10:
-                    _set(node, name, value.tolist())
+                    onnx_graph.set_attribute(node, name, value.tolist())
                 else:
                     self._give(node, i + 1, value)
 
     def _split(self, node: NodeProto, step: Step) -> None:
         """Say how many channels of each part are kept."""
-        axis = _attribute(node, "axis", 0) % len(step.made[0][1])
+        axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.made[0][1])
         sizes = [self._extents(part)[axis] for part in step.made]
         if sizes == [shape[axis] for _, shape in step.made]:
             return
         if self._opset < 13:
-            _set(node, "split", sizes)
+            onnx_graph.set_attribute(node, "split", sizes)
             return
-        _remove(node, "num_outputs")
+        onnx_graph.remove_attribute(node, "num_outputs")
         if len(node.input) == 1:
             node.input.append("")
         self._give(node, 1, np.array(sizes, np.int64))
@@ -179,7 +153,7 @@ class _Sizes:
     def _numbers(self, node: NodeProto, step: Step, name: str, index: int) -> Any:
         """Return numbers that are the same for all inputs of the model; None of others."""
         if self._opset < 10:
-            found = _attribute(node, name, None)
+            found = onnx_graph.attribute_of(node, name, None)
             return None if found is None else np.array(found)
         if len(node.input) <= index or node.input[index] not in self._fixed:
             return None
@@ -206,18 +180,3 @@ def _replaced(numbers: Any, first: int, new: dict[int, int]) -> Any:
         if first <= place < first + len(found):
             found[place - first] = number
     return found
-
-
-def _attribute(node: NodeProto, name: str, default: Any) -> Any:
-    return next((onnx.helper.get_attribute_value(one) for one in node.attribute if one.name == name), default)
-
-
-def _remove(node: NodeProto, name: str) -> None:
-    kept = [one for one in node.attribute if one.name != name]
-    del node.attribute[:]
-    node.attribute.extend(kept)
-
-
-def _set(node: NodeProto, name: str, value: int | Sequence[int]) -> None:
-    _remove(node, name)
-    node.attribute.append(onnx.helper.make_attribute(name, value))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, Family
@@ -130,7 +131,7 @@ class OnnxTracing(Tracing):
 
 def _of_each(values: Sequence[Any], found: Callable[[Any], Any]) -> Sequence[Any]:
     """Return what a function gives of each value, of each of a list where several are one input."""
-    return [found(one) for value in values for one in (value if isinstance(value, list) else [value])]
+    return [found(one) for one in leaves(values)]
 
 
 def _moved(
@@ -141,4 +142,4 @@ def _moved(
     assert values[0] is not None
     whole = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))
     made = compute([whole, *(None if one is None else one.array for one in values[1:])])
-    return list(made) if isinstance(made, (list, tuple)) else [made]
+    return leaves([made])

@@ -271,7 +271,7 @@ def _moved(
     if 0 not in strides:  # a view may want the strides that the tensor has
         whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
     made = compute([whole, *rest])
-    return [one.numpy() for one in (made if isinstance(made, (list, tuple)) else [made])]
+    return [one.numpy() for one in leaves([made])]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._labels import Families, shaped, varying
 from amanda.tools.prune.channels._layers import (
@@ -173,8 +174,7 @@ MOVES = (laid_out, shuffled)
 """The rules of ops that only move elements."""
 
 RULES: dict[str, Rule] = _by_word({
-    "conv1d conv2d conv3d": convolution,
-    "conv_transpose1d conv_transpose2d conv_transpose3d": transposed_convolution,
+    " ".join(CONVOLUTIONS): convolution, " ".join(TRANSPOSED_CONVOLUTIONS): transposed_convolution,
     "linear": linear, "matmul": product, "addmm baddbmm": matrices_added,
     "batch_norm instance_norm": batch_norm, "layer_norm rms_norm": layer_norm, "group_norm": group_norm,
     "embedding": embedding, "scaled_dot_product_attention": attention,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import amanda
+from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune.channels._call import Call, Notes
@@ -102,14 +103,6 @@ class Tracing(amanda.Tool):
         return None
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
-    """Yield the tensors of what a model returns."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, one.name) for one in fields(value)]
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
-    elif hasattr(value, "shape"):
-        yield value
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors of what a model returns."""
+    return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
+from amanda.options import deprecated
+from amanda.tools.kit import canonical_extents
+from amanda.tools.mapping import MATRIX_PRODUCTS
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize.weights._products import product
-from amanda.tools.weights import ParameterSlice, Weight, WeightTool, weight_input
+from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +97,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
+        self._is_finding_weights = False
         self.settled: set[CalibratedWeight] = set()
         self.add_inst_for_op(self._analyse)
 
@@ -105,22 +108,40 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """
         raise NotImplementedError
 
+    def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
+        """Run `model` once on an example, so that its weights are found; return the model's result.
+
+        Before a calibration ops compute with the weights as they are, and else with those of the calibration
+        or of the state that was loaded.
+        """
+        is_made = any(weight.is_ready or weight.is_left for weight in self.weights)
+        self._is_finding_weights = not (is_made or self.waiting_state())
+        try:
+            return super().prepare(model, *example, **kwargs)
+        finally:
+            self._is_finding_weights = False
+
     @contextmanager
     def calibrating(self) -> Iterator[None]:
         """Return a context whose executions calibrate, and compute with the weights as they are.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
-        with self.collecting():
+        with self._collecting():
             yield
             for weight in self.weights:
                 self.settle(weight)
         self.calibration = "all weights by inputs from the model as it is"
 
+    @deprecated(use="calibrating", since="amanda-compress 0.2", gone="0.4")
+    def collecting(self) -> AbstractContextManager[None]:
+        """Return a context that begins a calibration anew.  Deprecated: use `calibrating`."""
+        return self._collecting()
+
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def _collecting(self) -> Iterator[None]:
         """Return a context that begins a calibration anew; `settle` makes the states within."""
-        self.renew()
+        self._expire()
         for weight in self.weights:
             weight.is_left = False
         self.is_calibrating, self.calibration, self.settled = True, "", set()
@@ -139,7 +160,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
         if self.is_calibrating and weight.is_ready and weight not in self.settled:
             weight.updated = -1
-        if not (weight.is_ready or weight.is_left or self.is_calibrating):
+        if not (weight.is_ready or weight.is_left or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
                 f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
@@ -170,15 +191,17 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         form, find = self.weights.at(context, read)
         if form is None and find is None:
             return
-        found = product(context, read)
-        if isinstance(found, str):
+        data = read.multiplied_input(context)
+        misfit = _misfit(context, read, data is not None)
+        if data is None or misfit:
             if isinstance(form, CalibratedWeight):
-                form.misfit = found
+                form.misfit = misfit
             return
         find = find or (lambda value, source: form)
-        inputs = [found.position, read.index]
-        context.insert_before_op(self._add, inputs=inputs, find=find, rows=found.rows)
-        self.on_product(context, inputs, found.axis, find)
+        inputs = [data.position, read.index]
+        rows_of, layout = data.rows, read.layout
+        context.insert_before_op(self._add, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
+        self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
         """Called for each op whose weight may be changed.
@@ -187,14 +210,24 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         find: returns the weight at an execution, from what the op is given and its origin.
         """
 
-    def _add(self, x: Any, value: Any, find: Any, rows: Any, run: dict[str, Any]) -> None:
+    def _add(self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]) -> None:
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
             return
-        found = rows(x.detach())
-        found = found if found.dtype.itemsize >= 4 else found.float()
+        found = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
         if not self.takes(weight, found):
             return
         if weight.samples is None:
             weight.samples = Samples(value, found, self.wants_gram)
         weight.samples.add(found)
+
+
+def _misfit(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
+    """Return why the op of a weight is no product that one matrix computes; "" where it is."""
+    kind, groups = context["type"], context["weight_groups"]
+    rank = len(context["shape"](context.get_inputs()[read.index]) or ())
+    if kind in MATRIX_PRODUCTS and rank != 2:
+        return f"its weight has {rank} axes, and a product of matrices is expected"
+    if not is_followed or read.layout is None:
+        return f"it is a {kind}; the method is for linear layers, products of matrices and convolutions"
+    return "" if groups == 1 else f"its convolution has {groups} groups, each of which reads other inputs"

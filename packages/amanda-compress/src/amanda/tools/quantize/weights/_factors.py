@@ -12,6 +12,7 @@ from typing import Any
 
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS
 from amanda.tools.prune.channels.tracing import (
     Call,
     Families,
@@ -74,7 +75,9 @@ def layer(call: Call) -> Sequence[Families]:
 
 def product(call: Call) -> Sequence[Families]:
     """Pass factors on to a parameter on the right; a product of other tensors has those of its columns."""
-    *added, value, weight = call.inputs[: 2 if call.type == "matmul" else 3]
+    product = MATRIX_PRODUCTS[call.type]
+    value, weight = (call.inputs[position] for position in product.factors)
+    added = [] if product.bias is None else [call.inputs[product.bias]]
     output = call.outputs[0]
     if call.name_of(weight) is not None and weight.ndim == 2:
         inputs, outputs = (
@@ -214,7 +217,7 @@ class FactorTracing(ModuleTracing):
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), layer),
+    **dict.fromkeys(("linear", *CONVOLUTIONS), layer),
     **dict.fromkeys(("matmul", "addmm"), product),
     **_by_word({
         "layer_norm rms_norm batch_norm instance_norm group_norm": normalised, "mul div": scaled,

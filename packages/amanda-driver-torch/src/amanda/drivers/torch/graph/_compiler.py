@@ -1,4 +1,4 @@
-"""torch.compile in scopes: dynamo captures graphs, and a backend instruments them for the user's."""
+"""torch.compile in scopes: a backend instruments the graphs of dynamo, then the user's compiles them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
 from ._node_runs import sequence, uninstrumented
 from ._observers import LateObservers
-from ._ops import Program
-from ._rewrite import GraphRewriting
+from ._ops import GraphProgram
+from ._rewrite import FxRewriting
 from ._routine_inputs import TorchReads
 from ._symbols import GraphSymbols
 
@@ -119,7 +119,7 @@ def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
         # The frame is dynamo's, three calls out: it holds the compiled callable as `fn`.
-        apart = _has_compiled(underlying(callback), sys._getframe(3).f_locals.get("fn"))
+        apart = _has_compiled(unwrapped_backend(callback), sys._getframe(3).f_locals.get("fn"))
         backend = InstrumentingBackend(callback, state.autodiff, generation, apart)
         converters[state.autodiff] = InstrumentingConverter(callback, backend, generation)
     return converters[state.autodiff]
@@ -158,7 +158,7 @@ def instrumenting_state() -> State | None:
     return activation.state if asks_for_graphs(activation.state) else None
 
 
-def underlying(backend: Any) -> Any:
+def unwrapped_backend(backend: Any) -> Any:
     """Return the user's backend within dynamo's wrappers; dynamo's cache compares backends by it."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
@@ -206,11 +206,11 @@ class InstrumentingConverter:
         _frame.prefix, _frame.path_of = module_path(subjects), ParameterPaths(subjects)
         _frame.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
-            with uninstrumented(), plain_module_calls(), self.backend.sizes():
+            with uninstrumented(), plain_module_calls(), self.backend.static_sizes():
                 result = self._convert(frame, *args)
         except BaseException:
             # Dynamo wraps or swallows errors of a backend: the one noted there is raised as itself.
-            failure = self.backend.failure()
+            failure = self.backend.take_failure()
             if isinstance(failure, SharedMemory):
                 self._op_by_op[frame.f_code] = failure
                 self._report_op_by_op(frame)
@@ -220,7 +220,7 @@ class InstrumentingConverter:
             raise
         finally:
             _frame.code, _frame.prefix, _frame.instance, _frame.path_of = before
-        failure = self.backend.failure()
+        failure = self.backend.take_failure()
         if failure is not None:
             raise failure from failure.__cause__
         return result
@@ -245,7 +245,7 @@ class InstrumentingBackend:
 
     def __init__(self, callback: Any, autodiff: bool, generation: GraphGeneration, apart: bool) -> None:
         self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
-        self.original = underlying(callback)
+        self.original = unwrapped_backend(callback)
         self._autodiff = autodiff
         self._generation = ref(generation)
         self.apart = apart
@@ -278,7 +278,7 @@ class InstrumentingBackend:
         """Return the state that was last in force."""
         return self.generation.states[self._autodiff]
 
-    def sizes(self) -> AbstractContextManager[Any]:
+    def static_sizes(self) -> AbstractContextManager[Any]:
         """Return a context in which each size gets a graph of its own, if tools decide by shapes."""
         layer = self.state.layer
         if layer is None or not layer.guards:
@@ -288,14 +288,14 @@ class InstrumentingBackend:
         )
         return fixed
 
-    def failure(self) -> BaseException | None:
+    def take_failure(self) -> BaseException | None:
         """Return and forget the error of instrumenting a graph on this thread; dynamo would wrap it."""
         error: BaseException | None = getattr(self._failures, "error", None)
         self._failures.error = None
         return error
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        program = Program(self.state)
+        program = GraphProgram(self.state)
         late = LateObservers(program) if _is_by_autograd(self.original) else None
         try:
             instrumented = self._instrument(module, inputs, program, late)
@@ -323,7 +323,7 @@ class InstrumentingBackend:
         return _callable_for_dynamo(graph)
 
     def _instrument(
-        self, module: GraphModule, inputs: Sequence[Any], program: Program, late: LateObservers | None
+        self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None
     ) -> GraphModule | None:
         """Return the graph of the converted frame with routines in it; None if tools insert none."""
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -332,7 +332,7 @@ class InstrumentingBackend:
         weights = [static or parameter for static, parameter in zip(is_static, is_parameter, strict=True)]
         guard_by_identity([node for node, parameter in zip(nodes, is_parameter, strict=True) if parameter])
         symbols = GraphSymbols(module, inputs, [node.meta.get("example_value") for node in nodes], weights)
-        rewriting = GraphRewriting(
+        rewriting = FxRewriting(
             module, symbols, program, namespace(), _frame.prefix, _frame.instance,
             history=self.generation.histories[_frame.code], path_of=_frame.path_of, late=late,
         )  # fmt: skip
@@ -384,7 +384,9 @@ def _drop_from_inductor_cache(targets: Sequence[Any]) -> None:
 class CompiledGraph:
     """A compiled graph with the reports, late observers and leaves that belong to each run."""
 
-    def __init__(self, program: Program, compiled: Callable[..., Any], late: LateObservers | None) -> None:
+    def __init__(
+        self, program: GraphProgram, compiled: Callable[..., Any], late: LateObservers | None
+    ) -> None:
         self._program, self._compiled, self._late = program, compiled, late
 
     def __call__(self, *args: Any) -> Any:

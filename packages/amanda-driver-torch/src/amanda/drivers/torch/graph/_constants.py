@@ -42,7 +42,9 @@ class _ConstantFolder:
         # A buffer that the program writes has no constant value.
         changed = {*program.graph_signature.buffers_to_mutate.values()}
         self.values = {
-            node: self._stored(name) for node, name in self.targets.items() if name and name not in changed
+            node: self._stored_tensor(name)
+            for node, name in self.targets.items()
+            if name and name not in changed
         }
         self.new_places = {
             node
@@ -56,21 +58,23 @@ class _ConstantFolder:
     def fold(self) -> None:
         """Compute the values, store those that other nodes read, and drop what nothing reads any more."""
         for node in self.program.graph.nodes:
-            self._compute(node)
+            self._compute_value(node)
         # The last folded nodes before the rest of the program; what is returned stays computed, because the
         # signature names outputs by their nodes.
         ends = [node for node in self.sources if any(user not in self.sources for user in node.users)]
         ends = [node for node in ends if all(user.op != "output" for user in node.users)]
         for node in ends:
-            self._store(node, ends)
+            self._store_value(node, ends)
         for node in reversed([*self.sources]):  # users before what they use
             if not node.users:
                 self.program.graph.erase_node(node)
-        self._drop([node for node in self.targets if not node.users and self._may_be_dropped(node)])
+        self._drop_placeholders(
+            [node for node in self.targets if not node.users and self._may_be_dropped(node)]
+        )
         self.program.graph.lint()
         self.program.graph_module.recompile()
 
-    def _compute(self, node: Node) -> None:
+    def _compute_value(self, node: Node) -> None:
         """Compute a node's value if all its inputs have values and one depends on a new constant."""
         inputs = node.all_input_nodes
         if (
@@ -91,16 +95,16 @@ class _ConstantFolder:
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         self.sources[node] = sources
 
-    def _store(self, node: Node, ends: Collection[Node]) -> None:
+    def _store_value(self, node: Node, ends: Collection[Node]) -> None:
         """Replace a node, for all that reads it, by a weight or a new constant that holds its value."""
-        free = [place for place in self.sources[node] if self._takes(place, node, ends)]
+        free = [place for place in self.sources[node] if self._can_take(place, node, ends)]
         if not free:
             return
         # Weights first: their names are those of the model.
         place = min(free, key=lambda candidate: candidate in self.new_places)
         self.used_places.add(place)
         name = str(self.targets[place])
-        old_value = self._stored(name)
+        old_value = self._stored_tensor(name)
         stored = self.values[node].detach().clone()
         if isinstance(old_value, torch.nn.Parameter):
             stored = torch.nn.Parameter(stored, old_value.requires_grad)
@@ -109,7 +113,7 @@ class _ConstantFolder:
         place.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.sources)
 
-    def _takes(self, place: Node, node: Node, ends: Collection[Node]) -> bool:
+    def _can_take(self, place: Node, node: Node, ends: Collection[Node]) -> bool:
         """Return True if a stored tensor can take a node's value: only nodes of that value read it."""
         value, stored_value = self.values[node], self.values[place]
         if place in self.new_places:
@@ -120,14 +124,14 @@ class _ConstantFolder:
         is_free = all(user in self.sources or place in self.used_places for user in place.users)
         return is_free and all(torch.equal(self.values[end], value) for end in sharing_ends)
 
-    def _stored(self, name: Any) -> Any:
+    def _stored_tensor(self, name: Any) -> Any:
         weight = self.program.state_dict.get(name)
         return self.program.constants[name] if weight is None else weight
 
     def _may_be_dropped(self, node: Node) -> bool:
         return node in self.new_places or self.targets[node] in self.old_constants
 
-    def _drop(self, nodes: Sequence[Node]) -> None:
+    def _drop_placeholders(self, nodes: Sequence[Node]) -> None:
         """Drop placeholders with their tensors and their entries in the signature."""
         signature, program = self.program.graph_signature, self.program
         gone = {str(self.targets[node]) for node in nodes}

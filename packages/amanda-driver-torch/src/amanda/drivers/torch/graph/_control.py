@@ -1,4 +1,4 @@
-"""Control of observed compiled code: whether its numbers are those of the same code without tools."""
+"""`control`: whether compiled code computes the same numbers with tools as without."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def _differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
         if name not in first or name not in second or first[name].shape != second[name].shape:
             yield Difference(name, float("nan"))
         elif first[name].dtype != second[name].dtype or not torch.equal(
-            _bits(first[name]), _bits(second[name])
+            _as_bytes(first[name]), _as_bytes(second[name])
         ):
             # Differences of small integers and halves would overflow, or lose their last bits.
             wide = torch.complex128 if first[name].is_complex() else torch.float64
             yield Difference(name, float((first[name].to(wide) - second[name].to(wide)).abs().max()))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # As bytes: NaN must equal NaN, and 0.0 differ from -0.0.
     return tensor.reshape(-1).contiguous().view(torch.uint8)

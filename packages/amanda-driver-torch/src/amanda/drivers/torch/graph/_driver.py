@@ -70,7 +70,7 @@ class GraphDriver(Driver):
         ):
             original = getattr(holder, name, None)
             if original is not None:
-                self.attributes.set(holder, name, _uninstrumented(original))
+                self.attributes.set(holder, name, _without_tools(original))
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
@@ -143,7 +143,9 @@ def _callback_by_stance(
     return CallbackForUserFrames(frame_callback)
 
 
-def _uninstrumented(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of torch's compiler, whose ops are not the user's, to run without tools."""
+
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         with interceptor.Suspension():

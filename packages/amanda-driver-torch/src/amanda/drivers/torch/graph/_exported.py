@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_unflatten
 
 from ._constants import store_constants
 from ._instrument import namespace
-from ._ops import TENSORS, Program
-from ._rewrite import GraphRewriting
+from ._ops import TENSORS, GraphProgram
+from ._rewrite import FxRewriting
 from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ class ExportedFile(Artefact):
         module = self._program.module()
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
         example = [node.meta.get("val") for node in places]
-        program = Program(inlining.state, every=True)
+        program = GraphProgram(inlining.state, every=True)
         stored: list[Action] = []
         analysis = inlining.analysis(
             TENSORS, lambda plan, facts: stored.extend(_actions_on_weights(plan, facts))
         )
         tags = Namespace(f"{namespace()}/static")
         with apply():  # so that native calls are seen
-            rewriting = GraphRewriting(
+            rewriting = FxRewriting(
                 module, GraphSymbols(module, example, example), program, tags, analysis=analysis
             )
             rewritten = rewriting.rewrite()
@@ -77,14 +77,14 @@ class ExportedFile(Artefact):
         if rewritten is None or program.called_as_python:
             return
         # The program is exported anew, which turns routines into operators and makes a new signature.
-        args, kwargs = self._example()
+        args, kwargs = self._copy_example()
         sizes = _dynamic_shapes(self._program, rewritten)
         self._exported = torch.export.export(rewritten, args, kwargs, dynamic_shapes=sizes, strict=False)
         store_constants(self._exported, self._program.constants)
         for action in stored:
             inlining.stored(action)
 
-    def _example(self) -> tuple[Any, Any]:
+    def _copy_example(self) -> tuple[Any, Any]:
         """Return copies of the arguments that the program was exported with."""
         if self._program.example_inputs is None:
             raise ArtefactError(

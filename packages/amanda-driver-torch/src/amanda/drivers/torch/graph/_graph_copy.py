@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from ._ops import Program, custom_ops
+from ._ops import GraphProgram, custom_ops
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -23,7 +23,7 @@ class GraphCopy:
     calls_python: whether a routine is called as Python.  The copy then makes a token for each execution.
     """
 
-    def __init__(self, module: GraphModule, program: Program, calls_python: bool) -> None:
+    def __init__(self, module: GraphModule, program: GraphProgram, calls_python: bool) -> None:
         self._twins: dict[Node, Node] = {}
         self._held_nodes: dict[int, Node] = {}
         graph = Graph()

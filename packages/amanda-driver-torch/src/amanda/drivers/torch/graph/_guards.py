@@ -12,7 +12,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalStateSource
 
 from .._compiled_callables import asks_for_graphs
-from ._ops import Program
+from ._ops import GraphProgram
 
 
 def guard_by_identity(nodes: Sequence[Any]) -> None:
@@ -23,7 +23,7 @@ def guard_by_identity(nodes: Sequence[Any]) -> None:
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def guard_by_reads(program: Program, history: History) -> None:
+def guard_by_reads(program: GraphProgram, history: History) -> None:
     """Guard the graph by the values that its routines read, so that a change retraces it.
 
     Reads that no guard can watch are reported.

@@ -1,4 +1,4 @@
-"""One FX graph with the routines of tools in it."""
+"""`instrument`: a copy of one FX graph with the routines of tools in it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from amanda.options import checked
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten
 
-from ._ops import Program
-from ._rewrite import GraphRewriting
+from ._ops import GraphProgram
+from ._rewrite import FxRewriting
 from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
         symbols = inputs
     # `every`: the copy runs its routines outside of scopes too, so the scope here is for the analysis alone.
     with apply(*tools) as scope:
-        program = Program(State.current(), every=True)
-        rewriting = GraphRewriting(module, GraphSymbols(module, inputs, symbols), program, namespace())
+        program = GraphProgram(State.current(), every=True)
+        rewriting = FxRewriting(module, GraphSymbols(module, inputs, symbols), program, namespace())
         instrumented = rewriting.rewrite()
         for entry in program.reports:
             scope.report.add(*entry)

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten
 
 from ._node_runs import NodeReplay, backward_nodes, fill_template, sequence
 from ._observers import WaitingObservers
-from ._ops import TENSORS, Program
+from ._ops import TENSORS, GraphProgram
 from ._routine_inputs import HeldTensors
-from ._routines import Routines
+from ._routines import NodeRoutines
 
 
 class BackwardSite(NamedTuple):
@@ -49,7 +49,7 @@ class InstrumentedCall:
     held_tensors: the tensors that its traceable routines hold.
     """
 
-    def __init__(self, name: str, program: Program) -> None:
+    def __init__(self, name: str, program: GraphProgram) -> None:
         self.__name__ = self.__qualname__ = f"instrumented_{name}"
         self.__module__ = "amanda"
         self.program = program
@@ -64,11 +64,11 @@ class InstrumentedCall:
         # Hooks in the backward pass hold `routines`: no output may be reachable from there, or autograd's
         # graph would be a cycle that is never freed.
         standing_in, values = values[:count], values[count:]
-        routines = Routines(self.program, token, lambda: self.held_tensors.replaced_by(standing_in))
+        routines = NodeRoutines(self.program, token, lambda: self.held_tensors.replaced_by(standing_in))
         with routines.running():
             return self.run(routines, values)
 
-    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+    def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
         """Return the node's value."""
         raise NotImplementedError
 
@@ -76,12 +76,12 @@ class InstrumentedCall:
 class InstrumentedNode(InstrumentedCall):
     """Callable in the place of a node: the node's native ops with routines around them."""
 
-    def __init__(self, name: str, program: Program, replay: NodeReplay, steps: Sequence[OpStep]) -> None:
+    def __init__(self, name: str, program: GraphProgram, replay: NodeReplay, steps: Sequence[OpStep]) -> None:
         super().__init__(name, program)
         self.replay = replay
         self.steps = steps
 
-    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+    def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
         placed = tree_flatten(list(values))[0]
         for call, step in zip(self.replay.calls, self.steps, strict=True):
             args, kwargs = fill_template((call.args, call.kwargs), placed)
@@ -93,7 +93,7 @@ class InstrumentedNode(InstrumentedCall):
         return fill_template(self.replay.result, placed)
 
 
-def _run_step(step: OpStep, call: Any, routines: Routines) -> Any:
+def _run_step(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
     """Run a native op with its routines, and hook its backward ops."""
     plan, facts = step.plan, step.facts
     inputs = routines.run_all(plan.before, call.inputs, facts, call.mutable)
@@ -106,7 +106,7 @@ def _run_step(step: OpStep, call: Any, routines: Routines) -> Any:
     outputs = NotImplemented
     # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
     if plan.replace is not None:
-        outputs = routines.replace(plan.replace, call, inputs, facts)
+        outputs = routines.replace_op(plan.replace, call, inputs, facts)
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
     values, rebuild = call.with_written(outputs, inputs, *TENSORS.flatten(outputs))
@@ -115,7 +115,7 @@ def _run_step(step: OpStep, call: Any, routines: Routines) -> Any:
         tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
         for node, place in list(backward_nodes(tensors, start, sequence())):
             if place in step.backward:
-                routines.hook(node, *step.backward[place])
+                routines.hook_node(node, *step.backward[place])
     if target is not None:
         (changed,) = routines.run_all(plan.after, values, facts)
         return rebuild([target.copy_(changed)])
@@ -133,11 +133,11 @@ def _is_changed_in_place(step: OpStep, call: Any, inputs: Sequence[Any]) -> bool
 class InstrumentedLeaf(InstrumentedCall):
     """Callable between a parameter and all its readers, so that routines see the whole gradient."""
 
-    def __init__(self, name: str, program: Program, site: BackwardSite) -> None:
+    def __init__(self, name: str, program: GraphProgram, site: BackwardSite) -> None:
         super().__init__(name, program)
         self.site = site
 
-    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+    def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
         (leaf,) = values
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return leaf  # no gradient will come
@@ -158,8 +158,8 @@ class InstrumentedLeaf(InstrumentedCall):
 class WaitingObserversCall(InstrumentedCall):
     """Callable before an output of the graph that hands over values to the waiting observers."""
 
-    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+    def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
         (output,) = values
         if routines.token is not None:
-            WaitingObservers.of(self.program, routines.token).hand_over(routines.token)
+            WaitingObservers.of_token(self.program, routines.token).hand_over(routines.token)
         return output

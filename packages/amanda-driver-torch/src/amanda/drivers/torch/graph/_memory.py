@@ -44,7 +44,7 @@ def check_views(ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpSte
     first: dict[int, tuple[int, OpStep]] = {}
     for node, step, memory in viewed:
         first.setdefault(memory, (order[node], step))
-    for written, at, memory in _writes(ran):
+    for written, at, memory in _written_tensors(ran):
         first_view, changed = first.get(memory, (len(order), None))
         if (
             changed is not None
@@ -54,7 +54,9 @@ def check_views(ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpSte
             raise SharedMemory(f"{_target_name(at)} writes into", changed.facts.source)
     for memory, (_, step) in first.items():
         outside = [
-            node for node, ran_node in ran.items() if memory in _memories(ran_node.value) and is_outside(node)
+            node
+            for node, ran_node in ran.items()
+            if memory in _storage_ids(ran_node.value) and is_outside(node)
         ]
         if len(outside) > 1:
             raise SharedMemory("the graph is given, or gives, more than one value in", step.facts.source)
@@ -64,14 +66,14 @@ def seen_and_written(
     ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[int, Action]]:
     """Yield ids of ops, and observers there, whose values lie in memory into which the graph writes."""
-    written = {memory for _, _, memory in _writes(ran)}
+    written = {memory for _, _, memory in _written_tensors(ran)}
     for node, op_steps in steps.items() if written else ():
         for call, step in zip(ran[node].calls, op_steps, strict=True):
             for action in step.plan.inserted:
                 values = call.values if action.type.is_after else call.call.inputs
                 if action.select is not None:
                     values = [value for i, value in enumerate(values) if i in action.select]
-                if not written.isdisjoint(_memories(values)):
+                if not written.isdisjoint(_storage_ids(values)):
                     yield step.facts.op_id, action
 
 
@@ -88,7 +90,7 @@ def backward_views_unlike_eager(
         if facts is not None and calls:
             yield facts, "AOTAutograd makes the view outside of the graph: its routines are not called"
     order = {node: i for i, node in enumerate(ran)}
-    for written, at, _ in _writes(ran) if sites else ():
+    for written, at, _ in _written_tensors(ran) if sites else ():
         facts, _ = sites.get(id(written.grad_fn), (None, False))
         if facts is not None and written._base is not None:
             readers = [
@@ -104,14 +106,14 @@ def backward_views_unlike_eager(
 def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
     """Yield autograd's nodes of views that a graph gives beside another value in their memory."""
     outside = [(node, item.value) for node, item in ran.items() if is_outside(node)]
-    count = Counter(memory for _, value in outside for memory in set(_memories(value)))
+    count = Counter(memory for _, value in outside for memory in set(_storage_ids(value)))
     for node, value in outside:
         view = (
             value
             if isinstance(value, torch.Tensor) and any(item.op == "output" for item in node.users)
             else None
         )
-        if view is None or view._base is None or not any(count[memory] > 1 for memory in _memories(view)):
+        if view is None or view._base is None or not any(count[memory] > 1 for memory in _storage_ids(view)):
             continue
         grad_node, base = view.grad_fn, view._base.grad_fn
         while grad_node is not None and grad_node is not base:
@@ -122,6 +124,7 @@ def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
 def _changed_views(
     ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[Node, OpStep, int]]:
+    """Yield the nodes that make views which routines may change, with the op's step and the storage."""
     for node, op_steps in steps.items():
         for call, step in zip(ran[node].calls, op_steps, strict=True):
             if any(action.select != () and not action.observer for action in step.plan.inserted):
@@ -131,17 +134,20 @@ def _changed_views(
 def _viewed_memory(call: NativeCall) -> set[int]:
     """Return the storages in which both an input of a call lies and an output that is none of its inputs."""
     native = call.call
-    input_memory = set(_memories(native.inputs))
+    input_memory = set(_storage_ids(native.inputs))
     written = {id(native.inputs[i]) for i in native.targets}
     outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
-    return input_memory & set(_memories(outputs))
+    return input_memory & set(_storage_ids(outputs))
 
 
-def _writes(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
+def _written_tensors(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
+    """Yield each tensor that an op of the graph writes, with the node and the tensor's storage."""
     for node, ran_node in ran.items():
         for call in ran_node.calls:
             for i in call.call.mutable:
-                yield from ((call.call.inputs[i], node, memory) for memory in _memories(call.call.inputs[i]))
+                yield from (
+                    (call.call.inputs[i], node, memory) for memory in _storage_ids(call.call.inputs[i])
+                )
 
 
 def _is_read_later(
@@ -149,7 +155,7 @@ def _is_read_later(
 ) -> bool:
     """Return whether the memory is read by another value after the write, or by the caller."""
     for node, ran_node in ran.items():
-        if ran_node.value is written or memory not in _memories(ran_node.value):
+        if ran_node.value is written or memory not in _storage_ids(ran_node.value):
             continue
         # The output node is no key of `order`: it comes after all nodes.
         users = [order.get(user, len(order)) for user in node.users]
@@ -163,7 +169,7 @@ def is_outside(node: Node) -> bool:
     return node.op in ("placeholder", "get_attr") or any(user.op == "output" for user in node.users)
 
 
-def _memories(values: Any) -> list[int]:
+def _storage_ids(values: Any) -> list[int]:
     tensors = [tensor for tensor in tree_flatten(values)[0] if isinstance(tensor, torch.Tensor)]
     # Tensors without data have storages too, which views share as in a run.
     return [tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-class Slot:
+class TemplateSlot:
     """Placeholder in a template for a tensor or a size that is known when the node runs; slot: its index."""
 
     __slots__ = ("slot",)
@@ -97,13 +97,13 @@ class CallRecorder:
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
             start = sequence()
             native_call.outputs = site.invoke(args, kwargs)
-            tensors = _tensors(
+            tensors = _tensors_in(
                 [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
             )
             native_call.nodes = list(backward_nodes(tensors, start, sequence()))
             native_call.leaves = [
                 tensor
-                for tensor in _tensors(native_call.call.inputs)
+                for tensor in _tensors_in(native_call.call.inputs)
                 if tensor.requires_grad and tensor.is_leaf
             ]
         self.calls.append(native_call)
@@ -118,7 +118,7 @@ def uninstrumented() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def recording() -> Iterator[CallRecorder]:
+def recording_calls() -> Iterator[CallRecorder]:
     """Record the native calls within the context."""
     recorder = CallRecorder()
     with in_force(interceptor.Activation(None, recorder, True, False)):
@@ -143,7 +143,7 @@ def backward_nodes(tensors: Sequence[torch.Tensor], start: int, end: int) -> Ite
         waiting += [child for child, _ in node.next_functions if child is not None]
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors_in(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
 
 
@@ -167,15 +167,16 @@ class SlotNumbers:
             self._leaves.append(leaf)  # kept, so that no other object gets its `id`
 
     def template(self, value: Any) -> Any:
-        """Return a value with a `Slot` for each tensor and size in it."""
+        """Return a value with a `TemplateSlot` for each tensor and size in it."""
         return tree_map(self._as_template, value)
 
     def _as_template(self, leaf: Any) -> Any:
+        """Return the slot of a leaf, or a constant as it is; raise Unresolved for an unknown tensor."""
         slot = self._slots.get(id(leaf))
         symbolic = isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         # Small numbers and strings are the same object by chance: they are constants.
         if slot is not None and (symbolic or not isinstance(leaf, (int, float, str, type(None)))):
-            return Slot(slot)
+            return TemplateSlot(slot)
         # A parameter that a node's code refers to is the same in each run; other tensors are not.
         if symbolic and not isinstance(leaf, torch.nn.Parameter):
             raise Unresolved(str(leaf))
@@ -184,7 +185,7 @@ class SlotNumbers:
 
 def fill_template(template: Any, values: Sequence[Any]) -> Any:
     """Return a template with values in its slots."""
-    return tree_map(lambda leaf: values[leaf.slot] if isinstance(leaf, Slot) else leaf, template)
+    return tree_map(lambda leaf: values[leaf.slot] if isinstance(leaf, TemplateSlot) else leaf, template)
 
 
 def make_replay(
@@ -263,7 +264,7 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
         node_run = NodeRun(node, callee(node, module)(*args, **kwargs), [])
         node_run.obstacle, node_run.subject = RUNS_AS_IS, UNSEEN_TRANSFORM
         return node_run
-    with recording() as recorder:
+    with recording_calls() as recorder:
         value = callee(node, module)(*args, **kwargs)
     node_run = NodeRun(node, value, recorder.calls)
     if node.op == "call_module":
@@ -310,10 +311,10 @@ def callee(node: Node, module: GraphModule) -> Callable[..., Any]:
         return node.target  # type: ignore[return-value]
     if node.op == "call_module":
         return module.get_submodule(node.target)  # type: ignore[arg-type]
-    return _MethodCall(str(node.target))
+    return _BoundMethod(str(node.target))
 
 
-class _MethodCall:
+class _BoundMethod:
     """Callable that calls a method of its first argument."""
 
     def __init__(self, name: str) -> None:

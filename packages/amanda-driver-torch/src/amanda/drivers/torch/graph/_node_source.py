@@ -29,12 +29,12 @@ def source_of(node: Node) -> str:
 
 def scope_of(node: Node, prefix: str = "") -> str:
     """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
-    calls = [(_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    calls = [(_dotted_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
     # The stack lists the enclosing modules from the outermost on, with full paths.
     path = stack_without_wrappers(calls[-1][0], calls) if calls else ""
     return ".".join(part for part in (prefix, path) if part)
 
 
-def _path(path: str) -> str:
+def _dotted_path(path: str) -> str:
     spelt = _ITEM.sub(r".\1", _ROOT.sub("", path))
     return ".".join(part for part in spelt.split(".") if part not in _CONTAINERS)

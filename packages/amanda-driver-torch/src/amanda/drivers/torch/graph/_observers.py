@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ._node_runs import backward_nodes, sequence, uninstrumented
-from ._ops import GraphExecution, Program, custom_ops
+from ._ops import GraphExecution, GraphProgram, custom_ops
 
 if TYPE_CHECKING:
     from ._python_calls import PlaceValues, PythonCall
@@ -40,13 +40,13 @@ def can_wait(action: Action) -> bool:
 class WaitingObservers:
     """Observers in one trace of a graph, with the values that wait for them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: GraphProgram) -> None:
         self._program = program
         self._members: list[tuple[int, PlaceValues]] = []
         self._count = 0
 
     @classmethod
-    def of(cls, program: Program, token: torch.Tensor) -> WaitingObservers:
+    def of_token(cls, program: GraphProgram, token: torch.Tensor) -> WaitingObservers:
         """Return the waiting observers of the trace that a token stands for."""
         waiting: WaitingObservers | None = getattr(token, _WAITING_NAME, None)
         if waiting is None:
@@ -153,7 +153,7 @@ class LateObservers:
     observers that see no value can be called after it.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: GraphProgram) -> None:
         self._program = program
         self._forward: list[tuple[Action, OpFacts]] = []
         self._backward: list[tuple[Action, OpFacts]] = []
@@ -161,7 +161,7 @@ class LateObservers:
     def __bool__(self) -> bool:
         return bool(self._forward or self._backward)
 
-    def take(self, actions: Actions, facts: OpFacts, is_run: bool = True) -> Actions:
+    def take_over(self, actions: Actions, facts: OpFacts, is_run: bool = True) -> Actions:
         """Take over observers of no value, and return the actions that remain for the graph.
 
         An observer stays where its tool has another routine at the op.
@@ -189,9 +189,9 @@ class LateObservers:
             with interceptor.Suspension():
                 outputs = compiled(*args)
         except _StopRecomputationError:  # a checkpoint stops the recomputation early, but the graph has run
-            self._call(self._forward, execution)
+            self._call_observers(self._forward, execution)
             raise
-        self._call(self._forward, execution)
+        self._call_observers(self._forward, execution)
         if self._backward:
             self._call_after_backward(outputs, args, start, execution)
         return outputs
@@ -199,18 +199,19 @@ class LateObservers:
     def _call_after_backward(
         self, outputs: Any, args: Sequence[Any], start: int, execution: GraphExecution
     ) -> None:
+        """Hook the node of the compiled backward pass to call the observers of backward ops."""
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
         nodes = [node for node, _ in backward_nodes(tensors, start, sequence())]
         # One hook at the node for all backward ops of the graph: they run together.
         graph_node = next((node for node in nodes if type(node).__name__ == _NODE), None)
         if graph_node is not None:
-            graph_node.register_hook(lambda *_: self._call(self._backward, execution))
+            graph_node.register_hook(lambda *_: self._call_observers(self._backward, execution))
         elif nodes:
             subject, reason = "backward ops of a compiled graph", "autograd runs them one by one, unobserved"
             execution.state.report(subject, reason)
 
     @staticmethod
-    def _call(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
+    def _call_observers(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
         """Call the observers whose tools' scopes are open; a hot path."""
         runs: dict[int, bool] = {}
         with interceptor.Suspension(), torch.no_grad():

@@ -34,7 +34,7 @@ class ExportedTensors(TorchTensors):
         return cast_to_fit(original, value)
 
 
-class GraphTensors(TorchTensors):
+class SymbolicTensors(TorchTensors):
     """`TensorOps` of values that may have symbols for sizes."""
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -43,11 +43,11 @@ class GraphTensors(TorchTensors):
 
 
 current_state = State.current
-TENSORS: Any = GraphTensors()
+TENSORS: Any = SymbolicTensors()
 _EXPORTED: Any = ExportedTensors()
 
 
-def tensors() -> Any:
+def tensor_ops() -> Any:
     """Return the `TensorOps` for routines that are part of a graph."""
     return _EXPORTED if torch.compiler.is_exporting() else TENSORS
 
@@ -55,7 +55,7 @@ def tensors() -> Any:
 _TOKEN = "amanda_execution"
 
 
-class Program:
+class GraphProgram:
     """The routines of a graph, by slot, and facts of the graph.
 
     state: in force when the program was made.  every: whether routines are called outside of scopes too.
@@ -69,7 +69,7 @@ class Program:
     """
 
     _numbers = count(1)
-    living: ClassVar[WeakValueDictionary[int, Program]] = WeakValueDictionary()
+    living: ClassVar[WeakValueDictionary[int, GraphProgram]] = WeakValueDictionary()
 
     def __init__(self, state: State, every: bool = False) -> None:
         self.number = next(self._numbers)
@@ -94,7 +94,7 @@ class Program:
             self.table[slot] = make()
         return self._slots[key]
 
-    def gathers(self, action: Action, facts: OpFacts) -> bool:
+    def can_gather(self, action: Action, facts: OpFacts) -> bool:
         """Return True for an observer that may be called with others, later than its op."""
         if not self.gathering or id(action.tool) in self.in_turn:
             return False
@@ -116,7 +116,7 @@ class GraphExecution(Execution):
 
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: GraphProgram) -> None:
         state = current_state()
         if program.every or state.layer is None:
             state = program.state
@@ -133,7 +133,7 @@ class GraphExecution(Execution):
         return token
 
     @staticmethod
-    def by(token: torch.Tensor) -> GraphExecution:
+    def of_token(token: torch.Tensor) -> GraphExecution:
         """Return the execution that a tensor stands for."""
         # A compiler may copy the token, which loses the attribute: its number then finds the execution.
         execution = getattr(token, _TOKEN, None) or GraphExecution.living.get(int(token))
@@ -170,23 +170,23 @@ Tensors = list[torch.Tensor]
 
 
 def _begin_execution(program: int) -> torch.Tensor:
-    return GraphExecution(Program.living[program]).token()
+    return GraphExecution(GraphProgram.living[program]).token()
 
 
 def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    return _own_memory(GraphExecution.by(token).call_at(slot, values, numbers), likes, slot)
+    return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes, slot)
 
 
 def _call_taped(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
     """Call a routine under autograd, and keep its graph for `_pull_gradients`."""
-    execution = GraphExecution.by(token)
+    execution = GraphExecution.of_token(token)
     # A graph of the routine's own, from leaves: the graph around it sees one op, `tape`.
     with torch.enable_grad():
-        inputs = [_leaf(value) for value in values]
+        inputs = [_as_leaf(value) for value in values]
         outputs = execution.call_at(slot, inputs, numbers)
     execution.stores[slot] = [TapedCall(inputs, outputs)]
     return _own_memory([output.detach() for output in outputs], likes, slot)
@@ -194,7 +194,7 @@ def _call_taped(
 
 def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
     """Return the gradients of a taped routine's inputs."""
-    (taped,) = GraphExecution.by(token).stores[slot]
+    (taped,) = GraphExecution.of_token(token).stores[slot]
     pairs = [
         (tensor, grad) for tensor, grad in zip(taped.outputs, gradients, strict=True) if tensor.requires_grad
     ]
@@ -212,7 +212,7 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
     return _own_memory(zeros, likes, slot)
 
 
-def _leaf(value: torch.Tensor) -> torch.Tensor:
+def _as_leaf(value: torch.Tensor) -> torch.Tensor:
     leaf = value.detach()
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
@@ -237,7 +237,7 @@ def _call_without_data(
     """Return empty tensors like the results of a call, for compilers that trace without data."""
     if likes:
         return [torch.empty_like(like) for like in likes]
-    called: Any = Program.living[program].table[slot]
+    called: Any = GraphProgram.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []
     return called.outputs_without_data(called.take_numbers(values, numbers))  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from amanda.errors import RoutineError
 from amanda.plan import run_replacement
 from torch.utils._pytree import tree_map
 
-from ._node_runs import Slot, fill_template
+from ._node_runs import TemplateSlot, fill_template
 
 if TYPE_CHECKING:
     from amanda.backend import Execution
@@ -38,7 +38,7 @@ class PlaceValues:
         self.tensors: list[torch.Tensor] = [value for i in self.given for value in _as_list(values[i])]
         self.numbers: list[int | torch.SymInt] = []
         self.floats: list[torch.Tensor] = []
-        self._float_templates: list[Slot] = []
+        self._float_templates: list[TemplateSlot] = []
         self.constants = {
             i: tree_map(self._split_number, value) for i, value in enumerate(values) if i not in self.given
         }
@@ -53,13 +53,13 @@ class PlaceValues:
     def _split_number(self, leaf: Any) -> Any:
         """Note a number that may be a symbol, and return the slot for it; return anything else as it is."""
         if isinstance(leaf, torch.SymFloat):
-            self._float_templates.append(Slot(len(self.floats)))
+            self._float_templates.append(TemplateSlot(len(self.floats)))
             self.floats.append(torch.scalar_tensor(cast("float", leaf), dtype=torch.float64))
             return self._float_templates[-1]
         if not isinstance(leaf, (torch.SymInt, int)) or isinstance(leaf, bool):
             return leaf
         self.numbers.append(leaf)
-        return Slot(len(self.numbers) - 1)
+        return TemplateSlot(len(self.numbers) - 1)
 
     @property
     def pattern(self) -> Hashable:

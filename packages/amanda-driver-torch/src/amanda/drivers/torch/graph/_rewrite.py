@@ -26,9 +26,9 @@ from ._memory import backward_views_unlike_eager, check_views, is_outside, seen_
 from ._node_runs import NativeCall, NodeRun, run_graph, uninstrumented
 from ._node_source import scope_of, source_of
 from ._observers import can_wait
-from ._ops import TENSORS, Program
+from ._ops import TENSORS, GraphProgram
 from ._routine_trials import RoutineTrials
-from ._routines import Routines
+from ._routines import NodeRoutines
 from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ._observers import LateObservers
 
 
-class GraphRewriting:
+class FxRewriting:
     """Rewriting of one graph.
 
     symbols: the graph's inputs without data.  prefix: path of the module whose code the graph is of.
@@ -55,7 +55,7 @@ class GraphRewriting:
         self,
         module: GraphModule,
         symbols: GraphSymbols,
-        program: Program,
+        program: GraphProgram,
         namespace: Namespace,
         prefix: str = "",
         instance: int = 0,
@@ -74,7 +74,7 @@ class GraphRewriting:
         self._late = late
         self._reached: set[int] | None = None
         self._analysis = GraphAnalysis(program.state, TENSORS) if analysis is None else analysis
-        self._routines = Routines(program, None)
+        self._routines = NodeRoutines(program, None)
         self._occurrences: Counter[int] = Counter()
         self._steps: dict[Node, list[OpStep]] = {}
         self._leaves: dict[int, BackwardSite] = {}
@@ -89,8 +89,8 @@ class GraphRewriting:
         try:
             with uninstrumented():
                 # Once, without data: which native ops each node calls, and which nodes of autograd they make.
-                with self.symbols.mode():
-                    ran = run_graph(self.module, self.symbols.inputs, self.symbols.attribute)
+                with self.symbols.without_data():
+                    ran = run_graph(self.module, self.symbols.inputs, self.symbols.attribute_symbol)
                 self.symbols.record_runs(ran)
                 for node_run in ran.values():
                     self._analyse_node(node_run)
@@ -107,7 +107,7 @@ class GraphRewriting:
                 changed = {node_run: steps for node_run, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
                     return None
-                with self.symbols.mode():
+                with self.symbols.without_data():
                     return self._write_copy(ran, changed)
         except BaseException:
             self._analysis.forget()  # plans of a graph that will not run must not be cached
@@ -125,7 +125,7 @@ class GraphRewriting:
             return
         self._steps[node] = []
         for call in node_run.calls:
-            facts = self._facts(node, call)
+            facts = self._make_facts(node, call)
             facts.inputs = list(call.call.inputs)
             plan = self._analysis.forward(facts, call.values)
             if plan.replace is not None and plan.replace.reads:
@@ -135,19 +135,19 @@ class GraphRewriting:
                 )
                 raise facts.explain(error, plan.replace)
             self._steps[node].append(
-                OpStep(facts, plan if self._late is None else self._late.take(plan, facts))
+                OpStep(facts, plan if self._late is None else self._late.take_over(plan, facts))
             )
 
-    def _facts(self, node: Node, call: NativeCall) -> OpFacts:
+    def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
         scope, source = scope_of(node, self._prefix), source_of(node)
         native = call.call
-        variables = [self.symbols.variable(value) for value in native.inputs]
+        variables = [self.symbols.parameter_of(value) for value in native.inputs]
         pairs = zip(native.inputs, variables, strict=True)
         ordinals = tuple(
             self._read_parameter(value, variable) for value, variable in pairs if variable is not None
         )
-        read_parts = (variable for pair in ordinals for variable in pair)
+        read_parts = (part for pair in ordinals for part in pair)
         place = digest(
             "graph", self._instance, scope, native.op_type(), node.meta.get("stack_trace") or "", *read_parts
         )
@@ -157,8 +157,9 @@ class GraphRewriting:
             native.op, digest(place, self._occurrences[place]), self.namespace, native.names,
             list(native.inputs), attributes=native.attributes(), scope=scope, source=source,
             op_type=native.op_type(), parameters=native.parameters(), graph=("graph", self.program.number),
-            read_variables=lambda: ordinals, read_value=self.symbols.value, variable_of=self.symbols.variable,
-            path_of=self._path_of, part_of=part_of, device_of=_device_of, compute=native.computation(),
+            read_variables=lambda: ordinals, read_value=self.symbols.read_value,
+            variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
+            device_of=_device_of, compute=native.computation(),
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
@@ -173,7 +174,7 @@ class GraphRewriting:
             list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
         ):
             for node, place in call.nodes:
-                with self.symbols.mode():
+                with self.symbols.without_data():
                     entering, leaving = _gradients_without_data(node)
                 plan, facts = self._backward_plan(step.facts, node, place, entering, leaving)
                 if plan:
@@ -182,7 +183,7 @@ class GraphRewriting:
                 if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._seen_leaves:
                     self._seen_leaves.add(id(leaf))
                     place = self._leaf_place(leaf)
-                    with self.symbols.mode():
+                    with self.symbols.without_data():
                         entering = [_empty_like(leaf)]
                     plan, facts = self._backward_plan(step.facts, leaf, place, entering, [])
                     if plan:
@@ -198,7 +199,7 @@ class GraphRewriting:
             actions = self._leaf_actions.get(id(node_run.value))
             if actions is None:
                 continue
-            variable = self.symbols.variable(node_run.value)
+            variable = self.symbols.parameter_of(node_run.value)
             name = (None if variable is None else self._path_of(variable)) or node.name
             leaf = i if node.op == "placeholder" else variable
             if leaf is not None:
@@ -206,7 +207,7 @@ class GraphRewriting:
 
     def _leaf_place(self, leaf: torch.Tensor) -> int:
         """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it."""
-        variable = self.symbols.variable(leaf)
+        variable = self.symbols.parameter_of(leaf)
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
         self._leaf_count += 1
@@ -225,26 +226,31 @@ class GraphRewriting:
         if acts and kind is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all
         if self._late is not None:
-            plan = self._late.take(plan, facts, self._reached is None or id(node) in self._reached)
+            plan = self._late.take_over(plan, facts, self._reached is None or id(node) in self._reached)
         if acts:
             self._sites[id(node)] = facts, bool(plan)
         return plan, facts
 
     def _write_copy(self, ran: dict[Node, NodeRun], changed: dict[Node, list[OpStep]]) -> GraphModule:
+        """Return the copy of the graph in which nodes with routines are replaced.
+
+        Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
+        Python need a token in the copy.
+        """
         calls: dict[Node, InstrumentedCall] = {}
         for node, steps in changed.items():
             replay = ran[node].replay
             assert replay is not None
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
-            self._trials.forward(instrumented, ran[node], steps)
+            self._trials.try_node(instrumented, ran[node], steps)
         leaves: dict[Node, InstrumentedCall] = {}
         for node, node_run in ran.items():
             site = self._leaves.get(id(node_run.value))
             if site is not None:
                 leaves[node] = InstrumentedLeaf(node.name, self.program, site)
-                self._trials.backward(leaves[node], site)
-        actions = self._actions(changed.values())
-        calls_python = not all(self._routines.inlines(action) for action in actions)
+                self._trials.try_backward_op(leaves[node], site)
+        actions = self._remaining_actions(changed.values())
+        calls_python = not all(self._routines.is_inlined(action) for action in actions)
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
             copy.replace(node, call, list(ran[node].module_tensors))
@@ -261,7 +267,7 @@ class GraphRewriting:
                 node_run.replay.forget_symbols()
         return copy.finish()
 
-    def _actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
+    def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
         """Return the actions that the graph calls."""
         steps = [step for each in changed for step in each]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]

@@ -56,6 +56,7 @@ class _CollectingMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _without_data(self, leaf: Any) -> Any:
+        """Note a tensor with data, and return its stand-in without data; return other leaves as they are."""
         # Tensors without data are values of the graph; one with data comes from outside of the routine.
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ._instrumented import BackwardSite, InstrumentedCall, InstrumentedNode, OpStep
     from ._node_runs import NodeRun
-    from ._routines import Routines
+    from ._routines import NodeRoutines
     from ._symbols import GraphSymbols
 
 
@@ -29,41 +29,44 @@ class RoutineTrials:
     history: of values that routines read, for earlier graphs of the same code.
     """
 
-    def __init__(self, routines: Routines, symbols: GraphSymbols, history: History | None) -> None:
+    def __init__(self, routines: NodeRoutines, symbols: GraphSymbols, history: History | None) -> None:
         self._routines = routines
         self._symbols = symbols
         self._history = history
 
-    def forward(self, instrumented: InstrumentedNode, ran: NodeRun, steps: Sequence[OpStep]) -> None:
+    def try_node(self, instrumented: InstrumentedNode, ran: NodeRun, steps: Sequence[OpStep]) -> None:
         """Try the routines at a node's ops and at the backward ops of these."""
         for call, step in zip(ran.calls, steps, strict=True):
             plan, facts = step.plan, step.facts
             inputs = self._try_all(plan.before, list(call.call.inputs), facts, instrumented.held_tensors)
             if plan.replace is not None:
-                self._try(plan.replace, inputs, facts, instrumented.held_tensors)
+                self._try_routine(plan.replace, inputs, facts, instrumented.held_tensors)
             self._try_all(plan.after, call.values, facts, instrumented.held_tensors)
             for site in step.backward.values():
-                self.backward(instrumented, site)
+                self.try_backward_op(instrumented, site)
 
-    def backward(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
+    def try_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
         """Try the routines at a backward op."""
         facts, plan = site
         entering, leaving = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())
         entering = self._try_all(plan.before, entering, facts, instrumented.held_tensors)
         if plan.replace is not None:
-            self._try(plan.replace, entering, facts, instrumented.held_tensors)
+            self._try_routine(plan.replace, entering, facts, instrumented.held_tensors)
         self._try_all(plan.after, leaving, facts, instrumented.held_tensors)
 
     def _try_all(
         self, actions: Sequence[Action], values: list[Any], facts: OpFacts, held_tensors: HeldTensors
     ) -> list[Any]:
+        """Try routines one after another, each on the values after the last."""
         for action in actions:
-            values = self._try(action, values, facts, held_tensors)
+            values = self._try_routine(action, values, facts, held_tensors)
         return values
 
-    def _try(self, action: Action, values: list[Any], facts: OpFacts, held_tensors: HeldTensors) -> list[Any]:
+    def _try_routine(
+        self, action: Action, values: list[Any], facts: OpFacts, held_tensors: HeldTensors
+    ) -> list[Any]:
         """Run a routine without data, and note the tensors that it holds; if it fails, call it as Python."""
-        if not self._routines.inlines(action):
+        if not self._routines.is_inlined(action):
             return values
         restless = self._history.restless(action) if self._history is not None else ""
         if restless:

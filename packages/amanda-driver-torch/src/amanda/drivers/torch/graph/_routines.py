@@ -13,7 +13,7 @@ from amanda.plan import Actions, run_replacement, run_routine
 
 from ._node_runs import uninstrumented
 from ._observers import WaitingObservers
-from ._ops import Program, custom_ops, tensors
+from ._ops import GraphProgram, custom_ops, tensor_ops
 from ._python_calls import (
     GradientReplacementCall,
     PlaceValues,
@@ -24,7 +24,7 @@ from ._python_calls import (
 )
 
 
-class Routines:
+class NodeRoutines:
     """Routines of one call of a node, and of the backward pass of that call.
 
     token: of the execution, if routines are called as Python.  standing_in: makes a context in which values
@@ -33,7 +33,7 @@ class Routines:
 
     def __init__(
         self,
-        program: Program,
+        program: GraphProgram,
         token: torch.Tensor | None,
         standing_in: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -47,11 +47,11 @@ class Routines:
         with uninstrumented(), self._standing_in():
             yield
 
-    def inlines(self, action: Action) -> bool:
+    def is_inlined(self, action: Action) -> bool:
         """Return True if a routine becomes part of the graph."""
         return action.traceable and not action.takes_run and action not in self.program.called_as_python
 
-    def run(
+    def run_action(
         self,
         action: Action,
         values: list[Any],
@@ -61,9 +61,9 @@ class Routines:
         """Run a routine, and return the values after it."""
         if action.opening:
             return values
-        if not self.inlines(action):
+        if not self.is_inlined(action):
             action = self._as_call(action, facts)
-        return run_routine(tensors(), action, values, facts, {}, self.program.state.autodiff, mutable)
+        return run_routine(tensor_ops(), action, values, facts, {}, self.program.state.autodiff, mutable)
 
     def run_all(
         self, actions: Iterable[Action], values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
@@ -73,22 +73,23 @@ class Routines:
         mutable: positions of the user's tensors that the op writes.
         """
         for action in actions:
-            values = self.run(action, values, facts, mutable)
+            values = self.run_action(action, values, facts, mutable)
         return values
 
-    def replace(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
+    def replace_op(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
         """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run."""
-        if self.inlines(action):
-            result = run_replacement(tensors(), action, inputs, facts, {}, call.targets, call.computation())
+        if self.is_inlined(action):
+            result = run_replacement(
+                tensor_ops(), action, inputs, facts, {}, call.targets, call.computation()
+            )
             return result if result is NotImplemented else call.formed(result)
-        values = PlaceValues(
-            with_clones(inputs, call.targets)
-        )  # what autograd saves is not what is written below
+        # Autograd saves the clones, so that the writes into the targets below leave saved tensors alone.
+        values = PlaceValues(with_clones(inputs, call.targets))
         compute, targets = call.computation(), call.targets
-        slot = self._slot(
+        slot = self._slot_of_call(
             action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
         )
-        results = self._taped(slot, values, [])
+        results = self._call_taped(slot, values, [])
         if call.targets:
             for target, result in zip(call.targets, results, strict=True):
                 inputs[target].copy_(result)
@@ -96,7 +97,7 @@ class Routines:
             return written[0] if len(written) == 1 else tuple(written)
         return call.formed(tuple(results)) if len(results) != 1 else results[0]
 
-    def hook(self, node: Any, facts: OpFacts, plan: Actions) -> None:
+    def hook_node(self, node: Any, facts: OpFacts, plan: Actions) -> None:
         """Put routines around a backward op of autograd's graph."""
         entered: list[Any] = []
 
@@ -120,9 +121,10 @@ class Routines:
     def _replace_gradients(
         self, action: Action, leaving: list[Any], entered: list[Any], facts: OpFacts
     ) -> list[Any]:
+        """Return the gradients that leave a backward op, with those of a routine that replaces the op."""
         read_positions = [i for i, gradient in enumerate(leaving) if gradient is not None]
-        if self.inlines(action):
-            result = run_replacement(tensors(), action, entered, facts, {})
+        if self.is_inlined(action):
+            result = run_replacement(tensor_ops(), action, entered, facts, {})
             if result is NotImplemented:
                 return leaving
             results = read_gradients(result, len(leaving), read_positions, action, facts)
@@ -130,7 +132,7 @@ class Routines:
             values = PlaceValues(entered)
             likes = [leaving[i] for i in read_positions]
             is_read = tuple(gradient is not None for gradient in leaving)
-            slot = self._slot(
+            slot = self._slot_of_call(
                 action,
                 facts,
                 values,
@@ -152,17 +154,17 @@ class Routines:
         def call(*place_values: Any) -> Any:
             values = PlaceValues(place_values)
             result_positions = () if action.observer else values.given
-            slot = self._slot(
+            slot = self._slot_of_call(
                 action, facts, values, lambda: PythonCall(action, facts, values, result_positions)
             )
             # Each call of Python is a kernel of its own to compilers: observers may share one.
-            if self.program.gathers(action, facts) and self.token is not None:
-                waiting = WaitingObservers.of(self.program, self.token)
+            if self.program.can_gather(action, facts) and self.token is not None:
+                waiting = WaitingObservers.of_token(self.program, self.token)
                 waiting.add(self.token, slot, values, action.type.is_backward)
                 return None
             likes = list(values.tensors) if result_positions else []
             if taped:
-                results = self._taped(slot, values, likes)
+                results = self._call_taped(slot, values, likes)
             else:
                 results = custom_ops().call(
                     self.token, values.flat, values.numbers, likes, self.program.number, slot
@@ -175,7 +177,7 @@ class Routines:
         call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
         return Action(action.type, differentiable(call) if taped else call, action.tool, action.select, {})
 
-    def _slot(
+    def _slot_of_call(
         self,
         action: Action,
         facts: OpFacts,
@@ -192,7 +194,8 @@ class Routines:
         called.constants = values.constants
         return slot
 
-    def _taped(self, slot: int, values: PlaceValues, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _call_taped(self, slot: int, values: PlaceValues, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the routine at a slot as Python, as a part of autograd's graph."""
         return list(
             TapedRoutine.apply(  # type: ignore[no-untyped-call]
                 self.token, self.program.number, slot, len(likes), values.numbers, *values.flat, *likes

@@ -47,14 +47,14 @@ class GraphSymbols:
         self._ran: Mapping[Node, NodeRun] = {}
         self._attributes: dict[str, Any] = {}
         is_weight = weights or [isinstance(value, torch.nn.Parameter) for value in inputs]
-        with uninstrumented(), self.mode():
+        with uninstrumented(), self.without_data():
             self.inputs = [
-                self._symbol(value, like, weight)
+                self._make_symbol(value, like, weight)
                 for value, like, weight in zip(inputs, symbols or inputs, is_weight, strict=True)
             ]
 
     @contextmanager
-    def mode(self) -> Iterator[FakeTensorMode]:
+    def without_data(self) -> Iterator[FakeTensorMode]:
         """Enter a context in which all tensors, also those with data, are computed without data."""
         unnamed = self.fakes.shape_env.ignore_fresh_unbacked_symbols() if self.fakes.shape_env else None
         with (
@@ -68,7 +68,7 @@ class GraphSymbols:
                 with unnamed:
                     yield mode
 
-    def _symbol(self, value: Any, like: Any, weight: bool) -> Any:
+    def _make_symbol(self, value: Any, like: Any, weight: bool) -> Any:
         """Return a tensor without data for a value, with its place in autograd; a number as it is."""
         if not isinstance(like, torch.Tensor):
             return like
@@ -89,13 +89,13 @@ class GraphSymbols:
         self._alive.append(symbol)  # the dicts above go by `id`
         return symbol
 
-    def attribute(self, target: str) -> Any:
+    def attribute_symbol(self, target: str) -> Any:
         """Return the symbol of an attribute of the graph's module."""
         if target not in self._attributes:
             value: Any = self.module
             for part in target.split("."):
                 value = getattr(value, part)
-            self._attributes[target] = self._symbol(value, value, True)
+            self._attributes[target] = self._make_symbol(value, value, True)
         return self._attributes[target]
 
     def record_runs(self, ran: Mapping[Node, NodeRun]) -> None:
@@ -107,7 +107,7 @@ class GraphSymbols:
             for tensor in node_run.module_tensors.values():
                 self._real[id(tensor)] = tensor
 
-    def variable(self, value: Any) -> Any:
+    def parameter_of(self, value: Any) -> Any:
         """Return the parameter that a value is, or is a view of."""
         if not isinstance(value, torch.Tensor):
             return None
@@ -124,7 +124,7 @@ class GraphSymbols:
         """Return the ordinal of a parameter."""
         return interceptor.ordinal(variable)
 
-    def value(self, value: Any) -> Any:
+    def read_value(self, value: Any) -> Any:
         """Return the present value of a tensor that depends on weights alone.
 
         Raises AmandaError for a tensor that is computed when the graph runs.
@@ -132,10 +132,10 @@ class GraphSymbols:
         if not isinstance(value, torch.Tensor):
             return value
         with torch.utils._python_dispatch._disable_current_modes(), uninstrumented():
-            computed = self._computed(value)
+            computed = self._compute_value(value)
         return computed
 
-    def _computed(self, value: Any) -> Any:
+    def _compute_value(self, value: Any) -> Any:
         """Compute a tensor from weights, by the nodes that lead to it."""
         real = self._real.get(id(value))
         if real is not None:
@@ -147,7 +147,7 @@ class GraphSymbols:
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda input_node: self._ran[input_node].value
         )
-        args, kwargs = tree_map_only(torch.Tensor, self._computed, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._compute_value, (args, kwargs))
         with torch.no_grad():
             return callee(node_run.node, self.module)(*args, **kwargs)
 
@@ -160,8 +160,8 @@ def _without_saved_tensor_hooks() -> AbstractContextManager[Any]:
     innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
     if innermost is not None and innermost(True) is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _identity)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

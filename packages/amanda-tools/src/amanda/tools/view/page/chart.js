@@ -1,11 +1,11 @@
-// What charts on a canvas share: they are zoomed by the wheel and moved by dragging along one axis, on which the
-// part from `from` to `to` of 0 to `all` is in sight.
+// A chart on a canvas, zoomed by the wheel and moved by dragging along one axis, on which the part from `from` to
+// `to` of 0 to `all` is in sight.
 
 const ZOOM = 1.6;
 
 class Chart {
   // edge: pixels to the left and the right of the axis; least: the smallest part that is shown.
-  constructor(model, element, tools, all, least, edge = { left: 0, right: 0 }) {
+  constructor(model, element, tools, all, least, edge) {
     Object.assign(this, { model, element, tools, all, edge, shown: false, from: 0, to: all });
     this.least = Math.min(least, all);
     this.current = -1;  // what was clicked
@@ -16,7 +16,7 @@ class Chart {
 
   show() {
     this.shown = true;
-    this.canvas = h("canvas", { class: "timeline", tabindex: 0, role: "img" });
+    this.canvas = h("canvas", { class: "chart", tabindex: 0, role: "img" });
     this.tip = h("div", { class: "tip", hidden: true });
     this.element.replaceChildren(...this.parts());
     const button = (text, title, action) => h("button", { type: "button", title, "aria-label": title, onclick: action }, text);
@@ -91,7 +91,7 @@ class Chart {
     let drag = null;
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
-      this.wheel(event);
+      this.zoom(Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.002)), event.offsetX);
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {
       drag = { x: event.clientX, y: event.clientY, moved: false };
@@ -101,7 +101,7 @@ class Chart {
       if (!drag) { this.hover(event); return; }
       const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
       if (!drag.moved && Math.hypot(dx, dy) < 4) return;
-      this.drag(dx, dy);
+      this.slide(-dx);
       drag = { x: event.clientX, y: event.clientY, moved: true };
     });
     canvas.addEventListener("pointerup", (event) => {
@@ -120,22 +120,16 @@ class Chart {
     if (this.current >= 0) $("said").textContent = said;
   }
 
-  wheel(event) { this.zoom(Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.002)), event.offsetX); }
-
-  drag(dx) { this.slide(-dx); }
-
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const actions = {
       "+": () => this.zoom(1 / ZOOM), "=": () => this.zoom(1 / ZOOM), "-": () => this.zoom(ZOOM), 0: () => this.look(0, this.all),
-      ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1), ...this.keys(),
+      ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1),
     };
     if (!(event.key in actions)) return;
     actions[event.key]();
     event.preventDefault();
   }
-
-  keys() { return {}; }
 
   tell(event, ...content) {
     const { canvas, tip } = this;

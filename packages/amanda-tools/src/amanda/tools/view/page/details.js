@@ -5,14 +5,12 @@ class Details {
     this.model = model;
     this.element = element;
     model.on("selection measure", () => this.show());
-    model.on("event", () => this.show());
     this.show();
   }
 
   show() {
-    const { selection, event } = this.model;
-    const parts = selection ? (selection.isOp ? this.op(selection.op) : this.module(selection)) : event ? [] : this.overview();
-    if (event && (!selection || event.timeline.events.op[event.index] === this.model.selectedOp)) parts.push(...this.event(event));
+    const { selection } = this.model;
+    const parts = selection ? (selection.isOp ? this.op(selection.op) : this.module(selection)) : this.overview();
     const focused = this.element.contains(document.activeElement);
     this.element.replaceChildren(...parts.flat().filter(Boolean));
     if (focused) this.element.focus();
@@ -171,15 +169,8 @@ class Details {
       model.size ? [this.totals(ops), this.types(ops)].flat() : [],
       h("h4", {}, "Files"), h("ul", { class: "files" }, content.sources.map((source) => h("li", {}, source.name, h("span", { class: "soft" }, ` ${source.schema} ${source.version}`)))),
       content.notes.map((note) => h("p", { class: "remark" }, note)),
-      h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree, the table and the charts; they move the graph"],
-        ["← →", "from column to column in the head of a table; Enter sorts"], ["Enter", "folds in the tree and the graph, fills the width in the timeline"],
-        ["+ − 0", "zoom, all, in the graph and the charts"]])].flat();
-  }
-
-  event({ timeline, index }) {
-    const { events } = timeline;
-    return [h("h4", {}, "Event"), this.list([["name", events.name[index], true], ["track", timeline.content.tracks[events.track[index]].name],
-      ["start", duration(events.start[index] * 1e-6)], ["duration", duration(events.duration[index] * 1e-6)],
-      ...Object.entries(events.args[index]).map(([name, value]) => [name, beginning(written(value), 300), true])])];
+      h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree, the table and the diff; they move the graph"],
+        ["← →", "from column to column in the head of a table; Enter sorts"], ["Enter", "folds in the tree and the graph"],
+        ["+ − 0", "zoom, all, in the graph and the diff"]])].flat();
   }
 }

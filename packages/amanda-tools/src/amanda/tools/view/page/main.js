@@ -111,9 +111,7 @@ function makeSearch() {
       query.select();
       event.preventDefault();
     } else if (event.key === "Escape" && !typing) {
-      model.event = null;
       model.select(null);
-      model.tell("event");
     }
   });
 }
@@ -185,10 +183,9 @@ function showPage() {
   new Details(model, $("facts"));
   $("fold-all").addEventListener("click", () => model.foldAll(false));
   $("unfold-all").addEventListener("click", () => model.foldAll(true));
-  $("overview").addEventListener("click", () => { model.event = null; model.select(null); model.tell("event"); });
+  $("overview").addEventListener("click", () => model.select(null));
   const views = [];
   if (model.edges.length || content.graph) views.push(new Graph(model, $("view"), $("tools")));
-  for (const timeline of content.timelines) views.push(new Timeline(model, timeline, $("view"), $("tools")));
   for (const table of model.tables) if (table.schema === "amanda.diff") views.push(new DiffView(model, table, $("view"), $("tools")));
   document.body.classList.toggle("no-views", !views.length);
   const tables = makeTables();

@@ -227,7 +227,6 @@ class Model {
     const calls = this.content.graph && ops.calls ? own("calls", ops.calls, { number: true, total: true }) : null;
     if (calls) this.columns.push(calls);
     this.tables = this.content.tables.map((table) => ({ ...table, joined: this.join(table) }));
-    if (!this.columns.some((column) => column.unit in SECONDS)) this.content.timelines.forEach((timeline) => this.time(timeline));
     if (this.content.graph && ops.outputs) this.columns.push(own("output", ops.outputs.map((given) => this.firstShape(given)), { code: true }));
     this.columns.push(own("source", ops.source, { path: true }));
   }
@@ -281,35 +280,13 @@ class Model {
     return true;
   }
 
-  // How often an op is on a timeline, and for how long, without what lies within its events.
-  time({ name, events }) {
-    const { track, depth, start, duration: took, op } = events;
-    if (!op.some((one) => one >= 0)) return;
-    const own = took.slice();
-    const open = new Map();
-    for (let i = 0; i < start.length; i += 1) {
-      open.set(`${track[i]}:${depth[i]}`, i);
-      if (depth[i]) own[open.get(`${track[i]}:${depth[i] - 1}`)] -= took[i];
-    }
-    const values = new Array(this.size).fill(null);
-    const counts = new Array(this.size).fill(null);
-    op.forEach((one, i) => {
-      if (one < 0) return;
-      values[one] = (values[one] || 0) + own[i];
-      counts[one] = (counts[one] || 0) + 1;
-    });
-    const table = { name, schema: "chrome trace" };
-    const more = { number: true, total: true, shared: new Uint8Array(this.size), table };
-    this.columns.push({ ...more, name: "events", values: counts, unit: "", large: isLarge(counts, more) }, { ...more, name: "time", values, unit: "us" });
-  }
-
   value(value, column) {
     return column.number && typeof value === "string" ? Number(value) : value;
   }
 
   get measures() {
     const count = { name: "ops", values: null, number: true, total: true, unit: "" };
-    const totals = this.columns.filter((column) => column.total && column.number && column.name !== "calls" && column.name !== "events");
+    const totals = this.columns.filter((column) => column.total && column.number && column.name !== "calls");
     const order = (column) => (column.unit in SECONDS ? 0 : /flops/i.test(column.name) ? 1 : 2);
     return [...totals.sort((a, b) => order(a) - order(b)), count];
   }
