@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionError, PartitionResult, PartitionTool
-from amanda.tools.partition._schedule import bubble, slots
-from amanda.tools.partition._work import Work
+from amanda.tools.partition._result import bubble_share, schedule_slots
+from amanda.tools.partition._step_work import StepWork
 from amanda.tools.trace import TraceTool
 from amanda.tools.view import to_page
 
@@ -50,23 +50,23 @@ def chain(n: int, width: int = 16) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(n)))
 
 
-def cuts(work: Work, stages: int) -> Iterator[np.ndarray]:
+def cuts(work: StepWork, stages: int) -> Iterator[np.ndarray]:
     """Yield the stages of the ops in every cut that no tensor crosses backwards."""
-    edges = [(span.made, read) for span in work.spans for read in span.positions]
+    edges = [(span.produced_at, read) for span in work.spans for read in span.read_at]
     for sides in product(range(stages), repeat=len(work.ops)):
         if all(sides[made] <= sides[read] for made, read in edges):
             yield np.array(sides)
 
 
-def loads(work: Work, sides: np.ndarray, stages: int) -> list[float]:
+def loads(work: StepWork, sides: np.ndarray, stages: int) -> list[float]:
     return [float(work.total[sides == stage].sum()) for stage in range(stages)]
 
 
-def across(work: Work, sides: np.ndarray) -> int:
+def across(work: StepWork, sides: np.ndarray) -> int:
     return sum(
         span.tensor.bytes or 0
         for span in work.spans
-        if len({sides[i] for i in (span.made, *span.positions)}) > 1
+        if len({sides[i] for i in (span.produced_at, *span.read_at)}) > 1
     )
 
 
@@ -166,14 +166,14 @@ def test_cost_is_that_of_one_step() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (4, 16), (3, 2)])
 def test_bubble_of_equal_stages(schedule: Any, stages: int, microbatches: int) -> None:
-    found = slots(schedule, [1.0] * stages, [2.0] * stages, microbatches)
+    found = schedule_slots(schedule, [1.0] * stages, [2.0] * stages, microbatches)
     assert len(found) == 2 * stages * microbatches
-    assert bubble(found, stages) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    assert bubble_share(found, stages) == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_no_stage_computes_two_micro_batches_at_once_or_before_they_arrive(schedule: Any) -> None:
-    found = slots(schedule, [1.0, 3.0, 2.0], [2.0, 5.0, 4.0], 5)
+    found = schedule_slots(schedule, [1.0, 3.0, 2.0], [2.0, 5.0, 4.0], 5)
     ends = {(one.stage, one.microbatch, one.backward): one.end for one in found}
     for one in found:
         before = one.stage + (1 if one.backward else -1)

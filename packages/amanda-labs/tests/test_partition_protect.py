@@ -24,11 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
-from amanda.tools.partition._channel import Link, receive, send
 from amanda.tools.partition._enclave import Enclave
-from amanda.tools.partition._pytorch_bytes import packed, unpacked
-from amanda.tools.partition._pytorch_optimizers import Optimizers
-from amanda.tools.partition._pytorch_stand_ins import StandIns
+from amanda.tools.partition._ipc import ProcessLink, pack_tensor, receive, send, unpack_tensor
+from amanda.tools.partition._pytorch_stand_ins import ProtectedOptimizers, StandIns
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 Protecting = PartitionTool[ProtectedResult]
@@ -74,7 +72,7 @@ def protect() -> Iterator[Callable[[str], Protecting]]:
 
     yield make
     for tool in tools:
-        tool._part.end()  # type: ignore[attr-defined]
+        tool._delegate.end()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -307,13 +305,13 @@ def test_gradients_of_a_pass_that_failed_are_forgotten(
     protect: Callable[[str], Protecting], monkeypatch: Any
 ) -> None:
     plain, model, tool, x = Breaking(), Breaking(), protect("module=last"), torch.rand(3, 4)
-    failed, call = [], Link.call
+    failed, call = [], ProcessLink.call
 
-    def listening(link: Link, header: Any, tensors: Any = ()) -> Any:
+    def listening(link: ProcessLink, header: Any, tensors: Any = ()) -> Any:
         failed.extend(header.get("failed", ()))
         return call(link, header, tensors)
 
-    monkeypatch.setattr(Link, "call", listening)
+    monkeypatch.setattr(ProcessLink, "call", listening)
     with amanda.apply(tool):
         model.breaks = True
         with pytest.raises(ArithmeticError, match="broken"):
@@ -328,20 +326,20 @@ def test_gradients_of_a_pass_that_failed_are_forgotten(
 
 def test_process_forgets_the_gradients_of_a_pass_that_failed() -> None:
     enclave, weight, x = Enclave(), torch.rand(2, 2), torch.rand(1, 2)
-    enclave.hold([packed(weight)], "weight", True)
-    inputs = [{"given": 0}, {"held": "weight"}]
+    enclave.hold([pack_tensor(weight)], "weight", True)
+    inputs = [{"tensor": 0}, {"parameter": "weight"}]
 
     def forward(number: int, failed: Sequence[int]) -> None:
         enclave.forward(
-            [packed(x)], "torch._C._nn.linear", inputs, number, [True], records=True, random=False,
+            [pack_tensor(x)], "torch._C._nn.linear", inputs, number, [True], records=True, random=False,
             in_place=False, dropped=[], failed=failed,
         )  # fmt: skip
 
     forward(0, [])
-    enclave.backward([packed(torch.ones(1, 2))], 0, [0], backward_pass=7)
-    assert list(enclave._arrived) == [7]
+    enclave.backward([pack_tensor(torch.ones(1, 2))], 0, [0], backward_pass=7)
+    assert list(enclave._pass_gradients) == [7]
     forward(1, [7])
-    assert not enclave._arrived
+    assert not enclave._pass_gradients
 
 
 @pytest.mark.slow
@@ -364,10 +362,10 @@ def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
     linear = nn.Linear(2, 2)
     stand_ins = StandIns()
     stand_ins.move("weight", linear.weight, lambda *_: None)
-    optimizers, numbers = Optimizers(stand_ins), []
+    optimizers, numbers = ProtectedOptimizers(stand_ins), []
     alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]
     for _ in range(2):
-        numbers += [optimizers.step(one, (one,), {}) for one in alive]
+        numbers += [optimizers.step_message(one, (one,), {}) for one in alive]
         del alive[0]
         gc.collect()
         alive = [torch.optim.SGD(linear.parameters())]
@@ -395,7 +393,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(
 @pytest.mark.slow
 def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "amanda.tools.partition._channel.Client",
+        "amanda.tools.partition._ipc.Client",
         lambda address, family, key: Client(address, family, b"other"),
     )
     with amanda.apply(protect("module=0")), pytest.raises(AuthenticationError):
@@ -444,9 +442,9 @@ TENSORS = [
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda one: f"{one.dtype} {tuple(one.shape)}")
 def test_tensors_arrive_as_they_were(tensor: Tensor) -> None:
     ours, theirs = Pipe()
-    send(ours, {"kind": "test"}, [packed(tensor)])
+    send(ours, {"kind": "test"}, [pack_tensor(tensor)])
     header, made = receive(theirs)
-    arrived = unpacked(*made[0])
+    arrived = unpack_tensor(*made[0])
     assert header == {"kind": "test"}
     assert arrived.dtype == tensor.dtype
     assert torch.equal(arrived, tensor)
@@ -455,7 +453,7 @@ def test_tensors_arrive_as_they_were(tensor: Tensor) -> None:
 
 def test_message_of_another_length_than_declared_is_refused() -> None:
     ours, theirs = Pipe()
-    form, content = packed(torch.rand(8000))
+    form, content = pack_tensor(torch.rand(8000))
     send(ours, {}, [(form._replace(size=form.size), content)])
     message = bytearray(theirs.recv_bytes())
     ours.send_bytes(message[:-4])

@@ -534,7 +534,7 @@ def test_nothing_is_kept_of_an_execution() -> None:
         del x, y
         gc.collect()
         assert [one() for one in died] == [None, None]
-        assert not tool._steps["pytorch"].waiting
+        assert not tool._executions["pytorch"].delayed
 
 
 def test_routines_of_other_tools_at_ops_of_a_match_run_and_gradients_are_right() -> None:

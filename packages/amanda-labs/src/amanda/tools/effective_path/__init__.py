@@ -8,9 +8,8 @@ print(tool.result)
 """
 
 from amanda.tools.effective_path._path import EffectivePath, Layer, PathError, union
-from amanda.tools.effective_path._result import EffectivePathResult
 from amanda.tools.effective_path._terms import Rule, Step, Terms, leading
-from amanda.tools.effective_path._tool import EffectivePathTool
+from amanda.tools.effective_path._tool import EffectivePathResult, EffectivePathTool
 
 __all__ = [
     "EffectivePath",

@@ -1,4 +1,4 @@
-"""Values and arguments of ops, converted from each framework to names that all frameworks share."""
+"""Values and arguments of ops of each framework, under names that all frameworks share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.tools.effective_path import _jax
 from amanda.tools.effective_path._rules import FIRST, WINDOWED
-from amanda.tools.effective_path._terms import OUTSIDE, Indices, Where
+from amanda.tools.effective_path._terms import OUTSIDE, Indices, InputIndex
 from amanda.tools.kit import tensors_of, windows_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import are_transposed, local, spatial_axes
@@ -20,27 +20,90 @@ from amanda.tools.trace import Op
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
-"""Function that moves the elements of an array as an op moves those of its input."""
 
-_NO_NUMBERS = ("resource", "variant", "string", "complex")
-_OF_SEVERAL = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
+def jax_rule_key(context: amanda.OpContext) -> str:
+    """Return the key of an op's rule: a product over axes of any order is an einsum."""
+    op_word: str = context["type"]
+    return "einsum" if context.get_op_type() == "dot_general" and op_word != "linear" else op_word
+
+
+def jax_attributes(context: amanda.OpContext) -> Mapping[str, Any]:
+    """Return the parameters of a primitive; those of dot_general with its einsum equation."""
+    parameters = context.get_attrs()
+    if context.get_op_type() != "dot_general":
+        return parameters
+    ranks = [len(tensor.shape) for tensor in context.get_inputs()]
+    return {**parameters, "equation": _dot_equation(ranks, *parameters["dimension_numbers"])}
+
+
+def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequence[Any]) -> str:
+    """Return the einsum equation of a dot_general; contracted, batch: its axes in both factors."""
+    letters = iter(ascii_letters)
+    names = [[""] * rank for rank in ranks]
+    shared = []
+    for first_axis, second_axis in (*zip(*batch, strict=True), *zip(*contracted, strict=True)):
+        names[0][first_axis] = names[1][second_axis] = next(letters)
+        shared.append(names[0][first_axis])
+    free_letters = []
+    for axes in names:
+        free = [i for i, letter in enumerate(axes) if not letter]
+        for i in free:
+            axes[i] = next(letters)
+        free_letters += [axes[i] for i in free]
+    result = [*shared[: len(batch[0])], *free_letters]
+    return f"{','.join(map(''.join, names))}->{''.join(result)}"
+
+
+def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
+    """Return the moves of JAX, from the parameters of the primitive."""
+    parameters = op.attributes
+
+    def broadcast(a: NDArray[Any]) -> NDArray[Any]:
+        extents = [1] * len(parameters["shape"])
+        for axis, size in zip(parameters["broadcast_dimensions"], a.shape, strict=True):
+            extents[axis] = size
+        return np.broadcast_to(a.reshape(extents), parameters["shape"])
+
+    def slice_input(a: NDArray[Any]) -> NDArray[Any]:
+        if "start_indices" not in parameters:
+            raise NotImplementedError("a gather, or a slice from a computed index")
+        steps = parameters["strides"] or [None] * a.ndim
+        return a[tuple(map(slice, parameters["start_indices"], parameters["limit_indices"], steps))]
+
+    def pad(a: NDArray[Any]) -> NDArray[Any]:
+        pairs = [(low, high) for low, high, _ in parameters["padding_config"]]
+        if any(inner for *_, inner in parameters["padding_config"]) or min(map(min, pairs), default=0) < 0:
+            raise NotImplementedError(f"a pad by {parameters['padding_config']}")
+        return np.pad(a, pairs, constant_values=-1)
+
+    return {
+        "permute": lambda a: a.transpose(parameters["permutation"]), "expand": broadcast,
+        "getitem": slice_input, "pad": pad, "flip": lambda a: np.flip(a, parameters["dimensions"]),
+    }  # fmt: skip
+
+
+Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
+"""Function that moves the elements of an array as an op moves the elements of its input."""
+
+_TRANSPOSE_ATTRIBUTES = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
+_NON_NUMERIC_DTYPES = ("resource", "variant", "string", "complex")
+_FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
 
 def array(tensor: Any) -> NDArray[Any] | None:
     """Return a copy of a tensor on the host, in float32 if NumPy lacks the type; None without an array."""
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
-    found = np.array(tensors_of(tensor).to_numpy(local(tensor)))
-    return found if found.dtype.isbuiltin == 1 else found.astype(np.float32)
+    host_array = np.array(tensors_of(tensor).to_numpy(local(tensor)))
+    return host_array if host_array.dtype.isbuiltin == 1 else host_array.astype(np.float32)
 
 
 @dataclass(eq=False)
 class OpValues:
-    """One execution of an op of the program, with its inputs and outputs.
+    """An execution of an op of the program, with its inputs and outputs.
 
     type: the key of its rule.  weight, layout, weight_layout, dtype: as StandardMapping writes them.
-    moves: function of the framework that returns moves by word.  shapes_alone: whether the rule reads no
+    moves: function of the framework that returns moves by word.  shapes_alone: True if the rule reads no
     values.  inputs, outputs: arrays, and values that are not tensors.
     """
 
@@ -55,19 +118,19 @@ class OpValues:
     inputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
 
-    def kept(self, value: Any) -> Any:
-        """Return a copy of a value for rules, or zeros of its shape if rules read no values."""
+    def copy_for_rules(self, value: Any) -> Any:
+        """Return a copy of a value for rules, or zeros of its shape, without memory, if no rule reads it."""
         if isinstance(value, (list, tuple)):
-            return [self.kept(one) for one in value]
+            return [self.copy_for_rules(item) for item in value]
         dtype = self.dtype(value)
-        if dtype is None or dtype.startswith(_NO_NUMBERS):
+        if dtype is None or dtype.startswith(_NON_NUMERIC_DTYPES):
             return value
         if self.shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
         return array(value)
 
-    def varying(self, op: Op, tensors: Container[Any]) -> list[Where]:
-        """Return the inputs that are among tensors, but no weight, scale or statistic of a normalisation."""
+    def varying(self, op: Op, tensors: Container[Any]) -> list[InputIndex]:
+        """Return the inputs that are among tensors, without weights, scales and statistics of norms."""
         return [
             (i, j) for i, position in enumerate(op.inputs)
             for j, tensor in enumerate(position if isinstance(position, tuple) else (position,))
@@ -75,7 +138,7 @@ class OpValues:
         ]  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the rule of the op's word takes: `tables` of windows, `axes`, `scales`, `move`, ..."""
+        """Return the arguments of the op's rule: `tables` of windows, `axes`, `scales`, `move`, ..."""
         if self.type in SCALES:
             return {"scales": SCALES[self.type](self)}
         if self.type in _ARGUMENTS:
@@ -83,77 +146,82 @@ class OpValues:
         move = self.moves(self).get(self.type)
         return {} if move is None else {"move": move}
 
-    def given(self, *names: str, at: int | None = None, default: Any = None) -> Any:
-        """Return the first attribute of these names, else the input at a position, unless that is a list."""
-        found = next((self.attributes[one] for one in names if self.attributes.get(one) is not None), None)
-        if found is None and at is not None and at < len(self.inputs):
-            found = None if isinstance(self.inputs[at], (list, tuple)) else self.inputs[at]
-        return default if found is None else found
+    def attribute_or_input(self, *names: str, at: int | None = None, default: Any = None) -> Any:
+        """Return the first attribute of these names, else the input at a position if it is no list."""
+        value = next((self.attributes[name] for name in names if self.attributes.get(name) is not None), None)
+        if value is None and at is not None and at < len(self.inputs):
+            value = None if isinstance(self.inputs[at], (list, tuple)) else self.inputs[at]
+        return default if value is None else value
 
     def integers(self, *names: str, at: int | None = None) -> list[int]:
-        """Return the integers that `given` returns, as a list; an empty list without any."""
-        return [int(one) for one in np.atleast_1d(self.given(*names, at=at, default=()))]
+        """Return `attribute_or_input` as a list of integers, empty if there is neither."""
+        return [int(number) for number in np.atleast_1d(self.attribute_or_input(*names, at=at, default=()))]
 
 
-def _axes(op: OpValues) -> list[int] | None:
-    """Return the axes of a reduction; None for all axes, which an empty list means outside of TensorFlow."""
+def _reduced_axes(op: OpValues) -> list[int] | None:
+    """Return the axes of a reduction; None for all axes, also for an empty list, but not in TensorFlow."""
     axes = op.integers("dim", "axes", at=1)
     return axes if axes or "keep_dims" in op.attributes else None
 
 
-def _softmax(op: OpValues) -> dict[str, Any]:
-    """Return mask, causality and scale of an attention."""
-    mask = next((one for one in op.inputs[3:] if isinstance(one, np.ndarray)), None)
+def _attention_arguments(op: OpValues) -> dict[str, Any]:
+    """Return the mask, causality and scale of an attention."""
+    mask = next((value for value in op.inputs[3:] if isinstance(value, np.ndarray)), None)
     return {"mask": mask, "causal": op.attributes.get("is_causal"), "scale": op.attributes.get("scale")}
 
 
-def _tables(op: OpValues) -> list[Indices]:
+def _window_tables(op: OpValues) -> list[Indices]:
     """Return for each spatial axis the (outputs, window) coordinates of inputs."""
     layout = op.layout or ""
     axes = spatial_axes(layout)
     sizes, counts = ([values[0].shape[i] for i in axes] for values in (op.inputs, op.outputs))
     if op.type.startswith("adaptive"):
-        found = list(map(_adaptive, sizes, counts))
+        positions = list(map(_adaptive_windows, sizes, counts))
     else:
         weight = op.weight_layout
         kernel = [op.inputs[1].shape[weight.index(layout[i])] for i in axes] if weight else []
         windows = windows_of(op.attributes, layout, kernel)
-        found = [one.positions(*of) for one, *of in zip(windows, sizes, counts, strict=True)]
-    return [np.where((one >= 0) & (one < size), one, OUTSIDE) for one, size in zip(found, sizes, strict=True)]
+        positions = [
+            window.positions(*extents) for window, *extents in zip(windows, sizes, counts, strict=True)
+        ]
+    return [
+        np.where((table >= 0) & (table < size), table, OUTSIDE)
+        for table, size in zip(positions, sizes, strict=True)
+    ]
 
 
-def _adaptive(size: int, count: int) -> Indices:
+def _adaptive_windows(size: int, count: int) -> Indices:
     """Return (outputs, window) positions for adaptive windows, which divide an axis and may overlap.
 
     Positions past the end of a window are `size`.
     """
     starts = np.arange(count) * size // count
     ends = -(-(np.arange(1, count + 1) * size) // count)
-    found = starts[:, None] + np.arange((ends - starts).max())
-    return np.where(found < ends[:, None], found, size)
+    positions = starts[:, None] + np.arange((ends - starts).max())
+    return np.where(positions < ends[:, None], positions, size)
 
 
-def _of_norm(op: OpValues) -> Sequence[Any]:
+def _norm_scales(op: OpValues) -> Sequence[Any]:
     """Return the scale of each channel in a batch norm; in training the variance is the batch's."""
     data, gamma, _, _, variance = op.inputs[:5]
-    usual = "NHWC" if "is_training" in op.attributes else "NC"
-    channel = (op.layout or usual).index("C")
-    if variance is None or op.given("training", "is_training", "training_mode"):
+    default_layout = "NHWC" if "is_training" in op.attributes else "NC"
+    channel = (op.layout or default_layout).index("C")
+    if variance is None or op.attribute_or_input("training", "is_training", "training_mode"):
         variance = data.var(axis=tuple(axis for axis in range(data.ndim) if axis != channel))
-    epsilon = op.given("eps", "epsilon", default=1e-5)
+    epsilon = op.attribute_or_input("eps", "epsilon", default=1e-5)
     scale = (1 if gamma is None else gamma) / np.sqrt(variance.astype(np.float64) + epsilon)
     return [scale.reshape([-1 if axis == channel else 1 for axis in range(data.ndim)])]
 
 
 _ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
-    **dict.fromkeys(WINDOWED, lambda op: {"tables": _tables(op)}),
-    **dict.fromkeys(("mean", "sum", "amax"), lambda op: {"axes": _axes(op)}),
-    "cat": lambda op: {"axis": int(op.given("dim", "axis", at=1, default=0))},
-    "stack": lambda op: {"axis": int(op.given("dim", "axis", default=0))},
-    "einsum": lambda op: {"equation": _text(op.given("equation", at=0))},
-    "linear": lambda op: {"turned": (False, op.weight_layout != "IO")},
-    "matmul": lambda op: {"turned": are_transposed(op.attributes)},
-    "scaled_dot_product_attention": _softmax,
+    **dict.fromkeys(WINDOWED, lambda op: {"tables": _window_tables(op)}),
+    **dict.fromkeys(("mean", "sum", "amax"), lambda op: {"axes": _reduced_axes(op)}),
+    "cat": lambda op: {"axis": int(op.attribute_or_input("dim", "axis", at=1, default=0))},
+    "stack": lambda op: {"axis": int(op.attribute_or_input("dim", "axis", default=0))},
+    "einsum": lambda op: {"equation": _text(op.attribute_or_input("equation", at=0))},
+    "linear": lambda op: {"transposed": (False, op.weight_layout != "IO")},
+    "matmul": lambda op: {"transposed": are_transposed(op.attributes)},
+    "scaled_dot_product_attention": _attention_arguments,
 }
 """Functions that return the arguments of a rule, by the word of the op."""
 
@@ -162,18 +230,18 @@ SCALES: dict[str, Callable[[OpValues], Sequence[Any]]] = {
     "add": lambda op: (1, op.attributes.get("alpha", 1)),
     "sub": lambda op: (1, -op.attributes.get("alpha", 1)),
     "rsub": lambda op: (-op.attributes.get("alpha", 1), 1),
-    "mul": lambda op: op.inputs[1::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _of_norm,
+    "mul": lambda op: op.inputs[1::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _norm_scales,
 }  # fmt: skip
 """Functions that return the factor of each input, by the word of the op; for `div` the divisor."""
 
 
-def _moves(op: OpValues, own: Mapping[str, Move]) -> Mapping[str, Move]:
-    """Return the moves that all frameworks share, with those of one framework."""
-    axis = op.given("dim", "axis", default=0)
+def _all_moves(op: OpValues, framework_moves: Mapping[str, Move]) -> Mapping[str, Move]:
+    """Return the moves that all frameworks share, and those of one framework."""
+    axis = op.attribute_or_input("dim", "axis", default=0)
 
     def split(a: NDArray[Any]) -> list[NDArray[Any]]:
         parts = op.outputs[0] if isinstance(op.outputs[0], list) else op.outputs
-        return np.split(a, np.cumsum([one.shape[axis] for one in parts])[:-1], axis=axis)
+        return np.split(a, np.cumsum([part.shape[axis] for part in parts])[:-1], axis=axis)
 
     def expand(a: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(a, op.outputs[0].shape)
@@ -181,115 +249,121 @@ def _moves(op: OpValues, own: Mapping[str, Move]) -> Mapping[str, Move]:
     return {
         **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk"), split),
         **dict.fromkeys(("expand", "expand_as"), expand),
-        "unbind": lambda a: [np.take(a, i, axis=axis) for i in range(a.shape[axis])], **own,
+        "unbind": lambda a: [np.take(a, i, axis=axis) for i in range(a.shape[axis])], **framework_moves,
     }  # fmt: skip
 
 
-def _of_torch(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of PyTorch, by the arguments of the function."""
+def _torch_moves(op: OpValues) -> Mapping[str, Move]:
+    """Return the moves of PyTorch, from the arguments of the function."""
     attributes, dim = op.attributes, op.attributes.get("dim", 0)
 
-    def padded(a: NDArray[Any]) -> NDArray[Any]:
+    def pad(a: NDArray[Any]) -> NDArray[Any]:
         widths = attributes["pad"]
         pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
-        return _padded(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
+        return _pad(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
 
-    def permuted(a: NDArray[Any]) -> NDArray[Any]:
+    def permute(a: NDArray[Any]) -> NDArray[Any]:
         if "source" in attributes:
             return np.moveaxis(a, attributes["source"], attributes["destination"])
         return np.transpose(a, attributes.get("dims"))
 
-    def transposed(a: NDArray[Any]) -> NDArray[Any]:
-        first, second = (int(op.given(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2))  # mT has none
+    def transpose(a: NDArray[Any]) -> NDArray[Any]:
+        first, second = (
+            int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2)
+        )  # mT has none
         return a.swapaxes(first, second) if a.ndim > 1 else a
 
-    return _moves(op, {
-        "permute": permuted, "transpose": transposed,
-        "getitem": lambda a: a[_indexed(attributes["index"])],
+    return _all_moves(op, {
+        "permute": permute, "transpose": transpose,
+        "getitem": lambda a: a[_numpy_index(attributes["index"])],
         "select": lambda a: np.take(a, attributes["index"], axis=dim),
         "narrow": lambda a: np.take(a, attributes["start"] + np.arange(attributes["length"]), axis=dim),
-        "flip": lambda a: np.flip(a, attributes.get("dims")), "pad": padded,
+        "flip": lambda a: np.flip(a, attributes.get("dims")), "pad": pad,
         "index_select": lambda a: np.take(a, op.inputs[2], axis=dim),
         "repeat": lambda a: np.tile(a, attributes["repeats"]),
         "roll": lambda a: np.roll(a, attributes["shifts"], attributes.get("dims") or None),
     })  # fmt: skip
 
 
-def _of_tensorflow(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of TensorFlow, by inputs that are constants."""
+def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
+    """Return the moves of TensorFlow, whose arguments are constant inputs."""
 
-    def cut(a: NDArray[Any]) -> Any:
+    def slice_input(a: NDArray[Any]) -> Any:
         begin, end, *step = (op.integers(at=i) for i in range(1, len(op.inputs)))
         if step:
-            return a[_strided(begin, end, step[0], op.attributes)]
+            return a[_strided_slice_index(begin, end, step[0], op.attributes)]
         return a[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, end, strict=True))]
 
-    return _moves(op, {
-        "permute": lambda a: a.transpose(op.integers(at=1)), "getitem": cut,
+    return _all_moves(op, {
+        "permute": lambda a: a.transpose(op.integers(at=1)), "getitem": slice_input,
         "split": lambda a: np.split(a, op.attributes["num_split"], axis=int(op.inputs[0])),
-        **dict.fromkeys(("pad", "Pad", "PadV2"), lambda a: _padded(a, op.inputs[1].tolist(), {})),
+        **dict.fromkeys(("pad", "Pad", "PadV2"), lambda a: _pad(a, op.inputs[1].tolist(), {})),
     })  # fmt: skip
 
 
-def _of_onnx(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of ONNX, by inputs that are constants, in older models by attributes."""
+def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
+    """Return the moves of ONNX, whose arguments are constant inputs, or attributes in older models."""
 
-    def cut(a: NDArray[Any]) -> NDArray[Any]:
+    def slice_input(a: NDArray[Any]) -> NDArray[Any]:
         begin, end = op.integers("starts", at=1), op.integers("ends", at=2)
         axes = op.integers("axes", at=3) or range(len(begin))
         index = [slice(None)] * a.ndim
         for axis, first, last, step in zip(
             axes, begin, end, op.integers(at=4) or [1] * len(begin), strict=True
         ):
-            index[axis] = _slice(first, last, step, a.shape[axis])
+            index[axis] = _clipped_slice(first, last, step, a.shape[axis])
         return a[tuple(index)]
 
-    def padded(a: NDArray[Any]) -> NDArray[Any]:
+    def pad(a: NDArray[Any]) -> NDArray[Any]:
         widths = op.integers("pads", at=1)
         pairs, count = [(0, 0)] * a.ndim, len(widths) // 2
         for i, axis in enumerate(op.integers(at=3) or range(count)):
             pairs[axis] = (widths[i], widths[i + count])
-        return _padded(a, pairs, op.attributes)
+        return _pad(a, pairs, op.attributes)
 
-    return _moves(op, {
-        "permute": lambda a: a.transpose(op.attributes.get("perm")), "getitem": cut, "pad": padded
+    return _all_moves(op, {
+        "permute": lambda a: a.transpose(op.attributes.get("perm")), "getitem": slice_input, "pad": pad
     })  # fmt: skip
 
 
-def _padded(a: NDArray[Any], pairs: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> NDArray[Any]:
+def _pad(a: NDArray[Any], pairs: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> NDArray[Any]:
+    """Pad an array of flat indices with -1; raise NotImplementedError for other modes, and for crops."""
     mode = _text(attributes.get("mode", "constant"))
     if mode != "constant" or min(map(min, pairs), default=0) < 0:
         raise NotImplementedError(f"a pad in mode {mode} by {pairs}")
     return np.pad(a, pairs, constant_values=-1)
 
 
-def _indexed(index: Any) -> Any:
+def _numpy_index(index: Any) -> Any:
+    """Return an index with arrays of NumPy for its tensors."""
     if isinstance(index, (list, tuple)):
-        return tuple(map(_indexed, index))
+        return tuple(map(_numpy_index, index))
     return array(index) if hasattr(index, "detach") else index
 
 
-def _slice(first: int, last: int, step: int, size: int) -> slice:
+def _clipped_slice(first: int, last: int, step: int, size: int) -> slice:
     """Return a slice with bounds clipped as ONNX clips them, where -1 past the start stays the start."""
-    first, last = (one + size if one < 0 else one for one in (first, last))
+    first, last = (bound + size if bound < 0 else bound for bound in (first, last))
     return slice(max(first, 0), last if last >= 0 else None if step < 0 else 0, step)
 
 
-def _strided(
+def _strided_slice_index(
     begin: Sequence[int], end: Sequence[int], step: Sequence[int], attributes: Mapping[str, Any]
 ) -> Any:
     """Return the index of NumPy for a StridedSlice."""
 
     def index(i: int) -> Any:
         masks = ("ellipsis", "new_axis", "shrink_axis", "begin", "end")
-        has = {mask for mask in masks if int(attributes.get(f"{mask}_mask", 0)) >> i & 1}
-        if "ellipsis" in has:
+        masks_set = {mask for mask in masks if int(attributes.get(f"{mask}_mask", 0)) >> i & 1}
+        if "ellipsis" in masks_set:
             return ...
-        if "new_axis" in has:
+        if "new_axis" in masks_set:
             return None
-        if "shrink_axis" in has:
+        if "shrink_axis" in masks_set:
             return begin[i]
-        return slice(None if "begin" in has else begin[i], None if "end" in has else end[i], step[i])
+        return slice(
+            None if "begin" in masks_set else begin[i], None if "end" in masks_set else end[i], step[i]
+        )
 
     return tuple(map(index, range(len(begin))))
 
@@ -299,18 +373,18 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _word_of_onnx(context: amanda.OpContext) -> str:
-    """Return the key of a node's rule; its own type if the node computes more than the word says."""
+def _onnx_rule_key(context: amanda.OpContext) -> str:
+    """Return the key of a node's rule: its word, or its type if the node computes more than the word says."""
     name, inputs = context.get_op_type(), context.get_inputs()
-    otherwise = name in _OF_SEVERAL or name.startswith("QLinear") or name.endswith("Integer")
+    keeps_own_type = name in _FUSED_TYPES or name.startswith("QLinear") or name.endswith("Integer")
     if name == "Gemm":
-        otherwise = bool(context.get_attrs().get("transA"))
+        keeps_own_type = bool(context.get_attrs().get("transA"))
     if name == "Attention":
-        otherwise = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
-    return name if otherwise else str(context["type"])
+        keeps_own_type = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
+    return name if keeps_own_type else str(context["type"])
 
 
-def _read_by(
+def _mapping_rule(
     moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type"),
     attributes: Callable[[amanda.OpContext], Mapping[str, Any]] = amanda.OpContext.get_attrs,
 ) -> Any:  # fmt: skip
@@ -321,13 +395,13 @@ def _write_moves(moves: Any, word: Any, attributes: Any, context: amanda.OpConte
     context["effective path"] = moves, word(context), attributes(context)
 
 
-def _of_jax(op: OpValues) -> Mapping[str, Any]:
-    return _moves(op, _jax.moves(op))
+def _all_jax_moves(op: OpValues) -> Mapping[str, Any]:
+    return _all_moves(op, jax_moves(op))
 
 
 FRAMEWORKS = [
-    ["pytorch", _read_by(_of_torch)], ["tensorflow", _read_by(_of_tensorflow)],
-    ["onnxruntime", _read_by(_of_onnx, _word_of_onnx)],
-    ["jax", _read_by(_of_jax, _jax.word, _jax.attributes)],
+    ["pytorch", _mapping_rule(_torch_moves)], ["tensorflow", _mapping_rule(_tensorflow_moves)],
+    ["onnxruntime", _mapping_rule(_onnx_moves, _onnx_rule_key)],
+    ["jax", _mapping_rule(_all_jax_moves, jax_rule_key, jax_attributes)],
 ]  # fmt: skip
 """Mapping rules that write the moves of an op's framework, the key of the op's rule, and attributes."""

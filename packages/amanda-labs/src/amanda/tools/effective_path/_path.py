@@ -32,11 +32,12 @@ class PathError(AmandaError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The part of one op that is on the path.
+    """The part of an op that is on the path.
 
-    neurons: elements of the op's inputs but the weight; several inputs are concatenated.  synapses: terms of
-    the sums that the op's outputs are: the output's index times `fan_in`, plus the index of the term.
-    weights: elements of the weight.  All are sorted flat indices; sizes: the numbers that the op has of each.
+    neurons: elements of the op's inputs without the weight; several inputs are concatenated.
+    synapses: terms of the sums that are the op's outputs: the output's index times `fan_in`, plus the index
+    of the term.  weights: elements of the weight.  All three are sorted flat indices.
+    sizes: numbers of all neurons, synapses and weights of the op.
     shape, weight_shape: of masks, with axes in the order of `layout` and `weight_layout`.
     """
 
@@ -60,17 +61,17 @@ class Layer:
         """
         if which not in PARTS:
             raise PathError(f"a path has {', '.join(PARTS)}, not {which!r}")
-        found: Indices = getattr(self, which)
-        return found
+        indices: Indices = getattr(self, which)
+        return indices
 
     def check(self) -> None:
-        """Raise ValueError for indices that the op does not have, as a damaged file may tell."""
-        for which, size in zip(PARTS, self.sizes, strict=True):
-            indices = self.part(which)
+        """Raise ValueError for indices that the op does not have, as in a damaged file."""
+        for part, size in zip(PARTS, self.sizes, strict=True):
+            indices = self.part(part)
             if indices.ndim != 1 or indices.dtype.kind not in "iu":
-                raise ValueError(f"the {which} of {self.module or self.type} are no list of indices")
+                raise ValueError(f"the {part} of {self.module or self.type} are no list of indices")
             if indices.size and not 0 <= indices.min() <= indices.max() < size:
-                raise ValueError(f"{self.module or self.type} has {size} {which}, and others are on the path")
+                raise ValueError(f"{self.module or self.type} has {size} {part}, and others are on the path")
 
     def density(self, which: Part = "synapses") -> float | None:
         """Return the share of neurons, synapses or weights on the path; None if the op has none."""
@@ -90,12 +91,12 @@ class Layer:
                 f"{self.module or self.type} has {self.sizes} neurons, synapses and weights, that of the "
                 f"other path {other.sizes}; they are of different models or shapes"
             )
-        neurons, synapses, weights = (np.union1d(self.part(one), other.part(one)) for one in PARTS)
+        neurons, synapses, weights = (np.union1d(self.part(part), other.part(part)) for part in PARTS)
         return replace(self, neurons=neurons, synapses=synapses, weights=weights)
 
 
 class EffectivePath:
-    """The layers of a path, from input to output; `|` is the union of two.
+    """The layers of a path, from input to output; `|` is the union of two paths.
 
     label: the neuron of the output that the path explains; None for a union of paths with several labels.
     """
@@ -114,7 +115,7 @@ class EffectivePath:
         return EffectivePath(layers, self.label if self.label == other.label else None)
 
     def density(self, which: Part = "synapses") -> float | None:
-        """Return the share on the path, of all layers together."""
+        """Return the share of neurons, synapses or weights on the path, of all layers together."""
         size = sum(layer.sizes[PARTS.index(which)] for layer in self.layers.values())
         return self.count(which) / size if size else None
 
@@ -128,7 +129,7 @@ class EffectivePath:
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
         """
         common = self._common(other, which)
-        return {name: _share(common[name], len(one.part(which))) for name, one in self.layers.items()}
+        return {name: _share(common[name], len(layer.part(which))) for name, layer in self.layers.items()}
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
         """Return the share of this path that is also on the other, of all layers together."""
@@ -139,25 +140,25 @@ class EffectivePath:
         common = sum(self._common(other, which).values())
         return _share(common, self.count(which) + other.count(which) - common)
 
-    def _common(self, other: EffectivePath, which: Part) -> dict[str, int]:
+    def _common(self, other_path: EffectivePath, part: Part) -> dict[str, int]:
         """Return by layer the size of the intersection of both paths."""
-        theirs = {name: layer.part(which) for name, layer in other.layers.items()}
+        other_parts = {name: layer.part(part) for name, layer in other_path.layers.items()}
         return {
-            name: np.intersect1d(layer.part(which), theirs.get(name, ()), assume_unique=True).size
+            name: np.intersect1d(layer.part(part), other_parts.get(name, ()), assume_unique=True).size
             for name, layer in self.layers.items()
         }
 
     def save(self, path: str | Path) -> Path:
         """Write the path into an npz file; return the file's path. Raises FileError."""
         arrays: dict[str, Any] = {}
-        told: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
-        told |= {"label": self.label, "layers": []}
+        header: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
+        header |= {"label": self.label, "layers": []}
         for i, (name, layer) in enumerate(self.layers.items()):
             fields = {key: value for key, value in vars(layer).items() if key not in PARTS}
-            told["layers"].append({"name": name, **fields})
-            arrays.update({f"{i}/{which}": layer.part(which) for which in PARTS})
-        with replacing(path) as part, part.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, path=np.array(json.dumps(told)), **arrays)
+            header["layers"].append({"name": name, **fields})
+            arrays.update({f"{i}/{part}": layer.part(part) for part in PARTS})
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, path=np.array(json.dumps(header)), **arrays)
         return Path(path)
 
     @classmethod
@@ -168,28 +169,28 @@ class EffectivePath:
         """
         with parsing(path, "file of an effective path", PathError):
             file = read_npz(Path(path))
-            told = json.loads(str(file["path"]))
-            check_schema(told, NAME, VERSION)
+            header = json.loads(str(file["path"]))
+            check_schema(header, NAME, VERSION)
             layers = {}
-            for i, one in enumerate(told["layers"]):
-                one.update({which: file[f"{i}/{which}"] for which in PARTS})
-                shapes = {key: tuple(map(int, one[key])) for key in ("sizes", "shape", "weight_shape")}
-                name = one.pop("name")
-                layers[name] = layer = Layer(**{**one, **shapes})
+            for i, entry in enumerate(header["layers"]):
+                entry.update({part: file[f"{i}/{part}"] for part in PARTS})
+                shapes = {key: tuple(map(int, entry[key])) for key in ("sizes", "shape", "weight_shape")}
+                name = entry.pop("name")
+                layers[name] = layer = Layer(**{**entry, **shapes})
                 layer.check()
-            return cls(layers, told["label"])
+            return cls(layers, header["label"])
 
 
 @checked(error=PathError)
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
-    """Return the union of paths: for the images of a class the path of the class.
+    """Return the union of paths, such as the path of a class from those of its images.
 
-    Raises PathError for no paths.
+    Raises PathError if there are no paths.
     """
-    given = list(paths)
-    if not given:
+    all_paths = list(paths)
+    if not all_paths:
         raise PathError("union was given no paths; at least one is needed")
-    return reduce(or_, given)
+    return reduce(or_, all_paths)
 
 
 def _share(part: int, whole: int) -> float:

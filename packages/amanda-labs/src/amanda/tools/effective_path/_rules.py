@@ -1,4 +1,4 @@
-"""Rules by the words of StandardMapping: the terms that the outputs of an op are sums of."""
+"""Rules by the words of StandardMapping: functions that return the terms of an op's outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools.effective_path._terms import Indices, Mesh, Numbers, Rule, Step, Terms, Where, aligned
+from amanda.tools.effective_path._terms import Indices, InputIndex, Mesh, Numbers, Rule, Step, Terms, aligned
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, spatial_axes
 
@@ -28,35 +28,36 @@ def _products(
             extents[name] = max(extents.get(name, 1), extent)
     summed = {name: extent for name, extent in extents.items() if name not in labels[2]}
     mesh = Mesh(rows, dict(zip(labels[2], shape, strict=True)), summed)
-    read = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
-    one, other = (tensor.reshape(-1)[index] for tensor, index in zip(factors, read, strict=True))
-    return read, one.astype(np.float64) * other, prod(shape) * prod(summed.values())
+    indices = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
+    first, second = (tensor.reshape(-1)[index] for tensor, index in zip(factors, indices, strict=True))
+    return indices, first.astype(np.float64) * second, prod(shape) * prod(summed.values())
 
 
 def _matrices(
-    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], turned: Sequence[bool]
+    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], transposed: Sequence[bool]
 ) -> tuple[list[Indices], Numbers, int]:
     """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`.
 
     Axes of a batch that the output lacks are summed over too.
     """
     labels: list[Sequence[Any]] = [
-        [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_turned else axes)] if tensor.ndim > 1 else "k"
-        for tensor, axes, is_turned in zip(factors, ("nk", "km"), turned, strict=True)
+        [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_transposed else axes)] if tensor.ndim > 1 else "k"
+        for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True)
     ]
-    own = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
-    batch = range(len(own) - len(shape), 0)
-    return _products(rows, shape, factors, [*labels, [*batch, *own]])
+
+    matrix_axes = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
+    batch = range(len(matrix_axes) - len(shape), 0)
+    return _products(rows, shape, factors, [*labels, [*batch, *matrix_axes]])
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
     """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
-    where: list[Where] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
-    turned = step.arguments.get("turned", (False, False))
+    inputs: list[InputIndex] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
+    transposed = step.arguments.get("transposed", (False, False))
     read, values, count = _matrices(
-        rows, step.outputs[output].shape, [step.tensor(one) for one in where], turned
+        rows, step.outputs[output].shape, [step.tensor(index) for index in inputs], transposed
     )
-    return Terms(dict(zip(where, read, strict=True)), values, count, weighted=True)
+    return Terms(dict(zip(inputs, read, strict=True)), values, count, weighted=True)
 
 
 def einsum(step: Step, rows: Indices, output: int) -> Terms:
@@ -67,21 +68,21 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
     equation = step.arguments["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
     names = terms.split(",")
-    where = [
+    inputs = [
         (i, j) for i, value in enumerate(step.inputs)
-        for j, one in enumerate(value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(one, np.ndarray)
+        for j, tensor in enumerate(value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(tensor, np.ndarray)
     ]  # fmt: skip
-    if len(names) != 2 or len(where) != 2 or "." in equation or not arrow:
+    if len(names) != 2 or len(inputs) != 2 or "." in equation or not arrow:
         raise NotImplementedError(f"einsum {equation!r}")
-    factors = [step.tensor(one) for one in where]
+    factors = [step.tensor(index) for index in inputs]
     read, values, count = _products(rows, step.outputs[output].shape, factors, [*names, out])
-    return Terms(dict(zip(where, read, strict=True)), values, count, weighted=True)
+    return Terms(dict(zip(inputs, read, strict=True)), values, count, weighted=True)
 
 
 def attention(step: Step, rows: Indices, output: int) -> Terms:
     """Return the terms of softmax(q k^T) v: values, weighted by the softmax."""
-    query, key, value = (np.asarray(one, np.float64) for one in step.inputs[:3])
+    query, key, value = (np.asarray(tensor, np.float64) for tensor in step.inputs[:3])
     if query.shape[:-2] != value.shape[:-2]:
         raise NotImplementedError("whose heads are shared")
     scale, mask, causal = (step.arguments.get(name) for name in ("scale", "mask", "causal"))
@@ -92,12 +93,13 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
+    # Only values are on the path: the softmax of query and key is taken as constant weights.
     read, values, count = _matrices(rows, step.outputs[output].shape, (shares, value), (False, False))
     return Terms({(2, 0): read[1]}, values, count, weighted=True)
 
 
-def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
-    """Return coordinates of the inputs in the window of each output, and the number of terms of all outputs.
+def _window_mesh(step: Step, rows: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
+    """Return the coordinates of the inputs in each output's window, and the number of terms of all outputs.
 
     channels: extents of the axes of terms before the axes of the window, "h" and "w".
     """
@@ -106,9 +108,9 @@ def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str
     window = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
     mesh = Mesh(rows, dict(zip(layout, shape, strict=True)), {**channels, **window})
     for axis, table in zip(spatial, tables, strict=True):
-        mesh.at[axis] = table[mesh.at[axis], mesh.at[axis.lower()]]
-    places = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
-    return mesh, places * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
+        mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
+    num_outputs = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
+    return mesh, num_outputs * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
 
 
 def convolution(step: Step, rows: Indices, output: int) -> Terms:
@@ -118,45 +120,47 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
     data, weight = step.tensor((0, 0)), step.tensor((step.weight, 0))
     extents = dict(zip(weight_layout, weight.shape, strict=True))
     is_depthwise = "M" in extents  # (..., I, M): each channel has M outputs of its own
-    mesh, count = _under_windows(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
-    at = mesh.at
+    mesh, count = _window_mesh(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
+    coordinates = mesh.coordinates
     if is_depthwise:
-        at["C"], at["M"] = np.divmod(at["C"], extents["M"])
-        at["I"] = at["C"]
+        coordinates["C"], coordinates["M"] = np.divmod(coordinates["C"], extents["M"])
+        coordinates["I"] = coordinates["C"]
     else:
-        at["O"], groups = at["C"], data.shape[layout.index("C")] // extents["I"]
-        at["C"] = at["O"] // (extents["O"] // groups) * extents["I"] + at["I"]
-    read = np.maximum(mesh.indices(layout, data.shape), -1)
-    used = mesh.indices([axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape)
-    outside = read < 0
-    values = data.reshape(-1)[read].astype(np.float64) * weight.reshape(-1)[used]
-    sources = {(0, 0): read, (step.weight, 0): np.where(outside, -1, used)}
+        coordinates["O"], groups = coordinates["C"], data.shape[layout.index("C")] // extents["I"]
+        coordinates["C"] = coordinates["O"] // (extents["O"] // groups) * extents["I"] + coordinates["I"]
+    data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
+    weight_indices = mesh.indices(
+        [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
+    )
+    outside = data_indices < 0
+    values = data.reshape(-1)[data_indices].astype(np.float64) * weight.reshape(-1)[weight_indices]
+    sources = {(0, 0): data_indices, (step.weight, 0): np.where(outside, -1, weight_indices)}
     return Terms(sources, np.where(outside, 0, values), count, weighted=True)
 
 
-def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
-    """Return (outputs, terms) flat indices of what a pooling or reduction reads, and their number."""
+def _reduced_elements(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
+    """Return (outputs, terms) flat indices that a pooling or reduction reads, and the number of all terms."""
     data = step.tensor(step.data)
     if "tables" in step.arguments:
-        mesh, count = _under_windows(step, rows, output, {})
+        mesh, count = _window_mesh(step, rows, output, {})
         return np.maximum(mesh.indices(step.layout or "", data.shape), -1), count
     axes, extents = step.arguments.get("axes"), dict(enumerate(data.shape))
-    gone = {axis % data.ndim for axis in (extents if axes is None else axes)}
-    kept = {axis: extent for axis, extent in extents.items() if axis not in gone}
-    mesh = Mesh(rows, kept, {axis: extents[axis] for axis in sorted(gone)})
+    reduced = {axis % data.ndim for axis in (extents if axes is None else axes)}
+    remaining = {axis: extent for axis, extent in extents.items() if axis not in reduced}
+    mesh = Mesh(rows, remaining, {axis: extents[axis] for axis in sorted(reduced)})
     return mesh.indices(range(data.ndim), data.shape), data.size
 
 
 def average(step: Step, rows: Indices, output: int) -> Terms:
     """Return the elements in the window of an output, or along the axes of a reduction."""
-    read, count = _gathered(step, rows, output)
+    read, count = _reduced_elements(step, rows, output)
     values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
     return Terms({step.data: read}, np.where(read < 0, 0, values), count)
 
 
 def maximum(step: Step, rows: Indices, output: int) -> Terms:
     """Return the largest element in the window or along axes, the first of equal ones."""
-    read, count = _gathered(step, rows, output)
+    read, count = _reduced_elements(step, rows, output)
     values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
     largest = np.zeros(read.shape)
     np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
@@ -192,11 +196,11 @@ def reshaped(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def moved(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the origins of elements, for an op that moves them; `move` does the same to flat indices."""
+    """Return the origins of elements that an op moves: its `move` is applied to an array of flat indices."""
     data = step.tensor(step.data)
-    made = step.arguments["move"](np.arange(data.size).reshape(data.shape))
-    found: NDArray[Any] = made[output] if isinstance(made, list) else made
-    return Terms({step.data: found.reshape(-1)[rows][:, None]})
+    moved_indices = step.arguments["move"](np.arange(data.size).reshape(data.shape))
+    origins: NDArray[Any] = moved_indices[output] if isinstance(moved_indices, list) else moved_indices
+    return Terms({step.data: origins.reshape(-1)[rows][:, None]})
 
 
 def joined(step: Step, rows: Indices, output: int) -> Terms:
@@ -204,14 +208,18 @@ def joined(step: Step, rows: Indices, output: int) -> Terms:
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
     tensors = step.inputs[position]
-    ends = np.cumsum([one.size for one in tensors])
+    ends = np.cumsum([tensor.size for tensor in tensors])
+    starts = ends - [tensor.size for tensor in tensors]
+    spans = list(zip(starts, ends, strict=True))
+    # Numbers all elements of all tensors, joins the numbers as the op does, and looks them up.
     parts = [
-        np.arange(end - one.size, end).reshape(one.shape) for one, end in zip(tensors, ends, strict=True)
+        np.arange(start, end).reshape(tensor.shape)
+        for tensor, (start, end) in zip(tensors, spans, strict=True)
     ]
-    found = join(parts, axis=step.arguments.get("axis", 0)).reshape(-1)[rows][:, None]
+    origins = join(parts, axis=step.arguments.get("axis", 0)).reshape(-1)[rows][:, None]
     return Terms({
-        (position, j): np.where((found >= end - one.size) & (found < end), found - (end - one.size), -1)
-        for j, (one, end) in enumerate(zip(tensors, ends, strict=True))
+        (position, j): np.where((origins >= start) & (origins < end), origins - start, -1)
+        for j, (start, end) in enumerate(spans)
     })  # fmt: skip
 
 

@@ -6,15 +6,12 @@ with amanda.apply(partition):
 print(partition.result)
 """
 
-from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._cut import PartitionError
-from amanda.tools.partition._onnx_run import StageChain
-from amanda.tools.partition._parts import Part, PartsResult
-from amanda.tools.partition._plan import Plan
+from amanda.tools.partition._ipc import ProtectError
+from amanda.tools.partition._parts import Part, PartsResult, StageChain
 from amanda.tools.partition._protect import ProtectedResult
 from amanda.tools.partition._pytorch_pipeline import Pipeline
-from amanda.tools.partition._result import Crossing, PartitionResult, Stage
-from amanda.tools.partition._schedule import Slot
+from amanda.tools.partition._result import Crossing, PartitionResult, Plan, Slot, Stage
 from amanda.tools.partition._tool import PartitionTool
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from amanda.errors import AmandaError
 from amanda.tools.libraries import networkx
 from amanda.tools.libraries import numpy as np
-from amanda.tools.partition._work import Floats, Span, Work
+from amanda.tools.partition._step_work import Floats, StepWork, TensorSpan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,17 +21,17 @@ Stages: TypeAlias = "NDArray[np.int64]"
 Schedule = Literal["1f1b", "gpipe"]
 
 _TINY = sys.float_info.min
-_ORDERS, _OPS = 40, 1_000
+_MAX_ORDERS, _MAX_ORDERED_OPS = 40, 1_000
 """Orders that are tried besides that of the execution: at most, and ops in all of them."""
 
 
 class PartitionError(AmandaError, ValueError):
-    """No cut is what was asked for."""
+    """No cut meets the options."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The cut that is asked for; `amanda.tools.partition.PartitionTool` says what the fields mean."""
+    """Options of a cut; `amanda.tools.partition.PartitionTool` describes them."""
 
     stages: int
     method: Literal["order", "min_cut"]
@@ -48,13 +48,13 @@ class Request:
             return 1.0
         return min(self.microbatches, self.stages - stage) / self.microbatches
 
-    def copies_of(self, work: Work) -> int:
-        """Return how often a parameter's bytes are held: with its gradient and Adam's moments in training."""
+    def copies_of(self, work: StepWork) -> int:
+        """Return how often a device holds a parameter: in training with its gradient and Adam's moments."""
         return self.copies if self.copies is not None else 4 if work.has_backward else 1
 
 
-def cut(work: Work, request: Request) -> Stages:
-    """Return the stage of each forward op.  Raises PartitionError where there is no such cut."""
+def cut(work: StepWork, request: Request) -> Stages:
+    """Return the stage of each forward op.  Raises PartitionError if no cut meets the request."""
     count = len(work.ops)
     if request.stages > count:
         raise PartitionError(
@@ -64,184 +64,193 @@ def cut(work: Work, request: Request) -> Stages:
     return min_cut(work, request) if request.method == "min_cut" else in_order(work, request)
 
 
-def in_order(work: Work, request: Request) -> Stages:
+def in_order(work: StepWork, request: Request) -> Stages:
     """Cut the order of execution into stages so that the slowest stage or link is as fast as can be.
 
     Another order in which the ops can run is taken where that is faster by more than `tolerance`.
     Of the cuts that are slower by `tolerance` at most, the one across which the fewest bytes go.
     Source: Narayanan et al. 2019 (PipeDream), sec. 3.1; Zheng et al. 2022 (Alpa), sec. 5.
     """
-    orders = [_Order(work.in_order(order), request, np.array(order)) for order in _orders(work)]
+    orders = [
+        _OrderedOps(work.in_order(order), request, np.array(order)) for order in _topological_orders(work)
+    ]
     slowest = [order.slowest() for order in orders]
     least = min(slowest)
     if slowest[0] <= least * (1 + request.tolerance):
         least, orders = slowest[0], orders[:1]
     if np.isinf(least):
-        needed = min(order.memory() for order in orders)
+        least_memory = min(order.memory() for order in orders)
         raise PartitionError(
             f"no {request.stages} stages fit into memory={request.memory:,} bytes each; with "
             f"microbatches={request.microbatches} and schedule={request.schedule!r} the least that does is "
-            f"{int(np.ceil(needed)):,}: give more memory, stages or micro-batches, or copies= below "
+            f"{int(np.ceil(least_memory)):,}: give more memory, stages or micro-batches, or copies= below "
             f"{request.copies_of(work)}"
         )
     cuts = (order.fewest_bytes(least * (1 + request.tolerance)) for order in orders)
-    return min(cuts, key=lambda found: found[0])[1]
+    return min(cuts, key=lambda candidate: candidate[0])[1]
 
 
-def _orders(work: Work) -> list[list[int]]:
-    """Return orders in which the ops can run: that in which they did, and some others."""
+def _topological_orders(work: StepWork) -> list[list[int]]:
+    """Return topological orders of the ops: the order of execution, and random ones."""
     count, random = len(work.ops), np.random.default_rng(0)
     graph = networkx.DiGraph(work.dependencies)
     graph.add_nodes_from(range(count))
-    found = [list(range(count))]
-    for _ in range(min(_ORDERS, _OPS // count)):
+    orders = [list(range(count))]
+    for _ in range(min(_MAX_ORDERS, _MAX_ORDERED_OPS // count)):
         rank = random.permutation(count)
-        found.append(list(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__)))
-    return found
+        orders.append(list(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__)))
+    return orders
 
 
-class _Order:
-    """Cuts of one order of the ops.  positions: of these ops in the order in which they ran."""
+class _OrderedOps:
+    """Forward ops in some order, to be cut.  positions: of these ops in the order of execution."""
 
-    def __init__(self, work: Work, request: Request, positions: Stages) -> None:
+    def __init__(self, work: StepWork, request: Request, positions: Stages) -> None:
         self._work, self._request, self._positions = work, request, positions
-        costs, made = work.total, work.activations
-        self._ends, self._made = (np.concatenate(([0.0], np.cumsum(one))) for one in (costs, made))
+        costs, activations = work.total, work.activations
+        self._cost_ends, self._activation_ends = (
+            np.concatenate(([0.0], np.cumsum(values))) for values in (costs, activations)
+        )
         self._copies, self._crossing = request.copies_of(work), work.crossing
 
     def memory(self) -> float:
-        """Return the bytes that the device of the largest stage has to have at least."""
-        return _best(self._work, self._request.stages, self._memory, np.maximum)[0]
+        """Return the least memory of a device with which all stages fit."""
+        return _best_cut(self._work, self._request.stages, self._stage_memory, np.maximum)[0]
 
     def slowest(self) -> float:
         """Return the least cost of the slowest stage or link; infinite where memory allows no cut."""
-        return _best(self._work, self._request.stages, self._load, np.maximum)[0]
+        return _best_cut(self._work, self._request.stages, self._stage_load, np.maximum)[0]
 
-    def fewest_bytes(self, most: float) -> tuple[float, Stages]:
-        """Return the fewest bytes across a cut whose stages and links cost at most so much, and the cut."""
+    def fewest_bytes(self, limit: float) -> tuple[float, Stages]:
+        """Return the fewest bytes across a cut whose stages and links cost at most `limit`, and the cut."""
 
-        def across(stage: int, end: int, held: Floats) -> Floats:
+        def link_bytes(stage: int, end: int, parameter_bytes: Floats) -> Floats:
             bytes_across: Floats = np.where(
-                self._load(stage, end, held) <= most, self._crossing[:end], np.inf
+                self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing[:end], np.inf
             )
             return bytes_across
 
-        crossing, starts = _best(self._work, self._request.stages, across, np.add)
+        crossing, starts = _best_cut(self._work, self._request.stages, link_bytes, np.add)
         stages = np.zeros(len(self._positions), np.int64)
         for start in starts[1:]:
             stages[self._positions[start:]] += 1
         return crossing, stages
 
-    def _memory(self, stage: int, end: int, held: Floats) -> Floats:
-        activations = self._made[end] - self._made[:end]
-        memory: Floats = self._copies * held + self._request.in_flight(stage) * activations
+    def _stage_memory(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
+        activations = self._activation_ends[end] - self._activation_ends[:end]
+        memory: Floats = self._copies * parameter_bytes + self._request.in_flight(stage) * activations
         return memory
 
-    def _load(self, stage: int, end: int, held: Floats) -> Floats:
+    def _stage_load(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
         load: Floats = np.maximum(
-            self._ends[end] - self._ends[:end], self._request.byte_cost * self._crossing[:end]
+            self._cost_ends[end] - self._cost_ends[:end], self._request.byte_cost * self._crossing[:end]
         )
         if self._request.memory is not None:
-            load[self._memory(stage, end, held) > self._request.memory] = np.inf
+            load[self._stage_memory(stage, end, parameter_bytes) > self._request.memory] = np.inf
         return load
 
 
-def _best(
-    work: Work, stages: int, value: Callable[[int, int, Floats], Floats], combine: np.ufunc
+def _best_cut(
+    work: StepWork, stages: int, value: Callable[[int, int, Floats], Floats], combine: np.ufunc
 ) -> tuple[float, list[int]]:
-    """Return the least combined value of all cuts in order, and where the stages of such a cut start.
+    """Return the least combined value of all cuts of an order, and the starts of the stages of the best cut.
 
-    value: of a stage that ends ahead of a position, for each start, given the bytes of its parameters.
+    value: function of a stage's number, its end and the bytes of its parameters for each start; returns an
+    array with the value of the stage for each start.  combine: the values of stages.
+    Dynamic programming: best[n, end] is the least value of n stages over the first `end` ops.
     """
     count = len(work.ops)
     best = np.full((stages + 1, count + 1), np.inf)
     start_of = np.zeros((stages + 1, count + 1), np.int64)
     best[0, 0] = 0.0
-    for end, held in enumerate(work.held(), 1):
+    for end, parameter_bytes in enumerate(work.parameter_bytes_by_start(), 1):
         for stage in range(min(stages, end)):
-            values = combine(best[stage, :end], value(stage, end, held))
+            values = combine(best[stage, :end], value(stage, end, parameter_bytes))
             start_of[stage + 1, end] = values.argmin()
             best[stage + 1, end] = values[start_of[stage + 1, end]]
-    return float(best[stages, count]), list(_starts(start_of))[::-1]
+    return float(best[stages, count]), list(_stage_starts(start_of))[::-1]
 
 
-def _starts(start_of: NDArray[np.int64]) -> Iterator[int]:
-    """Yield where the stages of the best cut start, the last first."""
+def _stage_starts(start_of: NDArray[np.int64]) -> Iterator[int]:
+    """Yield the starts of the stages of the best cut, the last stage first."""
     end = start_of.shape[1] - 1
     for stage in range(start_of.shape[0] - 1, 0, -1):
         end = int(start_of[stage, end])
         yield end
 
 
-def min_cut(work: Work, request: Request) -> Stages:
+def min_cut(work: StepWork, request: Request) -> Stages:
     """Cut into two sides with few bytes between them, none slower than half by more than `tolerance`.
 
     Raises PartitionError where no such sides are found.  Source: Yang & Wong 1996, "Efficient network flow
     based min-cut balanced partitioning".
     """
-    found: list[tuple[float, list[int]]] = []
-    for order in _orders(work):
+    candidates: list[tuple[float, list[int]]] = []
+    for order in _topological_orders(work):
         ordered = work.in_order(order)
-        first = _balanced_side(ordered, request.tolerance)
-        if first is not None:
-            crossing = sum(one.tensor.bytes or 0 for one in ordered.spans if _is_cut(one, first))
-            found.append((crossing, [order[i] for i in first]))
-    if not found:
+        first_side = _balanced_side(ordered, request.tolerance)
+        if first_side is not None:
+            crossing = sum(span.tensor.bytes or 0 for span in ordered.spans if _is_cut(span, first_side))
+            candidates.append((crossing, [order[i] for i in first_side]))
+    if not candidates:
         share = float(work.total.max()) / max(float(work.total.sum()), _TINY)
         raise PartitionError(
             f"no two sides were found within tolerance={request.tolerance} of half; the heaviest op has "
             f"{share:.1%} of the cost: give a larger tolerance, or method='order'"
         )
     stages = np.ones(len(work.ops), np.int64)
-    stages[min(found)[1]] = 0
+    stages[min(candidates)[1]] = 0
     return stages
 
 
-def _is_cut(span: Span, first: set[int]) -> bool:
-    return len({position in first for position in (span.made, *span.positions)}) > 1
+def _is_cut(span: TensorSpan, first_side: set[int]) -> bool:
+    return len({position in first_side for position in (span.produced_at, *span.read_at)}) > 1
 
 
-def _balanced_side(work: Work, tolerance: float) -> set[int] | None:
+def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     """Return the positions of the first side; None where no balanced one is found.
 
-    A maximum flow gives the fewest bytes; as long as a side is too light, it is given one more op and the
-    flow is computed again.  No op of the first side depends on one of the second.
+    A minimum cut of the flow network has the fewest bytes; while a side is too light, one more op is fixed to
+    it and the cut is computed again.  No op of the first side depends on an op of the second.
     """
     count, ends = len(work.ops), np.cumsum(work.total)
-    most = 0.5 * (1 + tolerance) * float(ends[-1])
-    first = {0, *range(int(np.searchsorted(ends, ends[-1] - most, "right")))}
-    second = {count - 1, *range(int(np.searchsorted(ends, most)) + 1, count)}
-    flow = _flow(work)
-    while not first & second:
-        side = _first_side(flow, first, second)
+    max_load = 0.5 * (1 + tolerance) * float(ends[-1])
+    first_side = {0, *range(int(np.searchsorted(ends, ends[-1] - max_load, "right")))}
+    second_side = {count - 1, *range(int(np.searchsorted(ends, max_load)) + 1, count)}
+    flow = _flow_network(work)
+    while not first_side & second_side:
+        side = _minimum_cut_side(flow, first_side, second_side)
         load = float(work.total[list(side)].sum())
-        if load <= most and ends[-1] - load <= most:
+        if load <= max_load and ends[-1] - load <= max_load:
             return side
-        others = set(range(count)) - side
-        if load > most:
-            second = others | {max(side)}
+        remaining_ops = set(range(count)) - side
+        if load > max_load:
+            second_side = remaining_ops | {max(side)}
         else:
-            first = side | {min(others)}
+            first_side = side | {min(remaining_ops)}
     return None
 
 
-def _flow(work: Work) -> networkx.DiGraph[Any]:
-    """Return edges with the bytes of each tensor: from its maker to a node of its own, and on to readers."""
+def _flow_network(work: StepWork) -> networkx.DiGraph[Any]:
+    """Return a flow network with an edge for the bytes of each tensor, and a node for the tensor.
+
+    The node makes the bytes count once, however many ops read the tensor.
+    """
     flow: networkx.DiGraph[Any] = networkx.DiGraph()
     flow.add_nodes_from(range(len(work.ops)))
-    for before, after in work.dependencies:
-        flow.add_edge(after, before)  # without a capacity, which is one without bound
+    for producer, reader in work.dependencies:
+        flow.add_edge(reader, producer)  # no capacity means infinite: a reader is never before its producer
     for span in work.spans:
         node = ("tensor", span.tensor.index)
         flow.add_edge(span.first, node, capacity=span.tensor.bytes or 0)
-        flow.add_edges_from((node, position) for position in {span.made, *span.positions} - {span.first})
+        flow.add_edges_from((node, position) for position in {span.produced_at, *span.read_at} - {span.first})
     return flow
 
 
-def _first_side(flow: networkx.DiGraph[Any], first: set[int], second: set[int]) -> set[int]:
-    """Return the ops on the side of the first ones in a minimum cut."""
+def _minimum_cut_side(flow: networkx.DiGraph[Any], first_ops: set[int], second_ops: set[int]) -> set[int]:
+    """Return the ops on the first side of a minimum cut.  first_ops, second_ops: fixed to a side."""
     flow = flow.copy()
-    flow.add_edges_from(("first", i) for i in first)
-    flow.add_edges_from((i, "second") for i in second)
+    flow.add_edges_from(("first", i) for i in first_ops)
+    flow.add_edges_from((i, "second") for i in second_ops)
     _, (side, _) = networkx.minimum_cut(flow, "first", "second")
-    return {one for one in side if isinstance(one, int)}
+    return {node for node in side if isinstance(node, int)}

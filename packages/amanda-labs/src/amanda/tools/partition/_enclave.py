@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection, Listener
 from operator import attrgetter
 from typing import Any
 
-from amanda.tools.partition._channel import ProtectError, Tensors, receive, send
-from amanda.tools.partition._pytorch_bytes import packed, unpacked
+from amanda.tools.partition._ipc import PackedTensors, ProtectError, pack_tensor, receive, send, unpack_tensor
 
 
 def serve(settings: Mapping[str, Any]) -> None:
@@ -29,11 +28,12 @@ def serve(settings: Mapping[str, Any]) -> None:
         with suppress(FileNotFoundError):  # the program has removed the folder
             listener.close()
     with connection:
-        _answer(connection, Enclave())
+        _serve_messages(connection, Enclave())
 
 
-def _answer(connection: Connection[Any, Any], enclave: Enclave) -> None:
-    kinds: dict[str, Callable[..., tuple[Any, Any]]] = {
+def _serve_messages(connection: Connection[Any, Any], enclave: Enclave) -> None:
+    """Call the method of the enclave that each message names, and send its answer."""
+    handlers: dict[str, Callable[..., tuple[Any, Any]]] = {
         "hold": enclave.hold, "forward": enclave.forward, "backward": enclave.backward,
         "accumulate": enclave.accumulate, "step": enclave.step, "read": enclave.read,
     }  # fmt: skip
@@ -43,35 +43,38 @@ def _answer(connection: Connection[Any, Any], enclave: Enclave) -> None:
         except EOFError:
             return
         try:
-            answer, made = kinds[header.pop("kind")](tensors, **header)
-        except Exception as error:  # the program is told
-            answer, made = {"error": f"{type(error).__name__}: {error}"}, ()
-        send(connection, answer, made)
+            answer, outputs = handlers[header.pop("kind")](tensors, **header)
+        except Exception as error:  # the program raises it as a ProtectError
+            answer, outputs = {"error": f"{type(error).__name__}: {error}"}, ()
+        send(connection, answer, outputs)
 
 
 class Enclave:
-    """The parameters by their paths, the executions under way by their numbers."""
+    """The parameters by their paths, and the executions that may have a backward pass, by their numbers.
+
+    Each method handles one kind of message, and returns the header and the tensors of its answer.
+    """
 
     def __init__(self) -> None:
         import torch
 
         self._torch = torch
-        self._held: dict[str, Any] = {}
+        self._parameters: dict[str, Any] = {}
         self._executions: dict[int, tuple[list[Any], list[Any], list[str]]] = {}
-        self._arrived: dict[int, dict[str, Any]] = {}
+        self._pass_gradients: dict[int, dict[str, Any]] = {}
         self._optimizers: dict[int, Any] = {}
 
-    def hold(self, tensors: Tensors, path: str, trained: bool) -> tuple[Any, Any]:
+    def hold(self, tensors: PackedTensors, path: str, trained: bool) -> tuple[Any, Any]:
         """Hold a parameter or buffer from now on."""
-        self._held[path] = unpacked(*tensors[0]).requires_grad_(trained)
+        self._parameters[path] = unpack_tensor(*tensors[0]).requires_grad_(trained)
         return {}, ()
 
-    def read(self, tensors: Tensors, path: str) -> tuple[Any, Any]:
+    def read(self, tensors: PackedTensors, path: str) -> tuple[Any, Any]:
         """Return the values of a parameter or buffer."""
-        return {}, [packed(self._held[path])]
+        return {}, [pack_tensor(self._parameters[path])]
 
     def forward(
-        self, tensors: Tensors, op: str, inputs: Sequence[Any], number: int, trained: Sequence[bool],
+        self, tensors: PackedTensors, op: str, inputs: Sequence[Any], number: int, trained: Sequence[bool],
         records: bool, random: bool, in_place: bool, dropped: Sequence[int], failed: Sequence[int],
     ) -> tuple[Any, Any]:  # fmt: skip
         """Run an op; keep what its backward pass needs where `records` is true.
@@ -79,114 +82,142 @@ class Enclave:
         dropped, failed: executions and backward passes to forget.
         """
         torch = self._torch
-        for one in dropped:
-            self._executions.pop(one, None)
-        for one in failed:
-            self._arrived.pop(one, None)
-        given = [unpacked(*one) for one in tensors]
-        if random:
-            torch.set_rng_state(given.pop())
-        for one, is_trained in zip(given, trained, strict=True):
-            one.requires_grad_(is_trained)
+        for execution in dropped:
+            self._executions.pop(execution, None)
+        for failed_pass in failed:
+            self._pass_gradients.pop(failed_pass, None)
+        arguments = [unpack_tensor(*packed_tensor) for packed_tensor in tensors]
+        if random:  # `ProtectedExecution.forward` sends the generator's state after the arguments
+            torch.set_rng_state(arguments.pop())
+        for argument, is_trained in zip(arguments, trained, strict=True):
+            argument.requires_grad_(is_trained)
         with nullcontext() if records else torch.no_grad():
-            values = [self._value(one, given) for one in inputs]
-            if in_place and "given" in inputs[0]:
+            values = [self._decode_input(encoded, arguments) for encoded in inputs]
+            if in_place and "tensor" in inputs[0]:  # autograd forbids a write to a leaf that needs a gradient
                 values[0] = values[0].clone()
-            made = _call(torch, op, values)
-        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
-        others = [type(one).__name__ for one in outputs if not isinstance(one, torch.Tensor)]
-        if others:
-            return {"other": others[0]}, ()
+            result = _call_by_schema(torch, op, values)
+        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        non_tensors = [type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor)]
+        if non_tensors:
+            return {"non_tensor": non_tensors[0]}, ()
         if records:
-            paths = [one["held"] for one in inputs if isinstance(one, dict) and "held" in one]
-            self._executions[number] = given, outputs, list(dict.fromkeys(paths))
-        state = [packed(torch.get_rng_state())] if random else []
-        several = isinstance(made, (tuple, list))
-        is_held = any(made is one for one in self._held.values())
-        found = [] if is_held else [packed(one) for one in outputs]
-        trained = [one.requires_grad for one in outputs]
-        return {"several": several, "held": is_held, "trained": trained}, [*found, *state]
+            paths = [
+                encoded["parameter"]
+                for encoded in inputs
+                if isinstance(encoded, dict) and "parameter" in encoded
+            ]
+            self._executions[number] = arguments, outputs, list(dict.fromkeys(paths))
+        generator_state = [pack_tensor(torch.get_rng_state())] if random else []
+        is_sequence = isinstance(result, (tuple, list))
+        returns_parameter = any(result is parameter for parameter in self._parameters.values())
+        packed_outputs = [] if returns_parameter else [pack_tensor(output) for output in outputs]
+        trained = [output.requires_grad for output in outputs]
+        answer = {"is_sequence": is_sequence, "returns_parameter": returns_parameter, "trained": trained}
+        return answer, [*packed_outputs, *generator_state]
 
-    def _value(self, told: Any, given: Sequence[Any]) -> Any:
-        if isinstance(told, list):
-            return [self._value(one, given) for one in told]
-        if not isinstance(told, dict):
-            return told
-        ((kind, value),) = told.items()
+    def _decode_input(self, encoded: Any, arguments: Sequence[Any]) -> Any:
+        """Return the value that `MessageInputs._encode` has encoded."""
+        if isinstance(encoded, list):
+            return [self._decode_input(item, arguments) for item in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        ((kind, value),) = encoded.items()
         if kind == "slice":
             return slice(*value)
         if kind == "tuple":
-            return tuple(self._value(one, given) for one in value)
+            return tuple(self._decode_input(item, arguments) for item in value)
         if kind == "torch":
             return getattr(self._torch, value)
-        return self._held[value] if kind == "held" else given[value]
+        return self._parameters[value] if kind == "parameter" else arguments[value]
 
     def backward(
-        self, tensors: Tensors, number: int, outputs: Sequence[int], backward_pass: int
+        self, tensors: PackedTensors, number: int, outputs: Sequence[int], backward_pass: int
     ) -> tuple[Any, Any]:
-        """Return the gradients of what an op was given; keep those of parameters until the pass ends."""
-        arrived = self._arrived.setdefault(backward_pass, {})
-        given, made, paths = self._executions[number]
-        wanted = [one for one in given if one.requires_grad]
-        held = [path for path in paths if self._held[path].requires_grad]
-        found = self._torch.autograd.grad(
-            [made[i] for i in outputs], [*wanted, *(self._held[path] for path in held)],
-            [unpacked(*one) for one in tensors], retain_graph=True, allow_unused=True,
+        """Return the gradients of an op's arguments; keep those of parameters until the pass ends."""
+        pass_gradients = self._pass_gradients.setdefault(backward_pass, {})
+        arguments, results, paths = self._executions[number]
+        trained_arguments = [argument for argument in arguments if argument.requires_grad]
+        trained_paths = [path for path in paths if self._parameters[path].requires_grad]
+        parameters = [self._parameters[path] for path in trained_paths]
+        gradients = self._torch.autograd.grad(
+            [results[i] for i in outputs], [*trained_arguments, *parameters],
+            [unpack_tensor(*packed_tensor) for packed_tensor in tensors],
+            retain_graph=True, allow_unused=True,
         )  # fmt: skip
-        for path, gradient in zip(held, found[len(wanted) :], strict=True):
+        for path, gradient in zip(trained_paths, gradients[len(trained_arguments) :], strict=True):
             if gradient is not None:
-                before = arrived.get(path)
-                arrived[path] = gradient if before is None else before + gradient
-        there = [one is not None for one in found[: len(wanted)]]
-        told = [packed(one) for one in found[: len(wanted)] if one is not None]
-        return {"there": there, "parameters": list(arrived)}, told
+                earlier_gradient = pass_gradients.get(path)
+                pass_gradients[path] = gradient if earlier_gradient is None else earlier_gradient + gradient
+        has_gradient = [gradient is not None for gradient in gradients[: len(trained_arguments)]]
+        packed_gradients = [
+            pack_tensor(gradient) for gradient in gradients[: len(trained_arguments)] if gradient is not None
+        ]
+        return {"has_gradient": has_gradient, "parameters": list(pass_gradients)}, packed_gradients
 
-    def accumulate(self, tensors: Tensors, backward_pass: int, fresh: Mapping[str, bool]) -> tuple[Any, Any]:
-        """Add the gradients of a pass that has ended; fresh: whether they take the place of older ones."""
-        arrived = self._arrived.pop(backward_pass, {})
-        for path, is_first in fresh.items():
-            parameter, gradient = self._held[path], arrived[path]
-            parameter.grad = gradient if is_first or parameter.grad is None else parameter.grad + gradient
+    def accumulate(
+        self, tensors: PackedTensors, backward_pass: int, replaces: Mapping[str, bool]
+    ) -> tuple[Any, Any]:
+        """Add the gradients of a pass that has ended to those of the parameters.
+
+        replaces: by path, True for a gradient that replaces the earlier one, which the program has zeroed.
+        """
+        pass_gradients = self._pass_gradients.pop(backward_pass, {})
+        for path, replaces_gradient in replaces.items():
+            parameter, gradient = self._parameters[path], pass_gradients[path]
+            if replaces_gradient or parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad = parameter.grad + gradient
         return {}, ()
 
     def step(
-        self, tensors: Tensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
+        self, tensors: PackedTensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """Step the optimizer of this number, which begins without state."""
         options = [{key: _tuples(value) for key, value in group["options"].items()} for group in groups]
         if optimizer not in self._optimizers:
-            parameters = [[self._held[path] for path in group["paths"]] for group in groups]
+            parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
             pairs = zip(parameters, options, strict=True)
-            kind = getattr(self._torch.optim, name)
-            self._optimizers[optimizer] = kind([{"params": one, **more} for one, more in pairs])
-        stepped = self._optimizers[optimizer]
-        for group, told, more in zip(stepped.param_groups, groups, options, strict=True):
-            if len(group["params"]) != len(told["paths"]):
+            optimizer_class = getattr(self._torch.optim, name)
+            self._optimizers[optimizer] = optimizer_class(
+                [{"params": group_parameters, **group_options} for group_parameters, group_options in pairs]
+            )
+        protected_optimizer = self._optimizers[optimizer]
+        for group, message, group_options in zip(
+            protected_optimizer.param_groups, groups, options, strict=True
+        ):
+            if len(group["params"]) != len(message["paths"]):
                 raise ProtectError("an optimizer was given more protected parameters after its first step")
-            group.update(more)
-            for path, has_gradient in zip(told["paths"], told["gradients"], strict=True):
+            group.update(group_options)
+            for path, has_gradient in zip(message["paths"], message["gradients"], strict=True):
                 if not has_gradient:
-                    self._held[path].grad = None
-        stepped.step()
+                    self._parameters[path].grad = None
+        protected_optimizer.step()
         return {}, ()
 
 
-def _call(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
-    """Call a callable of torch on inputs in the order of its schema."""
+def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
+    """Call a callable of torch on inputs in the order of its schema.
+
+    Inputs after the positional ones are passed by keyword, where all overloads that have so many arguments
+    take fewer positional ones.
+    """
     owner, _, name = op.rpartition(".")
     function = getattr(torch if owner == "torch" else attrgetter(owner.removeprefix("torch."))(torch), name)
     packet = getattr(torch.ops.aten, name.strip("_"), None)
-    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     schemas = [
-        one._schema.arguments for one in overloads if not any(arg.is_out for arg in one._schema.arguments)
+        overload._schema.arguments
+        for overload in overloads
+        if not any(argument.is_out for argument in overload._schema.arguments)
     ]
-    fitting = [arguments for arguments in schemas if len(arguments) >= len(inputs)]
-    ahead = [sum(not one.kwarg_only for one in arguments) for arguments in fitting]
-    if not fitting or max(ahead) >= len(inputs):
+    long_enough = [arguments for arguments in schemas if len(arguments) >= len(inputs)]
+    positional_counts = [sum(not argument.kwarg_only for argument in arguments) for arguments in long_enough]
+    if not long_enough or max(positional_counts) >= len(inputs):
         return function(*inputs)
-    positional = ahead[0]
-    rest = zip(fitting[0][positional:], inputs[positional:], strict=False)
-    return function(*inputs[:positional], **{one.name: value for one, value in rest})
+    num_positional = positional_counts[0]
+    keyword_pairs = zip(long_enough[0][num_positional:], inputs[num_positional:], strict=False)
+    return function(*inputs[:num_positional], **{argument.name: value for argument, value in keyword_pairs})
 
 
 def _tuples(value: Any) -> Any:

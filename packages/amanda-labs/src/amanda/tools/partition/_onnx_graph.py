@@ -1,36 +1,42 @@
-"""The outermost graph of an ONNX model: ops to put into parts, and constants that go with their readers."""
+"""The outermost graph of an ONNX model: ops to cut into parts, their constants, costs and types."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+import amanda
 from amanda.errors import ArtefactError
-from amanda.tools.onnx_graph import bodies_of, constant_of, inlined, read_onnx, reads_of
+from amanda.tools.flops import FlopsTool
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.onnx_graph import bodies_of, constant_of, first_output_of, inlined, read_onnx, reads_of
+from amanda.tools.partition._step_work import StepWork
+from amanda.tools.select import Selection
+from amanda.tools.trace import Graph, Op, Tensor
 
-_INPUTS_ARE_APART = 4
-"""IR version before which initializers are inputs of the graph."""
-_RANDOM = {
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-}
+_IR_WITH_SEPARATE_INPUTS = 4
+"""IR version from which initializers need not be inputs of the graph."""
+_RANDOM_OPS = {
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class FileOp:
-    """A node that stages are made of.
+    """A node of the outermost graph.
 
-    number: its position in the file.  reads: values of the graph that it reads, in its bodies too.
+    number: its position in the file.  reads: values of the graph that the node and its bodies read.
     """
 
     number: int
@@ -38,122 +44,275 @@ class FileOp:
     reads: tuple[str, ...]
 
     @property
-    def makes(self) -> tuple[str, ...]:
-        """Return the names of the values that it makes."""
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the outputs that are not omitted."""
         return tuple(name for name in self.node.output if name)
 
     def __str__(self) -> str:
         """Return type and name."""
-        return f"{self.node.op_type} {self.node.name or self.makes[0]}"
+        return f"{self.node.op_type} {self.node.name or self.outputs[0]}"
 
 
 class FileGraph:
-    """A model whose external data stay in their files.
+    """The outermost graph of a model; external data stay in their files.
 
-    ops: nodes that compute with inputs of the model, in the order of the file.  constants: the other nodes,
-    by the values that they make of initializers alone; each part that reads such a value has them.
+    ops: nodes that depend on inputs of the model, or are random, in the order of the file.
+    constants: the other nodes, by their outputs; each part that reads such an output has a copy of the node.
+    inputs, declared: inputs of the model, and initializers that old files declare as inputs too.
     """
 
     def __init__(self, path: Path) -> None:
         self.proto: ModelProto = inlined(read_onnx(path, ArtefactError, data=False))
         graph = self.proto.graph
-        self.initializers = {one.name: one for one in graph.initializer}
-        self.sparse = {one.values.name: one for one in graph.sparse_initializer}
-        held, given = {*self.initializers, *self.sparse}, {one.name for one in graph.input}
+        self.initializers = {tensor.name: tensor for tensor in graph.initializer}
+        self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
+        initializer_names = {*self.initializers, *self.sparse}
+        input_names = {value.name for value in graph.input}
         self.inputs = {
-            one.name: one for one in graph.input
-            if self.proto.ir_version >= _INPUTS_ARE_APART or one.name not in held
+            value.name: value for value in graph.input
+            if self.proto.ir_version >= _IR_WITH_SEPARATE_INPUTS or value.name not in initializer_names
         }  # fmt: skip
-        self.declared = {one.name: one for one in graph.input if one.name not in self.inputs}
-        self.outputs: dict[str, ValueInfoProto] = {one.name: one for one in graph.output}
+        self.declared = {value.name: value for value in graph.input if value.name not in self.inputs}
+        self.outputs: dict[str, ValueInfoProto] = {value.name: value for value in graph.output}
         self.constants: dict[str, FileOp] = {}
         self.ops: list[FileOp] = []
-        fixed = held - (given & self.inputs.keys())
+        # An initializer that is an input too is a default, which a caller may replace.
+        fixed = initializer_names - (input_names & self.inputs.keys())
         for number, node in enumerate(graph.node):
             op = FileOp(number, node, tuple(dict.fromkeys(reads_of(node))))
-            if (
-                fixed.issuperset(op.reads)
-                and node.op_type not in _RANDOM
-                and next(bodies_of(node), None) is None
-            ):
-                self.constants |= dict.fromkeys(op.makes, op)
-                fixed.update(op.makes)
+            is_simple = node.op_type not in _RANDOM_OPS and next(bodies_of(node), None) is None
+            if is_simple and fixed.issuperset(op.reads):
+                self.constants |= dict.fromkeys(op.outputs, op)
+                fixed.update(op.outputs)
             else:
                 self.ops.append(op)
 
     @cached_property
-    def made_by(self) -> dict[str, int]:
+    def producer_of(self) -> dict[str, int]:
         """Return the position of the op that makes each value."""
-        return {name: i for i, op in enumerate(self.ops) for name in op.makes}
+        return {name: i for i, op in enumerate(self.ops) for name in op.outputs}
 
     @cached_property
-    def read_by(self) -> dict[str, list[int]]:
-        """Return the positions of the ops that read each value, also by way of constants."""
-        found: dict[str, list[int]] = {}
+    def readers_of(self) -> dict[str, list[int]]:
+        """Return the positions of the ops that read each value, directly or through constant nodes."""
+        readers: dict[str, list[int]] = {}
         for i, op in enumerate(self.ops):
             for name in self.with_constants(op.reads):
-                found.setdefault(name, []).append(i)
-        return found
+                readers.setdefault(name, []).append(i)
+        return readers
 
     def with_constants(self, names: Iterable[str]) -> list[str]:
-        """Return values, and those that they are made of where they are constants."""
-        found: dict[str, None] = {}
+        """Return values, and the values from which the constants among them are computed."""
+        collected: dict[str, None] = {}
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name not in found:
-                found[name] = None
+            if name not in collected:
+                collected[name] = None
                 waiting += self.constants[name].reads if name in self.constants else ()
-        return list(found)
+        return list(collected)
 
-    def tensor(self, name: str) -> TensorProto | None:
-        """Return what an initializer or a Constant node holds; None of other values, and of sparse ones."""
+    def constant_tensor(self, name: str) -> TensorProto | None:
+        """Return the tensor of an initializer or a Constant node; None for other and for sparse values."""
         if name in self.initializers:
-            held: TensorProto = self.initializers[name]
-            return held
+            tensor: TensorProto = self.initializers[name]
+            return tensor
         return constant_of(self.constants[name].node) if name in self.constants else None
 
     @property
     def is_external(self) -> bool:
         """Return True if values of initializers lie in other files."""
-        return any(one.data_location == TensorProto.EXTERNAL for one in self.initializers.values())
+        return any(tensor.data_location == TensorProto.EXTERNAL for tensor in self.initializers.values())
 
     def shapes(self) -> tuple[dict[str, tuple[int | None, ...]], list[str]]:
-        """Return the shapes that values have where each extent that inputs leave open is 1, and those inputs.
+        """Return shapes of values, with 1 for each extent that an input leaves open, and these inputs.
 
-        Values whose shapes are not known have none.
+        Values of unknown shape are absent.
         """
         model = ModelProto()
         model.CopyFrom(self.proto)
         del model.graph.value_info[:]
-        opened = [one.name for one in model.graph.input if one.name in self.inputs and _close(one, 1)]
+        inputs = [value for value in model.graph.input if value.name in self.inputs]
+        open_inputs = [value.name for value in inputs if _set_open_dims(value, 1)]
         for output in model.graph.output:
-            _close(output, None)
+            _set_open_dims(output, None)
         with suppress(Exception):  # what a model says of itself may contradict what is inferred
             model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-        return dict(_shapes(model.graph)), opened
+        return dict(_known_shapes(model.graph)), open_inputs
 
 
-def _close(value: ValueInfoProto, extent: int | None) -> bool:
-    """Give open extents this one, None for an open one without a name; return True if there were some."""
+def _set_open_dims(value: ValueInfoProto, extent: int | None) -> bool:
+    """Set open extents to a number, or for None to unnamed open ones; return True if there were some."""
     tensor = value.type.tensor_type
-    extents = (
-        [one for one in tensor.shape.dim if not one.HasField("dim_value")] if tensor.HasField("shape") else []
+    open_dims = (
+        [dim for dim in tensor.shape.dim if not dim.HasField("dim_value")] if tensor.HasField("shape") else []
     )
-    for one in extents:
-        one.Clear()
+    for dim in open_dims:
+        dim.Clear()
         if extent is not None:
-            one.dim_value = extent
-    return bool(extents)
+            dim.dim_value = extent
+    return bool(open_dims)
 
 
-def _shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-    for one in (*graph.value_info, *graph.output, *graph.input):
-        if one.type.HasField("tensor_type") and one.type.tensor_type.HasField("shape"):
-            extents = one.type.tensor_type.shape.dim
-            yield one.name, tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in extents)
+def _known_shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    for value in (*graph.value_info, *graph.output, *graph.input):
+        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            yield value.name, tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in dims)
     for tensor in graph.initializer:
         yield tensor.name, tuple(tensor.dims)
     for node in graph.node:
         for body in bodies_of(node):
-            yield from _shapes(body)
+            yield from _known_shapes(body)
+
+
+@dataclass
+class FileOpFacts:
+    """Facts of an op or a constant node.  selected: True if the selection has it, or an op in its bodies."""
+
+    id: int
+    type: str
+    module: str
+    source: str
+    flops: float = 0.0
+    selected: bool = False
+
+
+class FileFactsTool(amanda.Tool):
+    """Records type, module and FLOPs of each op of a file, and the types of values.
+
+    ops: by the name of the op's first output; ops in bodies of control flow count for the op around them.
+    types: of values, from the driver.  unknown: counts of ops without FLOPs, by type.
+    """
+
+    def __init__(self, graph: FileGraph, selection: Selection | None = None) -> None:
+        super().__init__()
+        self.graph, self._selection = graph, selection
+        self.shapes, self.open_inputs = graph.shapes()
+        self.ops: dict[str, FileOpFacts] = {}
+        self.types: dict[str, onnx.TypeProto] = {}
+        self.unknown: Counter[str] = Counter()
+        self._current_op: FileOpFacts | None = None
+        self.depends_on(StandardMapping(), MappingTool([["*", self._give_shapes]]), FlopsTool())
+        self.add_inst_for_op(self._record_op, require_outputs=True)
+
+    def _give_shapes(self, context: amanda.OpContext) -> None:
+        """Replace `shape` in the context by a function that returns a number for each extent."""
+        driver_shape = context["shape"]
+
+        def shape(value: Any) -> Any:
+            inferred_shape = self.shapes.get(getattr(value, "name", ""))
+            return driver_shape(value) if inferred_shape is None else inferred_shape
+
+        context["shape"] = shape
+
+    def _record_op(self, context: amanda.OpContext) -> None:
+        first_output = first_output_of(context.get_op().node)
+        if first_output in self.graph.producer_of or first_output in self.graph.constants:
+            self._current_op = self.ops[first_output] = FileOpFacts(
+                context.get_op_id(), context["type"], context.get_scope(), context.get_source()
+            )
+        assert self._current_op is not None
+        for value in leaves([*context.get_inputs(), *(context.get_outputs() or ())]):
+            if getattr(value, "type", None) is not None:
+                self.types[value.name] = value.type
+        flops = getattr(context.get("cost"), "flops", None)
+        if flops is None:
+            self.unknown[context["type"]] += 1
+        self._current_op.flops += flops or 0
+        if self._selection is not None and self._selection(context):
+            self._current_op.selected = True
+
+    def facts(self, position: int) -> FileOpFacts:
+        """Return the facts of an op of the graph."""
+        return self.ops[self.graph.ops[position].outputs[0]]
+
+    def describe_value(self, name: str) -> tuple[tuple[int | None, ...] | None, str | None, int | None]:
+        """Return shape, element type and bytes of a value."""
+        constant, value_type = self.graph.constant_tensor(name), self.types.get(name)
+        element_type = (
+            constant.data_type
+            if constant is not None
+            else 0
+            if value_type is None
+            else value_type.tensor_type.elem_type
+        )
+        if not element_type:
+            return None, None, None
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
+        shape = self.shapes.get(name) if constant is None else tuple(constant.dims)
+        is_static = shape is not None and None not in shape
+        return shape, dtype.name, prod(shape) * dtype.itemsize if is_static else None  # type: ignore[arg-type]
+
+    def type_of(self, name: str) -> onnx.TypeProto:
+        """Return the type of a value.  Raises ArtefactError for a value of unknown type."""
+        if name not in self.types:
+            raise ArtefactError(
+                f"neither ONNX nor ONNX Runtime tells the type of {name}, which crosses between two parts; "
+                "add it to the value_info of the model"
+            )
+        return self.types[name]
+
+    def work(self, measured: StepWork | None) -> StepWork:
+        """Return the work of the file's ops, with measured costs, or with FLOPs from shapes for None.
+
+        Raises ArtefactError if another model was measured.
+        """
+        remarks = []
+        if measured is not None:
+            costs, unit = self._measured_costs(measured), measured.unit
+            remarks = list(measured.remarks)
+        else:
+            costs, unit = {i: self.facts(i).flops for i in range(len(self.graph.ops))}, "FLOPs"
+            if self.open_inputs:
+                remarks.append(
+                    f"Extents that the file leaves open count as 1, in {', '.join(self.open_inputs)}; "
+                    "sessions that run in a scope of the tool before tell others."
+                )
+            if self.unknown:
+                listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.most_common(8))
+                remarks.append(f"No formula, or no shapes, for ops that count as 0: {listed}.")
+        return StepWork(self._as_trace_graph(), costs, unit, remarks)
+
+    def _measured_costs(self, measured: StepWork) -> dict[int, float]:
+        """Return the measured cost of each op of the file; ops are matched by the names of their outputs."""
+        costs: dict[int, float] = {}
+        producer_of = self.graph.producer_of
+        for op, cost in zip(measured.ops, measured.total, strict=True):
+            output_names = (output.name for output in measured.graph.outputs(op))
+            position = next((producer_of[name] for name in output_names if name in producer_of), None)
+            if position is not None:
+                costs[position] = costs.get(position, 0.0) + float(cost)
+        unmeasured = [op for i, op in enumerate(self.graph.ops) if i not in costs]
+        if unmeasured:
+            raise ArtefactError(
+                f"{unmeasured[0]} and {len(unmeasured) - 1} more of the file's {len(self.graph.ops)} ops are "
+                f"not among the {len(measured.ops)} that ran in scopes of the tool; run a session of this "
+                "model, or `clear()` the tool"
+            )
+        return costs
+
+    def _as_trace_graph(self) -> Graph:
+        """Return the file's ops and values as the graph of a trace."""
+        graph = self.graph
+        constant_nodes = (name for name in graph.constants if graph.constant_tensor(name))
+        constants = {*graph.initializers, *graph.sparse, *constant_nodes}
+        sources = [name for name in graph.readers_of if name in graph.inputs or name in constants]
+        index = {name: i for i, name in enumerate((*sources, *graph.producer_of))}
+        ops = []
+        for i, op in enumerate(graph.ops):
+            facts, reads = self.facts(i), graph.with_constants(op.reads)
+            ops.append(
+                Op(i, facts.id, "forward", facts.type, op.node.name or op.node.op_type, 0, facts.module,
+                   facts.source, tuple(index[name] for name in reads if name in index),
+                   tuple(index[name] for name in op.outputs), calls=1)
+            )  # fmt: skip
+        tensors = []
+        for name, i in index.items():
+            shape, dtype, size = self.describe_value(name)
+            kind = "parameter" if name in constants else "input" if name in graph.inputs else "activation"
+            readers = tuple(graph.readers_of.get(name, ()))
+            tensors.append(
+                Tensor(i, shape, dtype, None, size, kind, name, graph.producer_of.get(name), readers)
+            )
+        return Graph(tuple(ops), tuple(tensors), ("onnx",))

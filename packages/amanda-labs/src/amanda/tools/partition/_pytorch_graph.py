@@ -9,38 +9,32 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from math import inf
 from typing import Any
 
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import torch_word
 from amanda.tools.partition._cut import PartitionError
-from amanda.tools.partition._plan import Plan
-from amanda.tools.partition._pytorch_frames import name_frames
-from amanda.tools.partition._pytorch_nodes import (
-    check_blocks,
-    is_assignment,
-    module_of,
-    name_as_in_stages,
-    remove_copies_onto_themselves,
-    roots,
-    type_of,
-    written,
-)
+from amanda.tools.partition._result import Plan
 
 
 class CutGraph:
-    """Cuts the graph of an exported program; an object is a split policy of PyTorch's `pipeline`."""
+    """Split policy for PyTorch's pipelining: cuts the graph of an exported program as a plan says.
+
+    Each node has a position: its stage, and its order in the graph; `inf` is the end of a stage.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._place: dict[Any, tuple[int, float]] = {}
+        self._position: dict[Any, tuple[int, float]] = {}
         self._in_buffers: set[Any] = set()
 
     def __call__(self, module: Any) -> Any:
-        """Order the nodes of a graph module by their stages, with a mark between two stages.
+        """Order the nodes of a graph module by their stages, with a split mark between two stages.
 
-        Raises PartitionError for a graph that the plan is not of, and for values that cannot cross.
+        Raises PartitionError for a graph of another model than the plan's, and for values that cannot cross.
         """
         from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
@@ -53,25 +47,25 @@ class CutGraph:
         name_as_in_stages(self._graph)
         (output,) = self._graph.find_nodes(op="output")
         self._output = output
-        nodes = [one for one in self._graph.nodes if one.op == "call_function"]
-        orders = {one: i for i, one in enumerate(self._graph.nodes)}
-        stacks = (one.meta.get("nn_module_stack") for one in nodes)
-        self._outside = dict(list(next(filter(None, stacks), {}).items())[:1])
-        stages = _stages(self._plan, nodes)
-        self._place = {one: (stages.get(one, 0), i) for one, i in orders.items()}
-        self._place[output] = self._plan.stages - 1, inf
+        nodes = [node for node in self._graph.nodes if node.op == "call_function"]
+        orders = {node: i for i, node in enumerate(self._graph.nodes)}
+        stacks = (node.meta.get("nn_module_stack") for node in nodes)
+        self._root_frame = dict(list(next(filter(None, stacks), {}).items())[:1])
+        stages = _stages_of_nodes(self._plan, nodes)
+        self._position = {node: (stages.get(node, 0), i) for node, i in orders.items()}
+        self._position[output] = self._plan.stages - 1, inf
         self._check_writes()
         for node in nodes:
-            self._copy_what_is_written(node)
-        for node in list(self._place):
+            self._clone_written_inputs(node)
+        for node in list(self._position):
             if node.op != "get_attr":
-                self._pass_on(node)
+                self._send_to_later_stages(node)
         for node in output.all_input_nodes:
             if self._stage(node) != self._stage(output) or node.op != "call_function":
-                output.replace_input_with(node, self._add("alias", node, self._stage(output)))
+                output.replace_input_with(node, self._add_node("alias", node, self._stage(output)))
         stage = 0
-        ordered = sorted(self._place, key=self._place.__getitem__)
-        ordered = [one for one in ordered if one.op == "call_function"]
+        ordered = sorted(self._position, key=self._position.__getitem__)
+        ordered = [node for node in ordered if node.op == "call_function"]
         for node in ordered:
             for _ in range(stage, self._stage(node)):
                 with self._graph.inserting_before(output):
@@ -79,32 +73,34 @@ class CutGraph:
             stage = self._stage(node)
             output.prepend(node)
         for stage in range(self._plan.stages):
-            name_frames(one for one in ordered if self._stage(one) == stage)
+            set_module_frames(node for node in ordered if self._stage(node) == stage)
         self._graph.lint()
         module.recompile()
         return module
 
     def _stage(self, node: Any) -> int:
-        return self._place[node][0]
+        return self._position[node][0]
 
-    def _add(self, op: str, value: Any, stage: int, before: Any = None) -> Any:
+    def _add_node(self, op: str, value: Any, stage: int, before: Any = None) -> Any:
         """Return a new node that calls an operator of ATen on a value, before a node or at a stage's end."""
         import torch
 
         call = getattr(torch.ops.aten, op).default
         with self._graph.inserting_before(self._output):
-            made = self._graph.call_function(call, (value,))
-        made.meta["val"] = call(value.meta["val"])
-        made.meta["nn_module_stack"] = self._outside if before is None else before.meta["nn_module_stack"]
-        self._place[made] = stage, inf if before is None else self._place[before][1] - 0.5
-        return made
+            new_node = self._graph.call_function(call, (value,))
+        new_node.meta["val"] = call(value.meta["val"])
+        new_node.meta["nn_module_stack"] = (
+            self._root_frame if before is None else before.meta["nn_module_stack"]
+        )
+        self._position[new_node] = stage, inf if before is None else self._position[before][1] - 0.5
+        return new_node
 
-    def _pass_on(self, node: Any) -> None:
-        """Hand a value from stage to stage, as far as it is read."""
+    def _send_to_later_stages(self, node: Any) -> None:
+        """Pass a value from its stage to the next, and so on to the last stage that reads it."""
         import torch
 
         first = self._stage(node)
-        readers = [one for one in node.users if self._stage(one) > first]
+        readers = [user for user in node.users if self._stage(user) > first]
         if not readers:
             return
         value = node.meta.get("val")
@@ -116,41 +112,49 @@ class CutGraph:
             )
         sent = node
         if node in self._in_buffers:  # the next micro-batch may write to the buffer before this value is read
-            sent = self._add("clone", node, first)
+            sent = self._add_node("clone", node, first)
         elif not value.is_contiguous() or node.op == "placeholder":
-            sent = self._add("alias" if value.is_contiguous() else "contiguous", node, first)
+            sent = self._add_node("alias" if value.is_contiguous() else "contiguous", node, first)
         for stage in range(first + 1, max(map(self._stage, readers)) + 1):
             for reader in readers:
                 if self._stage(reader) == stage:
                     reader.replace_input_with(node, sent)
-            if any(self._stage(one) > stage for one in readers):
-                sent = self._add("alias", sent, stage)
+            if any(self._stage(reader) > stage for reader in readers):
+                sent = self._add_node("alias", sent, stage)
 
-    def _copy_what_is_written(self, node: Any) -> None:
-        """Copy a value of an earlier stage that an op writes to, for the op and later ones to use instead."""
-        stage, order = self._place[node]
-        for value in written(node):
+    def _clone_written_inputs(self, node: Any) -> None:
+        """Clone each value of an earlier stage that an op writes to; the op and later ones use the clone."""
+        stage, order = self._position[node]
+        for value in written_inputs(node):
             if value.op != "get_attr" and self._stage(value) != stage:
-                copy = self._add("clone", value, stage, node)
+                copy = self._add_node("clone", value, stage, node)
                 for user in list(value.users):
-                    if self._place[user][1] >= order:
+                    if self._position[user][1] >= order:
                         user.replace_input_with(value, copy)
 
     def _check_writes(self) -> None:
-        """Raise PartitionError for a write that another stage would have to see, or must not see."""
-        families = defaultdict[Any, list[Any]](list)
-        root_of = roots(self._place)
+        """Raise PartitionError for a write whose effect on another stage differs from the model's.
+
+        A write in one stage is not visible in another one: earlier readers there must not see the write, and
+        later readers would have to.
+        """
+        aliases_of = defaultdict[Any, list[Any]](list)
+        root_of = memory_roots(self._position)
         for node, root in root_of.items():
-            families[root].append(node)
-        changed = {root_of[value] for node in self._place for value in written(node)}
+            aliases_of[root].append(node)
+        written_roots = {root_of[value] for node in self._position for value in written_inputs(node)}
         self._in_buffers = {
-            node for node, root in root_of.items() if root in changed and root.op == "get_attr"
+            node for node, root in root_of.items() if root in written_roots and root.op == "get_attr"
         }
-        for node, (stage, order) in self._place.items():
-            for value in written(node):
-                earlier = [one for one in families[root_of[value]] if self._place[one][1] < order]
-                for read, user in ((one, user) for one in earlier for user in one.users if user is not node):
-                    if self._is_lost(node, value, read, user):
+        for node, (stage, order) in self._position.items():
+            for value in written_inputs(node):
+                earlier_aliases = [
+                    alias for alias in aliases_of[root_of[value]] if self._position[alias][1] < order
+                ]
+                for alias_read, user in (
+                    (alias, user) for alias in earlier_aliases for user in alias.users if user is not node
+                ):
+                    if self._reads_other_value(node, value, alias_read, user):
                         root = root_of[value]
                         name = root.target if root.op == "get_attr" else value.name
                         raise PartitionError(
@@ -160,50 +164,200 @@ class CutGraph:
                             "with other `stages` or `tolerance`, or write to a copy in the model"
                         )
 
-    def _is_lost(self, node: Any, value: Any, read: Any, user: Any) -> bool:
-        """Return True if a user of memory that a node writes to would read something else than in the model.
+    def _reads_other_value(self, node: Any, value: Any, alias_read: Any, user: Any) -> bool:
+        """Return True if a user of memory that a node writes to would read another value than in the model.
 
-        value: the one that the node writes to.  read: the one in the same memory that the user reads.
+        value: the node whose memory `node` writes.  alias_read: a node in the same memory that `user` reads.
         """
-        (stage, order), (seen, when) = self._place[node], self._place[user]
-        if read.op == "get_attr":
-            return seen != stage
-        if when < order:
-            return seen > stage
-        stages = {self._stage(read), self._stage(value), stage}
-        return seen < stage or (read is not value and len(stages) > 1)
+        (stage, order), (user_stage, user_order) = self._position[node], self._position[user]
+        if alias_read.op == "get_attr":  # each stage has a buffer of its own
+            return user_stage != stage
+        if user_order < order:  # stages run in order, so a later stage would read after the write
+            return user_stage > stage
+        # A read after the write: of the value itself it uses the stage's clone, but an alias from another
+        # stage is not in the clone's memory.
+        stages = {self._stage(alias_read), self._stage(value), stage}
+        return user_stage < stage or (alias_read is not value and len(stages) > 1)
 
 
-def _stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
-    """Return the stage of each node: that of its op in the plan.
+def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
+    """Return the stage of each node, from the op of the same type and module in the plan.
 
-    A node without an op is in the stage of the node before it, and none is ahead of the values that it reads.
-    A buffer is assigned, which an exported graph does at its end, where it is read last.
-    Raises PartitionError where a stage has no node.
+    A node without such an op is in the stage of the node before it.  No node is in an earlier stage than the
+    values that it reads.  The assignment of a buffer, at the end of an exported graph, is in the last stage
+    that reads the buffer.  Raises PartitionError for a stage without nodes.
     """
-    planned = [(one.type, one.module) for one in plan.ops]
-    exported = [(type_of(one), module_of(one)) for one in nodes]
+    planned = [(op.type, op.module) for op in plan.ops]
+    exported = [(type_of(node), module_of(node)) for node in nodes]
+    # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
     matcher = SequenceMatcher(None, planned, exported, autojunk=False)
-    known = {
+    planned_stages = {
         block.b + i: plan.ops[block.a + i].stage
         for block in matcher.get_matching_blocks()
         for i in range(block.size)
     }
-    stage, found = 0, dict[Any, int]()
+    stage, stage_of = 0, dict[Any, int]()
     for i, node in enumerate(nodes):
-        stage = known.get(i, stage)
-        read = [found[one] for one in node.all_input_nodes if one in found]
+        stage = planned_stages.get(i, stage)
+        producer_stages = [stage_of[value] for value in node.all_input_nodes if value in stage_of]
         if is_assignment(node):
             buffer, value = node.args
-            users = [found[one] for one in buffer.users if one in found]
-            found[node] = max([found.get(value, 0), *users])
+            users = [stage_of[user] for user in buffer.users if user in stage_of]
+            stage_of[node] = max([stage_of.get(value, 0), *users])
         else:
-            found[node] = max(read) if node.target is operator.getitem else max([stage, *read])
-    missing = sorted(set(range(plan.stages)) - set(found.values()))
+            stage_of[node] = (
+                max(producer_stages) if node.target is operator.getitem else max([stage, *producer_stages])
+            )
+    missing = sorted(set(range(plan.stages)) - set(stage_of.values()))
     if missing:
         raise PartitionError(
             f"the exported model has no op of the stages {missing} of the plan; trace the same model, in "
             "the same mode, with inputs of the same form, or give fewer stages where that is a stage of the "
             "loss alone"
         )
-    return found
+    return stage_of
+
+
+_CONTEXT_MANAGERS = {
+    "wrap_with_set_grad_enabled": "torch.no_grad() or enable_grad()",
+    "wrap_with_autocast": "torch.autocast",
+    "wrap_inference_mode": "torch.inference_mode()",
+}
+"""Context managers as users write them, by the op that stands for them in an exported graph."""
+_SUBSCRIPTS = {"index", "select", "slice"}
+_NORMS_WITH_STATISTICS = {"batch_norm", "instance_norm"}
+
+
+def type_of(node: Any) -> str:
+    """Return the type of a node in the words of a trace."""
+    name = torch_word(node.target.__name__.partition(".")[0].rstrip("_"))
+    return "getitem" if name in _SUBSCRIPTS else name
+
+
+def module_of(node: Any) -> str:
+    """Return the path of the module that calls a node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def _aliased_arguments(node: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield the nodes whose memory the result of an op shares or the op writes, with True for a write."""
+    schema = getattr(node.target, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+        if argument.alias_info is not None:
+            for alias in leaves([value]):
+                yield alias, argument.alias_info.is_write
+
+
+def written_inputs(node: Any) -> list[Any]:
+    """Return the nodes that an op writes to; the statistics of a normalisation are not in its schema."""
+    if node.op != "call_function":
+        return []
+    statistics = node.args[3:5] if type_of(node) in _NORMS_WITH_STATISTICS else ()
+    return [
+        *(value for value, writes in _aliased_arguments(node) if writes),
+        *(value for value in statistics if value),
+    ]
+
+
+def memory_roots(nodes: Iterable[Any]) -> dict[Any, Any]:
+    """Return for each node the first node in the same memory, such as the tensor of a view."""
+    root_of = dict[Any, Any]()
+    for node in nodes:
+        sources = [alias for alias, _ in _aliased_arguments(node)] if node.op == "call_function" else []
+        if node.target is operator.getitem:
+            sources = list(node.all_input_nodes)
+        root_of[node] = root_of[sources[0]] if sources else node
+    return root_of
+
+
+def is_assignment(node: Any) -> bool:
+    """Return True for the node by which an exported graph assigns a value to a buffer."""
+    is_copy = node.op == "call_function" and node.name.startswith("copy__default")
+    return is_copy and node.args[0].op == "get_attr" and not node.users
+
+
+def remove_copies_onto_themselves(graph: Any) -> None:
+    """Remove assignments of a buffer to itself, after an op has written it in place (`n += 1`)."""
+    for node in list(graph.nodes):
+        if is_assignment(node):
+            buffer, value = node.args
+            while value is not buffer and value.op == "call_function" and _is_in_place(value):
+                value = value.args[0]
+            if value is buffer:
+                graph.erase_node(node)
+
+
+def name_as_in_stages(graph: Any) -> None:
+    """Name the parameters, buffers and inputs of a graph as PyTorch's `split_module` does in the stages.
+
+    PyTorch finds the parameters of a stage by these names, also where an op has one of them, such as `mean`.
+    """
+    from torch.fx.graph import _Namespace
+
+    names, input_names = _Namespace(), set[str]()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            node.name = names.create_name(graph._target_to_str(node.target), None)
+            input_names.add(node.name)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "get_attr") and node.name in input_names:
+            node.name = graph._graph_namespace.create_name(f"{node.name}_op", None)
+
+
+def _is_in_place(node: Any) -> bool:
+    """Return True for an op that gives back its first argument, to which it writes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.arguments:
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and bool(alias.is_write) and len(schema.returns) == 1
+
+
+def check_blocks(module: Any) -> None:
+    """Raise PartitionError for a block that the exporter keeps as one op with a graph of its own."""
+    for node in module.graph.nodes:
+        for block in node.all_input_nodes if node.op == "call_function" else ():
+            if block.op == "get_attr" and hasattr(getattr(module, block.target, None), "graph"):
+                name = getattr(node.target, "__name__", str(node.target))
+                raise PartitionError(
+                    f"module {module_of(node)!r} runs a block under {_CONTEXT_MANAGERS.get(name, name)}, "
+                    "which PyTorch's exporter keeps apart and its pipeline cannot split; leave it out of the "
+                    "model, compute it before and pass its values as inputs, or cut by hand"
+                )
+
+
+Frames = list[tuple[str, str]]
+"""Path and key of each module call around a node, the outermost first; keys differ from call to call."""
+
+
+def set_module_frames(nodes: Iterable[Any]) -> None:
+    """Set the module calls of the nodes of a stage, from which PyTorch makes the modules of the stage.
+
+    The first call at each path becomes a module.  Ops of later calls, and of a module that another module
+    than its parent calls, become part of the call around them: for these PyTorch would copy parameters, or
+    raise an error.
+    """
+    open_calls, named_paths = Frames(), set[str]()
+    for node in nodes:
+        stack = dict(node.meta.get("nn_module_stack") or {})
+        root = next((kind for path, kind in stack.values() if not path), "")
+        calls = [(str(path), str(key)) for key, (path, _) in stack.items() if path]
+        kinds = dict(stack.values())
+        frames = _module_prefix(calls, open_calls, named_paths)
+        named_paths.update(path for path, _ in frames)
+        open_calls = frames
+        node.meta["nn_module_stack"] = {"": ("", root), **{path: (path, kinds[path]) for path, _ in frames}}
+
+
+def _module_prefix(calls: Frames, open_calls: Frames, named_paths: set[str]) -> Frames:
+    """Return the outermost calls of a node that can become modules."""
+    frames = Frames()
+    for call in calls:
+        path, depth = call[0], len(frames)
+        is_open = open_calls[: depth + 1] == [*frames, call]
+        is_child = depth == 0 or path.startswith(f"{frames[-1][0]}.")
+        if not is_child or (path in named_paths and not is_open):
+            break
+        frames.append(call)
+    return frames

@@ -1,21 +1,22 @@
-"""The stages of a plan in PyTorch: run by `torch.distributed.pipelining`, over the processes of a group."""
+"""The stages of a plan in PyTorch: run by torch.distributed.pipelining, over the processes of a group."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from hashlib import sha256
+from inspect import signature
 from typing import Any
 
 import amanda
 from amanda.options import checked
 from amanda.tools.kit import RequiredNames
 from amanda.tools.partition._cut import PartitionError
-from amanda.tools.partition._plan import Plan
 from amanda.tools.partition._pytorch_graph import CutGraph
-from amanda.tools.partition._pytorch_pipe import pipe
-from amanda.tools.partition._pytorch_schedules import summing
+from amanda.tools.partition._result import Plan
 
 _REQUIRED = RequiredNames(
     "amanda.tools.partition",
@@ -30,10 +31,10 @@ _REQUIRED = RequiredNames(
 
 
 class Pipeline:
-    """A model in stages.  pipe: the `torch.distributed.pipelining.Pipe` of it.
+    """A model in stages, each for a process of a group.  pipe: its `torch.distributed.pipelining.Pipe`.
 
-    `stage` gives the stage of this process, `schedule` what trains it, and `write_back` brings trained values
-    into the model.
+    `stage` returns the stage of this process, `schedule` its training schedule, and `write_back` copies
+    trained values into the model.
     """
 
     @checked(error=PartitionError)
@@ -44,16 +45,16 @@ class Pipeline:
         self.plan, self._model = plan, model
         with amanda.disabled(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees
-            self.pipe = pipe(model, mb_args, dict(mb_kwargs), CutGraph(plan))
+            self.pipe = export_pipe(model, mb_args, dict(mb_kwargs), CutGraph(plan))
         self._stages = [self.pipe.get_stage_module(i) for i in range(plan.stages)]
-        self._held = [dict(self._bind(module)) for module in self._stages]
+        self._stage_tensors = [dict(self._bind(module)) for module in self._stages]
         self._check_parameters()
-        self._bind_other_paths()
+        self._bind_remaining_paths()
 
     def _bind(self, module: Any) -> Iterator[tuple[str, Any]]:
-        """Put the model's own parameters and buffers into a stage, and yield them by their paths.
+        """Put the model's parameters and buffers into a stage instead of copies, and yield them by path.
 
-        PyTorch puts copies there of what several stages read, and makes each buffer a part of state dicts.
+        PyTorch copies a tensor that several stages read, and makes each buffer persistent.
         """
         paths, persistent = dict(_tensors(self._model)), self._model.state_dict()
         for name, tensor in list(_tensors(module)):
@@ -61,53 +62,59 @@ class Pipeline:
             _register(module, name, tensor, name in persistent)
             yield name, tensor
 
-    def _bind_other_paths(self) -> None:
-        """Put what a stage holds at its other paths too, what no op reads into the stage of its module."""
+    def _bind_remaining_paths(self) -> None:
+        """Register tied tensors of a stage at all their paths, and unread ones in the stage of their module.
+
+        State dicts of the stages then have together the keys of the model's.
+        """
         persistent = self._model.state_dict()
-        holders = {id(tensor) for held in self._held for tensor in held.values()}
+        placed_ids = {id(tensor) for tensors in self._stage_tensors for tensor in tensors.values()}
         for name, tensor in _tensors(self._model):
             depths = [_depth(module, name) for module in self._stages]
-            for stage, held in enumerate(self._held):
-                is_unread = id(tensor) not in holders and stage == depths.index(max(depths))
-                if name not in held and (is_unread or any(one is tensor for one in held.values())):
+            for stage, tensors in enumerate(self._stage_tensors):
+                is_unread = id(tensor) not in placed_ids and stage == depths.index(max(depths))
+                if name not in tensors and (is_unread or any(value is tensor for value in tensors.values())):
                     _register(self._stages[stage], name, tensor, name in persistent)
-                    held[name] = tensor
-            holders.add(id(tensor))
+                    tensors[name] = tensor
+            placed_ids.add(id(tensor))
 
     def _check_parameters(self) -> None:
-        """Raise PartitionError where a stage holds other parameters than the plan says."""
+        """Raise PartitionError for a stage whose parameters differ from the plan's."""
         paths = dict(_tensors(self._model))
-        names = {id(one): name for name, one in self._model.named_parameters()}
-        for stage, held in enumerate(self._held):
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for stage, tensors in enumerate(self._stage_tensors):
             planned = {
                 names.get(id(paths.get(path)), path)
                 for path, stages in self.plan.parameters.items()
                 if stage in stages and (path not in paths or id(paths[path]) in names)
             }
-            found = {names[id(paths[name])] for name in held if name in paths and id(paths[name]) in names}
-            if planned != found:
+            exported = {
+                names[id(paths[name])] for name in tensors if name in paths and id(paths[name]) in names
+            }
+            if planned != exported:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "
-                    f"{sorted(planned - found)[:3]} are the plan's alone, {sorted(found - planned)[:3]} are "
-                    "the model's alone; trace the same model, in the same mode, with inputs of the same form"
+                    f"{sorted(planned - exported)[:3]} are the plan's alone, "
+                    f"{sorted(exported - planned)[:3]} are the model's alone; trace the same model, in the "
+                    "same mode, with inputs of the same form"
                 )
 
     @property
     def shared(self) -> Mapping[str, Mapping[int, str]]:
-        """Return parameters that several stages hold, by their path: what each of these stages calls it."""
+        """Return for each parameter that several stages hold, by path, its path in each of these stages."""
         paths = dict(_tensors(self._model))
         holders = defaultdict[int, dict[int, str]](dict)
-        for stage, held in enumerate(self._held):
-            for name in held:
+        for stage, tensors in enumerate(self._stage_tensors):
+            for name in tensors:
                 if name in paths:
                     holders[id(paths[name])][stage] = name
-        named = ((name, holders[id(one)]) for name, one in self._model.named_parameters())
+        named = ((name, holders[id(parameter)]) for name, parameter in self._model.named_parameters())
         return {name: stages for name, stages in named if len(stages) > 1}
 
     def stage(self, device: Any = "cpu", group: Any = None) -> Any:
         """Return the `PipelineStage` of this process, whose number is its rank in the group.
 
-        Raises PartitionError where the group has not one process for each stage, or where plans differ.
+        Raises PartitionError if the group has not one process for each stage, or if the ranks' plans differ.
         """
         import torch
         import torch.distributed as dist
@@ -120,20 +127,24 @@ class Pipeline:
             )
         digests: list[Any] = [None] * size
         dist.all_gather_object(digests, self._digest(), group=group)
-        others = [i for i, one in enumerate(digests) if one != digests[0]]
-        if others:
+        differing_ranks = [i for i, digest in enumerate(digests) if digest != digests[0]]
+        if differing_ranks:
             raise PartitionError(
-                f"the plans or the models of the ranks {others} and of rank 0 are not the same; let all "
-                "ranks load one partition.json"
+                f"the plans or the models of the ranks {differing_ranks} and of rank 0 are not the same; let "
+                "all ranks load one partition.json"
             )
         return self.pipe.build_stage(rank, torch.device(device), group)
 
     def _digest(self) -> str:
-        forms = [
-            [(name, tuple(one.shape), str(one.dtype)) for name, one in held.items()] for held in self._held
+        """Return a hash of the plan, and of the tensors and the code of all stages."""
+        headers = [
+            [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+            for tensors in self._stage_tensors
         ]
-        codes = [one.code for stage in self._stages for one in stage.modules() if hasattr(one, "code")]
-        return sha256(repr((self.plan, forms, codes)).encode()).hexdigest()
+        module_codes = [
+            module.code for stage in self._stages for module in stage.modules() if hasattr(module, "code")
+        ]
+        return sha256(repr((self.plan, headers, module_codes)).encode()).hexdigest()
 
     def schedule(
         self,
@@ -148,27 +159,27 @@ class Pipeline:
         options: those of PyTorch's schedules, such as `scale_grads`.
         """
         count = self.plan.microbatches if microbatches is None else microbatches
-        made = summing(self.plan.schedule)(stage, count, loss_fn, **options)
+        pipeline_schedule = schedule_class(self.plan.schedule)(stage, count, loss_fn, **options)
         if loss_fn is not None:
-            made.shared = self._shared_of(stage)
-        return made
+            pipeline_schedule.shared = self._shared_parameters(stage)
+        return pipeline_schedule
 
-    def _shared_of(self, stage: Any) -> list[tuple[Any, Any]]:
-        """Return the parameters of a stage that others hold too, each with the group of these processes."""
+    def _shared_parameters(self, stage: Any) -> list[tuple[Any, Any]]:
+        """Return the parameters of a stage that other stages hold too, each with the group of its holders."""
         import torch.distributed as dist
 
         parent: Any = stage.group or dist.group.WORLD
         parameters, groups = dict(_tensors(stage.submod)), dict[tuple[int, ...], Any]()
-        found = []
-        for held in self.shared.values():
-            stages = tuple(sorted(held))
+        pairs = []
+        for names_by_stage in self.shared.values():
+            stages = tuple(sorted(names_by_stage))
             if stage.stage_index not in stages:
                 continue
             if stages not in groups:
-                ranks = [dist.get_global_rank(parent, one) for one in stages]
+                ranks = [dist.get_global_rank(parent, stage_number) for stage_number in stages]
                 groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
-            found.append((parameters[held[stage.stage_index]], groups[stages]))
-        return found
+            pairs.append((parameters[names_by_stage[stage.stage_index]], groups[stages]))
+        return pairs
 
     def write_back(self, stage: Any) -> None:
         """Write the values of all stages, as they are now, into the model of every process of the group."""
@@ -177,16 +188,16 @@ class Pipeline:
 
         parent: Any = stage.group or dist.group.WORLD
         paths = dict(_tensors(self._model))
-        own = dict(_tensors(stage.submod))
+        stage_tensors = dict(_tensors(stage.submod))
         with amanda.disabled(), torch.no_grad():
-            for number, held in enumerate(self._held):
+            for number, tensors in enumerate(self._stage_tensors):
                 source = dist.get_global_rank(parent, number)
-                for name in held:
+                for name in tensors:
                     if name not in paths:
                         continue
                     target = paths[name]
                     if number == stage.stage_index:
-                        value = own[name].detach().contiguous()
+                        value = stage_tensors[name].detach().contiguous()
                     else:
                         value = torch.empty(target.shape, dtype=target.dtype, device=stage.device)
                     dist.broadcast(value, source, group=parent)
@@ -200,7 +211,7 @@ def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _depth(module: Any, path: str) -> int:
-    """Return how many names of a path lead to modules that a stage has."""
+    """Return the number of leading names of a path that are modules of a stage."""
     names = path.split(".")
     for depth, name in enumerate(names):
         module = module._modules.get(name)
@@ -210,7 +221,7 @@ def _depth(module: Any, path: str) -> int:
 
 
 def _register(module: Any, path: str, tensor: Any, is_persistent: bool) -> None:
-    """Put a parameter or buffer into a stage, with the modules on its path."""
+    """Register a parameter or buffer in a stage, and add the modules on its path that are missing."""
     from torch import nn
 
     *names, last = path.split(".")
@@ -222,3 +233,87 @@ def _register(module: Any, path: str, tensor: Any, is_persistent: bool) -> None:
         module.register_parameter(last, tensor)
     else:
         module.register_buffer(last, tensor, persistent=is_persistent)
+
+
+def export_pipe(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: CutGraph) -> Any:
+    """Export a model, and return the Pipe of its graph as a policy cuts it.
+
+    PyTorch's `pipeline` looks up a tied parameter by any of its paths, in the order of a set, also by paths
+    that no op reads and by modules that a stage lacks, and then fails; so its steps are called here, with a
+    module that has each tensor at one path.
+    """
+    from torch.distributed.pipelining import Pipe
+
+    program = Pipe._trace_with_export(model, args, dict(kwargs))
+    cut_model = Pipe._from_traced(_tensors_by_path(program), program, split_policy=policy)
+    _accept_keywords(cut_model, program.module())
+    return cut_model
+
+
+def _tensors_by_path(program: Any) -> Any:
+    """Return a module with the parameters and buffers of a program, each at the path by which it is read."""
+    from torch import nn
+
+    root, traced = nn.Module(), program.module()
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            continue
+        *names, last = node.target.split(".")
+        source: Any = traced
+        target: Any = root
+        for name in names:
+            source = getattr(source, name)
+            if name not in target._modules:
+                target.add_module(name, nn.Module())
+            target = target._modules[name]
+        if last in source._parameters:
+            target.register_parameter(last, source._parameters[last])
+        elif last in (buffers := dict(source.named_buffers(recurse=False, remove_duplicate=False))):
+            target.register_buffer(last, buffers[last])
+        else:
+            setattr(target, last, getattr(source, last))
+    return root
+
+
+def _accept_keywords(pipe: Any, traced: Any) -> None:
+    """Set the first stage's signature to the model's, keyword arguments too, as PyTorch's `pipeline` does."""
+    first_stage = pipe.get_stage_module(0)
+    if len(signature(first_stage.forward).parameters) == len(signature(traced.forward).parameters):
+        first_stage.graph._codegen = deepcopy(traced.graph._codegen)
+        codegen = first_stage.graph._codegen
+        codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)
+        first_stage.recompile()
+
+
+class _SumsSharedGradients:
+    """Mixin for schedules: adds up the gradients of shared parameters over their stages, after each step.
+
+    shared: parameters that several stages hold, each with the group of the processes that hold it.
+    """
+
+    shared: Sequence[tuple[Any, Any]] = ()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the schedule."""
+        import torch
+        import torch.distributed as dist
+
+        shared = [pair for pair in self.shared if torch.is_grad_enabled() and pair[0].requires_grad]
+        earlier_gradients = [parameter.grad for parameter, _ in shared]
+        for parameter, _ in shared:  # earlier gradients are sums already, and are added once at the end
+            parameter.grad = None
+        step_output = super().step(*args, **kwargs)  # type: ignore[misc]
+        for (parameter, group), earlier_gradient in zip(shared, earlier_gradients, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient if earlier_gradient is None else earlier_gradient + gradient
+        return step_output
+
+
+@cache
+def schedule_class(name: str) -> Any:
+    """Return a schedule class of PyTorch whose steps also add up the gradients of shared parameters."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    return type(schedule.__name__, (_SumsSharedGradients, schedule), {})

@@ -1,26 +1,34 @@
-"""Stand-ins of PyTorch: tensors of the program whose values lie in the protected process."""
+"""Stand-ins of PyTorch: tensors of the program whose values are in the protected process."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import amanda
-from amanda.tools.partition._channel import Bytes, Form, ProtectError
-from amanda.tools.partition._pytorch_bytes import packed
-from amanda.tools.partition._pytorch_ops import path, tensors
+from amanda import interceptor
+from amanda.errors import ToolError
+from amanda.tools.kit import leaves
+from amanda.tools.partition._ipc import ProtectError, RawBytes, TensorHeader, pack_tensor
 
-Hold = Callable[[str, Any, Form, Bytes], None]
+_OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
+PLAIN_TYPES = (int, float, bool, str, type(None))
+"""Types of values that are sent as they are."""
+
+HoldTensor = Callable[[str, Any, TensorHeader, RawBytes], None]
+"""Function that sends a tensor to the process, from its path, the tensor, its header and its bytes."""
 
 
 @dataclass(eq=False)
 class StandIn:
     """A tensor of the program whose values lie in the protected process; NaN is in their place.
 
-    trained: whether it needed a gradient when it was moved.
-    gradient, version: the stand-in of its gradient, and autograd's count of writes when it was made.
+    trained: `requires_grad` of the tensor when it was moved.
+    gradient, version: the NaN that stands for its gradient, and autograd's version of it when it was filled.
     """
 
     path: str
@@ -29,23 +37,23 @@ class StandIn:
     gradient: Any = None
     version: int = 0
 
-    def check(self, value: Any, where: str) -> None:
+    def check(self, value: Any, op_text: str) -> None:
         """Raise ProtectError for a tensor in this memory that the process cannot take for the parameter."""
         if value.shape != self.tensor.shape or value.stride() != self.tensor.stride():
-            raise ProtectError(f"{where} reads a view of {self.path}; protect knows whole parameters")
+            raise ProtectError(f"{op_text} reads a view of {self.path}; protect knows whole parameters")
         if self.tensor.requires_grad != self.trained:
             raise ProtectError(
-                f"{where} reads {self.path}, whose requires_grad was changed after it was protected: freeze "
-                "parameters before, or finalize and protect anew"
+                f"{op_text} reads {self.path}, whose requires_grad was changed after it was protected: "
+                "freeze parameters before, or finalize and protect anew"
             )
 
     @property
-    def is_fresh(self) -> bool:
-        """Return True if the program has dropped or zeroed the gradient since."""
+    def is_gradient_replaced(self) -> bool:
+        """Return True if the program has dropped, replaced or written the gradient since it was filled."""
         grad = self.tensor.grad
         return grad is None or grad is not self.gradient or grad._version != self.version
 
-    def give_gradient(self) -> None:
+    def fill_gradient(self) -> None:
         """Give the program's tensor a gradient of NaN."""
         import torch
 
@@ -61,85 +69,208 @@ class StandIns:
     """The stand-ins of a program, and the parameters that its other ops have read."""
 
     def __init__(self) -> None:
-        self._found: dict[int, StandIn] = {}
+        # By address of the memory, so that `find` returns a stand-in for its views too.
+        self._by_address: dict[int, StandIn] = {}
         self._read_openly: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[StandIn]:
-        return iter(self._found.values())
+        return iter(self._by_address.values())
 
     def clear(self) -> None:
-        """Forget all."""
-        self._found.clear()
+        """Forget all stand-ins."""
+        self._by_address.clear()
 
-    def of(self, value: Any) -> StandIn | None:
+    def find(self, value: Any) -> StandIn | None:
         """Return the stand-in in whose memory a value lies."""
-        return self._found.get(value.untyped_storage().data_ptr())
+        return self._by_address.get(value.untyped_storage().data_ptr())
 
     def are_read_by(self, context: amanda.OpContext) -> bool:
         """Return True if an op reads a stand-in, or a parameter or buffer, which may become one."""
         return any(
-            self.of(value) is not None or path(value) is not None for value in tensors(context.get_inputs())
+            self.find(value) is not None or parameter_path(value) is not None
+            for value in tensors_in(context.get_inputs())
         )
 
-    def adopt(self, context: amanda.OpContext, hold: Hold) -> None:
+    def adopt(self, context: amanda.OpContext, hold: HoldTensor) -> None:
         """Move the parameters and buffers that a selected op reads to the process.
 
-        hold: has the process hold a tensor, given its path, itself, its form and its bytes.
-        Raises ProtectError where one cannot be moved, or is read by an op that is not selected.
+        Raises ProtectError for a parameter that cannot be moved, or that an op outside the selection reads.
         """
         import torch
 
-        where = f"{context['type']} at {context.get_source()}"
+        op_text = f"{context['type']} at {context.get_source()}"
         if torch.is_autocast_enabled("cpu"):
-            raise ProtectError(f"{where} is selected and runs under autocast, which protect does not know")
-        for value in tensors(context.get_inputs()):
+            raise ProtectError(f"{op_text} is selected and runs under autocast, which protect does not know")
+        for value in tensors_in(context.get_inputs()):
             if value.device.type != "cpu" or value.layout != torch.strided:
                 raise ProtectError(
-                    f"{where} is given a tensor on {value.device} with layout {value.layout}; protect runs "
+                    f"{op_text} is given a tensor on {value.device} with layout {value.layout}; protect runs "
                     "ops on dense tensors of the CPU"
                 )
-            found = None if self.of(value) else path(value)
-            if found is None or not value.numel():
+            path = None if self.find(value) else parameter_path(value)
+            if path is None or not value.numel():
                 continue
             if self._read_openly.get(id(value)) is value:
                 raise ProtectError(
-                    f"{where} is selected, and {found} is read by an op that is not: select both"
+                    f"{op_text} is selected, and {path} is read by an op that is not: select both"
                 )
-            self.move(found, value, hold)
-        if self._is_secret(context):
+            self.move(path, value, hold)
+        if self._computes_from_parameters_alone(context):
             raise ProtectError(
-                f"{where} computes a value of protected parameters alone, which would reach this process; "
+                f"{op_text} computes a value of protected parameters alone, which would reach this process; "
                 "protect modules whose ops read parameters together with activations"
             )
 
-    def move(self, path: str, value: Any, hold: Hold) -> None:
-        """Have the process hold a tensor, and put NaN in its place."""
+    def move(self, path: str, value: Any, hold: HoldTensor) -> None:
+        """Send a tensor to the process, and fill it with NaN."""
         import torch
 
-        form, content = packed(value)
-        if value.untyped_storage().nbytes() != form.size:
+        header, content = pack_tensor(value)
+        if value.untyped_storage().nbytes() != header.size:
             raise ProtectError(
                 f"{path} shares its memory with other tensors; protect needs parameters of their own"
             )
-        hold(path, value, form, content)
+        hold(path, value, header, content)
         with torch.no_grad():
             value.detach().fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
-        self._found[value.untyped_storage().data_ptr()] = StandIn(path, value, value.requires_grad)
+        self._by_address[value.untyped_storage().data_ptr()] = StandIn(path, value, value.requires_grad)
 
     def check(self, context: amanda.OpContext) -> None:
         """Raise ProtectError where an op that is not selected reads a stand-in."""
         import torch
 
-        for value in tensors(context.get_inputs()):
-            found = self.of(value)
-            if found is not None:
+        for value in tensors_in(context.get_inputs()):
+            stand_in = self.find(value)
+            if stand_in is not None:
                 raise ProtectError(
                     f"{context['type']} at {context.get_source()} in module {context.get_scope()!r} reads "
-                    f"{found.path}, which lies in the protected process: select this op too, or leave it out"
+                    f"{stand_in.path}, which lies in the protected process: select this op too, or leave it "
+                    "out"
                 )
             if isinstance(value, torch.nn.Parameter):
                 self._read_openly[id(value)] = value
 
-    def _is_secret(self, context: amanda.OpContext) -> bool:
-        given = tensors(context.get_inputs())
-        return bool(given) and all(map(self.of, given)) and not context["in_place"]
+    def _computes_from_parameters_alone(self, context: amanda.OpContext) -> bool:
+        inputs = tensors_in(context.get_inputs())
+        return bool(inputs) and all(map(self.find, inputs)) and not context["in_place"]
+
+
+class ProtectedOptimizers:
+    """The optimizers that have stepped stand-ins, numbered in the order of their first step."""
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
+        self._numbers = itertools.count()
+        self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def step_message(
+        self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """Return the message that steps an optimizer's protected parameters; None where it has none.
+
+        args, kwargs: of its `step`.  Raises ProtectError for an optimizer that the process does not know.
+        """
+        groups = [
+            [stand_in for stand_in in map(self._stand_ins.find, group["params"]) if stand_in]
+            for group in optimizer.param_groups
+        ]
+        if not any(groups):
+            return None
+        import torch
+
+        name = type(optimizer).__name__
+        # A subclass, or a step with a closure, may read the parameters in the program.
+        if getattr(torch.optim, name, None) is not type(optimizer) or any((*args[1:], *kwargs.values())):
+            raise ProtectError(
+                f"{name} steps protected parameters; the protected process knows the optimizers of "
+                "torch.optim, without a closure"
+            )
+        if optimizer not in self._stepped:
+            stand_ins = [stand_in for group in groups for stand_in in group]
+            stepped_paths = [s.path for s in stand_ins if optimizer.state.get(s.tensor)]
+            if stepped_paths:
+                raise ProtectError(
+                    f"{name} has stepped {stepped_paths[0]} before it was protected; apply the tool earlier"
+                )
+            self._stepped[optimizer] = next(self._numbers)
+        group_messages = [_describe_group(*pair) for pair in zip(optimizer.param_groups, groups, strict=True)]
+        return {"kind": "step", "optimizer": self._stepped[optimizer], "name": name, "groups": group_messages}
+
+
+def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[StandIn]) -> Mapping[str, Any]:
+    """Return the options of a parameter group, and the paths of its stand-ins.
+
+    Raises ProtectError for a gradient that the program has written, and for an option that cannot be sent.
+    """
+    for stand_in in stand_ins:
+        if stand_in.tensor.grad is not None and stand_in.is_gradient_replaced:
+            raise ProtectError(
+                f"the gradient of {stand_in.path} was written between the backward pass and the step, as "
+                "clipping and scaling do; it lies in the protected process, so protect cannot follow that"
+            )
+    options = {key: value for key, value in group.items() if key != "params"}
+    for key, value in options.items():
+        items = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(item, PLAIN_TYPES) for item in items):
+            raise ProtectError(f"option {key} of an optimizer is {value!r}; protect sends numbers and texts")
+    gradients = [stand_in.tensor.grad is not None for stand_in in stand_ins]
+    return {"options": options, "paths": [stand_in.path for stand_in in stand_ins], "gradients": gradients}
+
+
+def callable_of(context: amanda.OpContext) -> str:
+    """Return the path in torch of the callable of an op.  Raises ProtectError for one outside of torch."""
+    import torch
+
+    op, name = context.get_op(), getattr(context.get_op(), "__name__", "")
+    for owner in _OWNERS:
+        space = attrgetter(owner.removeprefix("torch."))(torch) if owner != "torch" else torch
+        if getattr(space, name, None) is op:
+            return f"{owner}.{name}"
+    raise ProtectError(
+        f"{context['type']} at {context.get_source()} calls {name or op!r}, which protect does not find in "
+        "torch; it runs ops of torch itself"
+    )
+
+
+def is_random(context: amanda.OpContext) -> bool:
+    """Return True for an op that may draw random numbers."""
+    import torch
+
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(context))
+
+
+def shares_memory(context: amanda.OpContext) -> bool:
+    """Return True for an op whose result may be a view of an input, and for a write by index."""
+    if context.get_op_type() in ("getitem", "setitem"):
+        return True
+    aliases = [result.alias_info for overload in _overloads(context) for result in overload._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _overloads(context: amanda.OpContext) -> list[Any]:
+    """Return the overloads of ATen's operator of this name; none for an op that is not of ATen."""
+    import torch
+
+    packet = getattr(torch.ops.aten, context.get_op_type(), None)
+    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+
+
+def tensors_in(values: Sequence[Any]) -> list[Any]:
+    """Return the tensors among the inputs of an op, and in its lists."""
+    import torch
+
+    return [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def parameter_path(value: Any) -> str | None:
+    """Return the path of a parameter or buffer in the outermost model that is being called."""
+    import torch
+
+    models = [model for model in interceptor.subjects() if isinstance(model, torch.nn.Module)]
+    for model in models[:1]:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor is value:
+                return str(name)
+    if isinstance(value, torch.nn.Parameter):
+        raise ToolError("protect found a parameter that is in no model which is being called")
+    return None

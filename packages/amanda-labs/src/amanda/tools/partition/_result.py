@@ -1,17 +1,16 @@
-"""The stages of a cut: what each costs and holds, what crosses between them, and the bubble."""
+"""The stages of a cut: costs, memory, tensors that cross, the plan that files keep, and the schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
-from amanda.tools.partition._cut import PartitionError, Request, Stages, cut
-from amanda.tools.partition._plan import Plan, PlannedOp
-from amanda.tools.partition._schedule import Slot, bubble, slots
-from amanda.tools.partition._work import Work
-from amanda.tools.results import Column, PlottedResult, amount, shortened
+from amanda.tools.partition._cut import PartitionError, Request, Schedule, Stages, cut
+from amanda.tools.partition._step_work import StepWork
+from amanda.tools.results import Column, PlottedResult, amount, read_json, shortened
 from amanda.tools.trace import Tensor, TraceResult
 
 if TYPE_CHECKING:
@@ -20,8 +19,131 @@ if TYPE_CHECKING:
     from amanda.tools.partition._pytorch_pipeline import Pipeline
 
 
+@dataclass(frozen=True)
+class Slot:
+    """The time from `begin` to `end` in which a stage computes a micro-batch, forward or backward."""
+
+    stage: int
+    microbatch: int
+    backward: bool
+    begin: float
+    end: float
+
+
+def microbatch_order(
+    schedule: Schedule, stage: int, stages: int, microbatches: int
+) -> list[tuple[int, bool]]:
+    """Return the micro-batches of a stage in order, each with True for its backward pass.
+
+    Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream), sec. 3.2 (1F1B).
+    """
+    in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    warm_up = [(i, False) for i in range(in_flight)]
+    steady = [task for i in range(microbatches - in_flight) for task in ((i, True), (i + in_flight, False))]
+    return [*warm_up, *steady, *((i, True) for i in range(microbatches - in_flight, microbatches))]
+
+
+def schedule_slots(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], microbatches: int
+) -> list[Slot]:
+    """Return when each stage computes each micro-batch.
+
+    forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts.
+    Sending a tensor to another stage takes no time.
+    """
+    count, end_times, slots = len(forward), dict[tuple[int, int, bool], float](), list[Slot]()
+    has_backward = any(backward)
+    pending = []  # the tasks of each stage, the next one last
+    for stage in range(count):
+        tasks = microbatch_order(schedule, stage, count, microbatches)
+        pending.append([task for task in reversed(tasks) if has_backward or not task[1]])
+    clocks = [0.0] * count
+    while any(pending):  # each round runs every stage as far as the tasks of its neighbours have ended
+        for stage, tasks in enumerate(pending):
+            while tasks:
+                microbatch, is_backward = tasks[-1]
+                before = stage + 1 if is_backward else stage - 1
+                ready = end_times.get((before, microbatch, is_backward)) if 0 <= before < count else 0.0
+                if ready is None:
+                    break
+                begin = max(clocks[stage], ready)
+                duration = (backward if is_backward else forward)[stage] / microbatches
+                clocks[stage] = end_times[stage, microbatch, is_backward] = begin + duration
+                slots.append(Slot(stage, microbatch, is_backward, begin, begin + duration))
+                tasks.pop()
+    return slots
+
+
+def bubble_share(slots: Sequence[Slot], stages: int) -> float:
+    """Return the share of all stages' time in which a stage waits; (p-1)/(m+p-1) where stages are equal."""
+    total_time = stages * max((slot.end for slot in slots), default=0.0)
+    busy_time = sum(slot.end - slot.begin for slot in slots)
+    return 1 - busy_time / total_time if total_time else 0.0
+
+
+class PlannedOp(NamedTuple):
+    """A forward op in the order of execution, and its stage."""
+
+    type: str
+    module: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stage of each op of a model, from which `pipeline` builds the stages.
+
+    parameters: the stages that read each parameter or buffer, by its path.
+    `PartitionResult.plan` returns a plan, `PartitionResult.save("partition.json")` writes it with the result,
+    and `load` reads it from that file.
+    """
+
+    stages: int
+    schedule: Schedule
+    microbatches: int
+    ops: Sequence[PlannedOp]
+    parameters: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan in a file that `PartitionResult.save` wrote; raise PartitionError for another."""
+        return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
+
+    @classmethod
+    def _from_json(cls, content: Any) -> Plan:
+        schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        if schema != "amanda.partition" or "parameters" not in content:
+            raise ValueError(f"it holds {schema!r}")
+        ops = [
+            PlannedOp(str(op["type"]), str(op["module"]), int(op["stage"]))
+            for op in content["ops"]
+            if op["phase"] == "forward"
+        ]
+        parameters = {
+            str(name): [int(stage) for stage in stages] for name, stages in content["parameters"].items()
+        }
+        if content["schedule"] not in get_args(Schedule):
+            raise ValueError(f"its schedule is {content['schedule']!r}")
+        return cls(len(content["rows"]), content["schedule"], int(content["microbatches"]), ops, parameters)
+
+    def pipeline(
+        self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
+    ) -> Pipeline:
+        """Return the model of PyTorch, cut into the stages of this plan.
+
+        mb_args, mb_kwargs: an example of the model's inputs, of the size of one micro-batch.
+        Raises PartitionError for another model than the traced one, or one that cannot be cut at these ops.
+        """
+        from amanda.tools.partition._pytorch_pipeline import Pipeline
+
+        return Pipeline(self, model, mb_args, dict(mb_kwargs or {}))
+
+
 class Crossing(NamedTuple):
-    """A tensor that one stage makes and another reads.  name: of the op that made it."""
+    """A tensor that stage `source` makes and stage `target` reads.
+
+    made_by, module: type and module of the op that makes the tensor.
+    """
 
     tensor: Tensor
     source: int
@@ -52,7 +174,7 @@ class Stage:
 
 
 class PartitionResult(PlottedResult):
-    """A row for each stage; `crossings` has what crosses, `slots` the schedule.
+    """A row for each stage; `crossings` are the tensors that cross, `slots` the schedule.
 
     `save` also writes a timeline of the schedule (.svg, .png, .pdf), and with `.graph.html` a page of
     `amanda view` that shows the graph in the colours of the stages.
@@ -72,7 +194,7 @@ class PartitionResult(PlottedResult):
 
     about_shared: ClassVar[str] = "Held by several stages, which have to add up its gradients"
 
-    def __init__(self, work: Work, request: Request) -> None:
+    def __init__(self, work: StepWork, request: Request) -> None:
         self.work, self.request = work, request
 
     @cached_property
@@ -86,53 +208,57 @@ class PartitionResult(PlottedResult):
         return (
             []
             if self.stage_of is None
-            else [self._stage(i, self.stage_of) for i in range(self.request.stages)]
+            else [self._describe_stage(i, self.stage_of) for i in range(self.request.stages)]
         )
 
-    def _stage(self, number: int, stage_of: Stages) -> Stage:
+    def _describe_stage(self, number: int, stage_of: Stages) -> Stage:
         work = self.work
-        chosen = stage_of == number
-        ops = [op for op, is_in in zip(work.ops, chosen, strict=True) if is_in]
-        held = [index for index, read in work.parameters.items() if chosen[list(read)].any()]
-        parameters = sum(work.parameter_bytes[index] for index in held)
-        activations = int(work.activations[chosen].sum())
+        in_stage = stage_of == number
+        ops = [op for op, is_in in zip(work.ops, in_stage, strict=True) if is_in]
+        parameter_indices = [
+            index
+            for index, reader_positions in work.parameters.items()
+            if in_stage[list(reader_positions)].any()
+        ]
+        parameters = sum(work.parameter_bytes[index] for index in parameter_indices)
+        activations = int(work.activations[in_stage].sum())
         memory = self.request.copies_of(work) * parameters + self.request.in_flight(number) * activations
-        sent = sum(one.tensor.bytes or 0 for one in self.crossings if one.source == number)
+        sent = sum(crossing.tensor.bytes or 0 for crossing in self.crossings if crossing.source == number)
         return Stage(
-            number, len(ops), _place(ops[0]), _place(ops[-1]), float(work.forward[chosen].sum()),
-            float(work.backward[chosen].sum()), parameters, activations, int(memory), sent,
+            number, len(ops), _op_label(ops[0]), _op_label(ops[-1]), float(work.forward[in_stage].sum()),
+            float(work.backward[in_stage].sum()), parameters, activations, int(memory), sent,
         )  # fmt: skip
 
     @cached_property
     def crossings(self) -> Sequence[Crossing]:
         """Return each tensor that crosses, once for each stage that reads it; gradients cross backwards."""
-        return [] if self.stage_of is None else list(self._crossings(self.stage_of))
+        return [] if self.stage_of is None else list(self._find_crossings(self.stage_of))
 
-    def _crossings(self, stage_of: Stages) -> Iterator[Crossing]:
+    def _find_crossings(self, stage_of: Stages) -> Iterator[Crossing]:
         graph = self.work.graph
         for span in self.work.spans:
-            source = int(stage_of[span.made])
-            for target in sorted({int(stage_of[i]) for i in span.positions} - {source}):
+            source = int(stage_of[span.produced_at])
+            for target in sorted({int(stage_of[i]) for i in span.read_at} - {source}):
                 op = graph.ops[span.tensor.producer or 0]
                 yield Crossing(span.tensor, source, target, op.type, op.module)
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
         """Return the stages that read each parameter or buffer, by its path."""
-        found: dict[str, Sequence[int]] = {}
-        for index, read in self.work.parameters.items() if self.stage_of is not None else ():
+        stages_by_name: dict[str, Sequence[int]] = {}
+        for index, reader_positions in self.work.parameters.items() if self.stage_of is not None else ():
             name = self.work.graph.tensors[index].name or f"tensor {index}"
-            found[name] = sorted({int(self.stage_of[i]) for i in read})  # type: ignore[index]
-        return found
+            stages_by_name[name] = sorted({int(self.stage_of[i]) for i in reader_positions})  # type: ignore[index]
+        return stages_by_name
 
     @property
     def shared(self) -> Mapping[str, Sequence[int]]:
-        """Return the stages that read a parameter of which several do, by its path."""
+        """Return the parameters that several stages read, by path, with the numbers of these stages."""
         return {name: stages for name, stages in self.readers.items() if len(stages) > 1}
 
     @property
     def plan(self) -> Plan:
-        """Return what the stages of a model are made by.  Raises PartitionError where nothing ran."""
+        """Return the plan from which stages can be built.  Raises PartitionError if nothing was executed."""
         if self.stage_of is None:
             raise PartitionError("nothing was executed, so there is no plan; run the model in the scope")
         ops = [
@@ -150,47 +276,48 @@ class PartitionResult(PlottedResult):
     @cached_property
     def slots(self) -> Sequence[Slot]:
         """Return when each stage computes each micro-batch, by the costs of the stages."""
-        times = ([one.forward for one in self.stages], [one.backward for one in self.stages])
-        return slots(self.request.schedule, *times, self.request.microbatches)
+        times = ([stage.forward for stage in self.stages], [stage.backward for stage in self.stages])
+        return schedule_slots(self.request.schedule, *times, self.request.microbatches)
 
     @property
     def bubble(self) -> float:
         """Return the share of the stages' time in which they wait."""
-        return bubble(self.slots, self.request.stages)
+        return bubble_share(self.slots, self.request.stages)
 
     @property
     def imbalance(self) -> float:
-        """Return by how much the slowest stage is slower than if all took the same: 0.1 for 10 %."""
-        costs = [one.cost for one in self.stages]
+        """Return the share by which the slowest stage is slower than the mean: 0.1 for 10 %."""
+        costs = [stage.cost for stage in self.stages]
         return max(costs) * len(costs) / sum(costs) - 1 if any(costs) else 0.0
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """Return the answer: how even the stages are, what crosses, and how long they wait."""
+        """Return the share of the slowest stage, the bytes that cross, and the bubble."""
         if not self.stages:
             return "No stages: nothing was executed"
-        costs = sum(one.cost for one in self.stages)
-        slowest = max(one.cost for one in self.stages) / costs if costs else 0.0
-        crossing = amount(sum(one.tensor.bytes or 0 for one in self.crossings), unit="B")
+        costs = sum(stage.cost for stage in self.stages)
+        slowest = max(stage.cost for stage in self.stages) / costs if costs else 0.0
+        crossing = amount(sum(crossing.tensor.bytes or 0 for crossing in self.crossings), unit="B")
         name = {"1f1b": "1F1B", "gpipe": "GPipe"}[self.request.schedule]
-        how = f"{name}, {self.request.microbatches} micro-batches"
-        what = "time" if self.work.unit == "s" else self.work.unit
+        schedule_text = f"{name}, {self.request.microbatches} micro-batches"
+        quantity = "time" if self.work.unit == "s" else self.work.unit
         return (
-            f"{len(self.stages)} stages: the slowest has {slowest:.1%} of the {what}, {crossing} cross, "
-            f"the bubble is {self.bubble:.1%} ({how})"
+            f"{len(self.stages)} stages: the slowest has {slowest:.1%} of the {quantity}, {crossing} cross, "
+            f"the bubble is {self.bubble:.1%} ({schedule_text})"
         )
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each stage."""
-        whole = sum(one.cost for one in self.stages)
+        total_cost = sum(stage.cost for stage in self.stages)
         return [
-            (one.number, one.ops, one.first, one.last, one.cost, one.cost / whole if whole else 0.0,
-             one.parameters, one.activations, one.memory, one.sent)
-            for one in self.stages
+            (stage.number, stage.ops, stage.first, stage.last, stage.cost,
+             stage.cost / total_cost if total_cost else 0.0, stage.parameters, stage.activations,
+             stage.memory, stage.sent)
+            for stage in self.stages
         ]  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """Return what crosses each cut, and what the numbers leave out."""
+        """Return the tensors that cross each cut, and what the numbers leave out."""
         if not self.stages:
             return []
         work, request, stages = self.work, self.request, self.request.stages
@@ -202,28 +329,32 @@ class PartitionResult(PlottedResult):
             f"activations in flight. Equal stages would wait {equal:.1%} of the time."
         )
         if self.shared:
-            listed = ", ".join(f"{name} ({', '.join(map(str, read))})" for name, read in self.shared.items())
+            listed = ", ".join(
+                f"{name} ({', '.join(map(str, readers))})" for name, readers in self.shared.items()
+            )
             notes.append(f"{self.about_shared}: {listed}.")
-        if work.others:
-            notes.append(f"{work.others:,} ops of optimizers and constructors are in no stage.")
+        if work.unstaged_ops:
+            notes.append(f"{work.unstaged_ops:,} ops of optimizers and constructors are in no stage.")
         if work.graph.dropped:
             notes.append(f"{work.graph.dropped:,} ops came after the limit of the trace and are in no stage.")
-        if not all((*work.parameter_bytes.values(), *(one.tensor.bytes is not None for one in work.spans))):
+        if not all((*work.parameter_bytes.values(), *(span.tensor.bytes is not None for span in work.spans))):
             notes.append("Tensors whose size is not known count as 0 bytes.")
         return [*notes, *work.remarks]
 
     def _cut_note(self, number: int) -> str:
-        ways = []
+        """Return a sentence on the tensors that cross the cut ahead of a stage, in each direction."""
+        directions = []
         for is_ahead, word in ((True, "forward"), (False, "backward")):
-            across = [
-                one for one in self.crossings
-                if (one.source < number <= one.target if is_ahead else one.target < number <= one.source)
-            ]  # fmt: skip
-            size = amount(sum(one.tensor.bytes or 0 for one in across), unit="B")
-            listed = ", ".join(f"{one.made_by} {one.tensor}" for one in across[:2])
-            more = f" and {len(across) - 2} more" if len(across) > 2 else ""
-            ways += [f"{size} {word} ({listed}{more})"] if across else []
-        return f"Cut {number}: {'; '.join(ways) or 'nothing crosses'}."
+            crossings = []
+            for crossing in self.crossings:
+                before, after = sorted((crossing.source, crossing.target))
+                if before < number <= after and (crossing.source < crossing.target) == is_ahead:
+                    crossings.append(crossing)
+            size = amount(sum(crossing.tensor.bytes or 0 for crossing in crossings), unit="B")
+            listed = ", ".join(f"{crossing.made_by} {crossing.tensor}" for crossing in crossings[:2])
+            more = f" and {len(crossings) - 2} more" if len(crossings) > 2 else ""
+            directions += [f"{size} {word} ({listed}{more})"] if crossings else []
+        return f"Cut {number}: {'; '.join(directions) or 'nothing crosses'}."
 
     def facts(self) -> Mapping[str, Any]:
         """Return the bubble, what crosses, what is shared, and the stage of each op."""
@@ -234,15 +365,14 @@ class PartitionResult(PlottedResult):
             "shared": {name: list(stages) for name, stages in self.shared.items()},
             "parameters": {name: list(stages) for name, stages in self.readers.items()},
             "crossings": [
-                {"from": one.source, "to": one.target, "name": one.tensor.name, "type": one.made_by,
-                 "module": one.module, "shape": one.tensor.shape, "dtype": one.tensor.dtype,
-                 "bytes": one.tensor.bytes}
-                for one in self.crossings
+                {"from": source, "to": target, "name": tensor.name, "type": op_type, "module": module,
+                 "shape": tensor.shape, "dtype": tensor.dtype, "bytes": tensor.bytes}
+                for tensor, source, target, op_type, module in self.crossings
             ],
-            "ops": list(self._ops()),
+            "ops": list(self._op_stages()),
         }  # fmt: skip
 
-    def _ops(self) -> Iterator[Mapping[str, Any]]:
+    def _op_stages(self) -> Iterator[Mapping[str, Any]]:
         for op in self.work.graph.ops:
             position = self.work.position(op)
             if position is not None and self.stage_of is not None:
@@ -260,7 +390,7 @@ class PartitionResult(PlottedResult):
             axes.text(middle, slot.stage, str(slot.microbatch), ha="center", va="center", fontsize=7)
         axes.set_title(self.title, fontsize=9, loc="left")
         axes.set_xlabel("seconds" if self.work.unit == "s" else f"{self.work.unit} of one device")
-        axes.set_yticks(range(len(self.stages)), [f"stage {one.number}" for one in self.stages])
+        axes.set_yticks(range(len(self.stages)), [f"stage {stage.number}" for stage in self.stages])
         axes.invert_yaxis()
 
     def to_page(self) -> str:
@@ -273,5 +403,5 @@ class PartitionResult(PlottedResult):
         return {**super()._forms(), ".graph.html": self.to_page}
 
 
-def _place(op: Any) -> str:
+def _op_label(op: Any) -> str:
     return f"{op.module}: {op.type}" if op.module else str(op.type)

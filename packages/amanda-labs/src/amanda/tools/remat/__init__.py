@@ -1,4 +1,4 @@
-"""Dynamic tensor rematerialisation: a budget for what autograd keeps, and ops run again for what was evicted.
+"""Dynamic tensor rematerialisation: a memory budget for saved tensors, and recomputation of evicted ones.
 
 remat = RematTool(budget="2GiB")
 with amanda.apply(remat):
@@ -7,8 +7,7 @@ print(remat.result)
 """
 
 from amanda.tools.remat._heuristics import HEURISTICS
-from amanda.tools.remat._records import BudgetError, RematError
-from amanda.tools.remat._result import RematResult
-from amanda.tools.remat._tool import RematTool
+from amanda.tools.remat._storage import BudgetError, RematError
+from amanda.tools.remat._tool import RematResult, RematTool
 
 __all__ = ["HEURISTICS", "BudgetError", "RematError", "RematResult", "RematTool"]

@@ -1,110 +1,127 @@
-"""Eviction: storages are dropped, the lowest score first, until the budget holds what is needed."""
+"""Eviction of storages within a budget, and recomputation of evicted ones by running ops again."""
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
+from time import perf_counter
+from typing import Any
 
-from amanda.tools.remat._heuristics import Heuristic
-from amanda.tools.remat._ledger import Ledger
-from amanda.tools.remat._pytorch import Torch
-from amanda.tools.remat._records import BudgetError, OpCounts, Operation, Ref, Storage
+from amanda.tools.libraries import tree_map
+from amanda.tools.remat._heuristics import Heuristic, leave_neighbours
+from amanda.tools.remat._pytorch import TorchRuntime
+from amanda.tools.remat._storage import (
+    BudgetError,
+    InputRef,
+    Ledger,
+    OpCounts,
+    Operation,
+    RematError,
+    ScratchInput,
+    Storage,
+)
 
-EXACT, PART = 128, 8
-"""One order serves one eviction, and one more for each `PART` storages beyond `EXACT`."""
+EXACT_ORDERS, STORAGES_PER_VICTIM = 128, 8
+"""An order of candidates serves one eviction, and one more for each `STORAGES_PER_VICTIM` beyond
+`EXACT_ORDERS`: to order thousands of storages for each eviction would cost more than the ops."""
 logger = logging.getLogger("amanda")
 
 
 class Eviction:
-    """Eviction of storages that can be made again, so that the live bytes stay within a budget.
+    """Eviction of storages that ops can make again, so that the live bytes stay within a budget.
 
-    budget: bytes, None for no bound.  strict: raise BudgetError where it cannot be held.
-    returned: storages that were made again.
+    budget: bytes, None for no bound.  strict: raise BudgetError if the budget cannot be held.
+    recomputed: storages that were evicted and made again.
     """
 
     def __init__(
-        self, torch: Torch, ledger: Ledger, budget: int | None, heuristic: Heuristic, strict: bool
+        self, torch: TorchRuntime, ledger: Ledger, budget: int | None, heuristic: Heuristic, strict: bool
     ) -> None:
         self.torch, self.ledger, self.budget, self.strict = torch, ledger, budget, strict
         self._heuristic = heuristic
-        self.returned: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self.recomputed: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._generation = 0
-        self._order: list[tuple[float, int, weakref.ref[Storage]]] = []  # a heap
-        self._left = self._most = 0  # storages that are taken from it
+        self._order: list[tuple[float, int, weakref.ref[Storage]]] = []  # a heap of candidates by score
+        self._victims_left = self._victims_per_order = 0
 
-    def make_room(self, need: int, counts: OpCounts, certain: bool = True) -> None:
+    def make_room(self, need: int, counts: OpCounts, is_exact: bool = True) -> None:
         """Evict until `need` more bytes fit in the budget, or nothing more can be evicted.
 
-        certain: raise BudgetError or warn where they do not fit.
+        is_exact: raise BudgetError, or warn, if the bytes do not fit; an estimate may be too high.
         """
-        self.ledger.drain()
+        self.ledger.process_deaths()
         if self.budget is None:
             return
         if self.ledger.bytes + need > self.budget:
             self._drop_unneeded()
-        passed: set[Storage] = set()
+        refused: set[Storage] = set()
         while self.ledger.bytes + need > self.budget:
-            victim = self._victim(passed)
+            victim = self._next_victim(refused)
             if victim is None:
-                if certain:
-                    self._fall_short(need, counts)
+                if is_exact:
+                    self._report_shortage(need, counts)
                 return
             if not self._evict(victim):
-                passed.add(victim)
+                refused.add(victim)
 
     def _drop_unneeded(self) -> None:
         """Drop the copies of storages that were made again and read for the last time."""
-        for one in list(self.returned):
-            if one.copy is None or one.maker is None:
-                self.returned.discard(one)
-            elif not (one.handles or one.locks) and one.maker.is_over:
-                one.copy = None
-        self.ledger.drain()
+        for storage in list(self.recomputed):
+            if storage.copy is None or storage.maker is None:
+                self.recomputed.discard(storage)
+            elif not (storage.handles or storage.locks) and storage.maker.backward_is_over:
+                storage.copy = None
+        self.ledger.process_deaths()
 
-    def _victim(self, passed: set[Storage]) -> Storage | None:
+    def _next_victim(self, refused: set[Storage]) -> Storage | None:
         """Return the storage with the lowest score; None if nothing more can be evicted.
 
-        Many storages are put in order once for several evictions: the score of the first is computed anew,
-        and it is evicted, or put back where others are lower.
+        Scores grow while an order is in use, so the score of the first storage is computed anew: the storage
+        is evicted, or put back if its score has risen.
         """
-        if self._left <= 0 or not self._order:
-            self._put_in_order(passed)
+        if self._victims_left <= 0 or not self._order:
+            self._order_candidates(refused)
         while self._order:
             score, number, reference = self._order[0]
             storage = reference()
-            if storage is None or not self._is_candidate(storage, passed):
+            if storage is None or not self._is_candidate(storage, refused):
                 heappop(self._order)
             elif (now := self._score(storage)) > score:
                 heapreplace(self._order, (now, number, reference))
             else:
                 heappop(self._order)
-                self._left -= 1
+                self._victims_left -= 1
                 return storage
-            if not self._order and self._left < self._most:
-                self._put_in_order(passed)
+            if not self._order and self._victims_left < self._victims_per_order:
+                self._order_candidates(refused)
         return None
 
-    def _put_in_order(self, passed: set[Storage]) -> None:
-        found = [one for one in self.ledger.storages() if self._is_candidate(one, passed)]
-        self._order = [(self._score(one), i, weakref.ref(one)) for i, one in enumerate(found)]
+    def _order_candidates(self, refused: set[Storage]) -> None:
+        """Order the storages that can be evicted by their scores."""
+        candidates = [storage for storage in self.ledger.storages() if self._is_candidate(storage, refused)]
+        self._order = [(self._score(s), i, weakref.ref(s)) for i, s in enumerate(candidates)]
         heapify(self._order)
-        self._left = self._most = max((len(found) - EXACT) // PART, 1)
+        self._victims_per_order = max((len(candidates) - EXACT_ORDERS) // STORAGES_PER_VICTIM, 1)
+        self._victims_left = self._victims_per_order
 
     def _score(self, storage: Storage) -> float:
-        return self._heuristic(storage, self.ledger.clock - storage.touched + 1e-9)
+        return self._heuristic(storage, self.ledger.clock - storage.last_read + 1e-9)
 
-    def _is_candidate(self, one: Storage, passed: set[Storage]) -> bool:
-        return bool(one.maker and not one.locks and one.size and one not in passed and self._is_ours(one))
+    def _is_candidate(self, storage: Storage, refused: set[Storage]) -> bool:
+        if not storage.maker or storage.locks or not storage.size or storage in refused:
+            return False
+        return self._is_held_by_tool_alone(storage)
 
-    def _is_ours(self, storage: Storage) -> bool:
+    def _is_held_by_tool_alone(self, storage: Storage) -> bool:
         """Return True if only this tool holds a storage."""
-        own = sum(handle.tensor is not None for handle in storage.handles.alive()) + (
-            storage.copy is not None
-        )
-        return own > 0 and self.torch.uses(storage.address) == own
+        filled_handles = sum(handle.tensor is not None for handle in storage.handles.alive())
+        references = filled_handles + (storage.copy is not None)
+        return references > 0 and self.torch.use_count(storage.address) == references
 
-    def _fall_short(self, need: int, counts: OpCounts) -> None:
+    def _report_shortage(self, need: int, counts: OpCounts) -> None:
+        """Raise BudgetError if the tool is strict, otherwise warn once, and record the missing bytes."""
         assert self.budget is not None
         short = self.ledger.bytes + need - self.budget
         message = (
@@ -118,73 +135,183 @@ class Eviction:
         self.ledger.totals.short = max(self.ledger.totals.short, short)
 
     def _evict(self, storage: Storage) -> bool:
+        """Drop the tensors by which this tool holds a storage; return True if its memory was freed."""
         maker = storage.maker
         if maker is None or not self.commit(maker):
             return False
-        held = [handle for handle in storage.handles.alive() if handle.tensor is not None]
-        for handle in held:
+        filled_handles = [handle for handle in storage.handles.alive() if handle.tensor is not None]
+        for handle in filled_handles:
             handle.tensor = None
         storage.copy = None
-        memory = storage.alive
-        if memory is not None:  # somebody holds the storage itself
-            for handle in held:
-                self.torch.fill(handle, memory)
+        framework_storage = storage.live_memory
+        if framework_storage is not None:  # the program holds the storage itself, not by a tensor
+            for handle in filled_handles:
+                self.torch.refill(handle, framework_storage)
             storage.maker = None
             return False
-        self.ledger.drain()
+        self.ledger.process_deaths()
         maker.counts.evictions += 1
         maker.counts.evicted_bytes += storage.size
         return True
 
-    def revoke(self) -> None:
-        """Forget what was committed, since memory is about to be written."""
+    def revoke_commitments(self) -> None:
+        """Revoke all commitments, since memory is about to be written that recomputations may read."""
         self._generation += 1
 
     def commit(self, target: Operation) -> bool:
-        """Return True if an op can be run again, now and later; hold the inputs that could go away."""
-        good: set[Operation] = set()
-        for operation in self._closure(target):
-            if all(self._can_be_had(ref.storage, good) for ref in operation.refs):
-                good.add(operation)
+        """Ensure that an op can be run again, now and later, and hold its inputs that could be freed.
+
+        Return False for an op that depends on memory that is gone and cannot be made again.
+        """
+        recomputable: set[Operation] = set()
+        for operation in self._uncommitted_ancestors(target):
+            if all(self._is_recoverable(ref.storage, recomputable) for ref in operation.refs):
+                recomputable.add(operation)
             else:
                 for storage in operation.products:
-                    if storage.alive is not None:
+                    if storage.live_memory is not None:
                         storage.maker = None
-        if target not in good:
+        if target not in recomputable:
             return False
-        for operation in good:
+        for operation in recomputable:
             operation.committed = self._generation
             for ref in operation.refs:
                 if ref.storage.maker is None and ref.storage.copy is None:
-                    self._hold(ref)
+                    self._keep_alive(ref)
         return True
 
-    def _closure(self, target: Operation) -> list[Operation]:
-        """Return the ops that an op may need and that are not committed, in the order of execution."""
-        seen, waiting = {target}, [target]
+    def _uncommitted_ancestors(self, target: Operation) -> list[Operation]:
+        """Return an op and the ops that its inputs need, without committed ones, in execution order."""
+        ancestors, waiting = {target}, [target]
         while waiting:
             for ref in waiting.pop().refs:
                 maker = ref.storage.maker
-                if maker is not None and maker not in seen and maker.committed != self._generation:
-                    seen.add(maker)
+                if maker is not None and maker not in ancestors and maker.committed != self._generation:
+                    ancestors.add(maker)
                     waiting.append(maker)
-        return sorted(seen, key=lambda operation: operation.number)
+        return sorted(ancestors, key=lambda operation: operation.number)
 
-    def _can_be_had(self, storage: Storage, good: set[Operation]) -> bool:
+    def _is_recoverable(self, storage: Storage, recomputable: set[Operation]) -> bool:
         maker = storage.maker
         if maker is None:
-            return storage.alive is not None
-        return maker in good or maker.committed == self._generation
+            return storage.live_memory is not None
+        return maker in recomputable or maker.committed == self._generation
 
-    def _hold(self, ref: Ref) -> None:
-        """Hold a storage that cannot be made again, since others are made from it."""
+    def _keep_alive(self, ref: InputRef) -> None:
+        """Hold the storage of an input that no op can make again, for recomputations that read it."""
         tensor = ref.tensor()
         if tensor is None or tensor._version != ref.version:
-            tensor = self.torch.whole(ref.storage.alive)
-        self.ledger.hold(ref.storage, tensor.detach())
+            tensor = self.torch.byte_tensor(ref.storage.live_memory)
+        self.ledger.keep_alive(ref.storage, tensor.detach())
 
-    def settle(self, storage: Storage) -> None:
-        """Cut the history of a storage whose history autograd has cut."""
+    def cut_history(self, storage: Storage) -> None:
+        """Mark a storage as one that cannot be made again, since autograd has detached its tensor."""
         maker, storage.maker = storage.maker, None
         if maker is not None and maker.committed == self._generation and storage.copy is None:
-            self.ledger.hold(storage, self.torch.whole(storage.alive))
+            self.ledger.keep_alive(storage, self.torch.byte_tensor(storage.live_memory))
+
+
+class Recomputation:
+    """Recomputation of evicted storages, within the budget."""
+
+    def __init__(self, torch: TorchRuntime, ledger: Ledger, eviction: Eviction) -> None:
+        self.torch, self.ledger, self._eviction = torch, ledger, eviction
+
+    def materialise(self, target: Storage, bounded: bool = True) -> Any:
+        """Return the memory of a storage; recompute it, and the evicted storages that this needs.
+
+        bounded: evict other storages if the budget would be exceeded.
+        Raises RematError if an op's results differ in size from the first run, or if its inputs were written
+        without instrumentation.
+        """
+        # A stack instead of recursion, since chains of evicted storages are as long as the model is deep.
+        # Each storage on it locks the inputs that are there, so that room for one evicts no other.
+        pending: list[tuple[Storage, set[Storage]]] = [(target, set())]
+        try:
+            while pending:
+                self.ledger.process_deaths()
+                storage, locked = pending[-1]
+                if storage.live_memory is not None:
+                    pending.pop()
+                    _unlock(locked)
+                    continue
+                maker = storage.maker
+                if maker is None:
+                    raise RematError(
+                        "a tensor that is needed to compute evicted ones again was written unseen"
+                    )
+                missing = _lock_inputs(maker, locked)
+                if missing is not None:
+                    pending.append((missing, set()))
+                    continue
+                if bounded:
+                    self._eviction.make_room(maker.size, maker.counts)
+                self._recompute(maker, storage)
+        finally:
+            for _, locked in pending:
+                _unlock(locked)
+        target.last_read = self.ledger.clock
+        return target.live_memory
+
+    def _recompute(self, operation: Operation, target: Storage) -> None:
+        counts = operation.counts
+        begin = perf_counter()
+        inputs = tree_map(self._materialise_input, operation.inputs)
+        results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
+        self.ledger.update_peak(operation.size)
+        for storage in operation.products:
+            if storage.live_memory is None and (storage is target or storage.handles):
+                index, is_saved = storage.slot
+                self._restore_storage(storage, (saved if is_saved else results)[index : index + 1], counts)
+        counts.rematerialisations += 1
+        counts.seconds += perf_counter() - begin
+        self.ledger.clock += operation.cost
+
+    def _restore_storage(self, storage: Storage, tensors: Sequence[Any], counts: OpCounts) -> None:
+        framework_storage = tensors[0].untyped_storage() if tensors else None
+        size = None if framework_storage is None else framework_storage.nbytes()
+        if size != storage.size:
+            raise RematError(
+                f"{counts.type} at {counts.source} made {storage.size:,} bytes at first, and "
+                f"{'none' if size is None else size} when it was run again"
+            )
+        leave_neighbours(storage)
+        storage.last_read = self.ledger.clock
+        self.ledger.add(framework_storage, storage, counts=True)
+        self.ledger.keep_alive(storage, self.torch.byte_tensor(framework_storage))
+        self._eviction.recomputed.add(storage)
+
+    def _materialise_input(self, value: Any) -> Any:
+        if isinstance(value, ScratchInput):
+            geometry = value.geometry
+            return self.torch.torch.zeros(geometry.size, dtype=geometry.dtype, device=value.device)
+        if not isinstance(value, InputRef):
+            return value
+        storage = value.storage
+        tensor = value.tensor()
+        is_written = storage.copy is not None and storage.copy._version != storage.version
+        if is_written or (tensor is not None and tensor._version != value.version):
+            raise RematError(
+                f"a tensor of {storage.size:,} bytes that is needed to compute evicted ones again was "
+                "written where no tool saw it; write it inside the scope, with instrumentation on"
+            )
+        storage.last_read = self.ledger.clock
+        view = self.torch.view(storage.live_memory, value.geometry)
+        return view.requires_grad_() if value.requires_grad else view
+
+
+def _lock_inputs(operation: Operation, locked: set[Storage]) -> Storage | None:
+    """Lock the inputs of an op that have memory; return the first evicted one, or None."""
+    missing = None
+    for ref in operation.refs:
+        if ref.storage.live_memory is None:
+            missing = missing or ref.storage
+        elif ref.storage not in locked:
+            ref.storage.locks += 1
+            locked.add(ref.storage)
+    return missing
+
+
+def _unlock(storages: set[Storage]) -> None:
+    for storage in storages:
+        storage.locks -= 1

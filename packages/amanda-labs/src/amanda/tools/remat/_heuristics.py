@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from amanda.tools.remat._records import Storage
+    from amanda.tools.remat._storage import Storage
 
 Heuristic = Callable[["Storage", float], float]
 """Function of a storage and its staleness, above 0; returns the score."""
@@ -27,43 +27,44 @@ class Cluster:
 
     def root(self) -> Cluster:
         """Return the set's representative, which has the cost of all; halve the path to it."""
-        one = self
-        while one._parent is not None:
-            if one._parent._parent is not None:
-                one._parent = one._parent._parent
-            one = one._parent
-        return one
+        cluster = self
+        while cluster._parent is not None:
+            if cluster._parent._parent is not None:
+                cluster._parent = cluster._parent._parent
+            cluster = cluster._parent
+        return cluster
 
-    def join(self, other: Cluster) -> None:
-        """Unite two sets."""
-        mine, theirs = self.root(), other.root()
-        if mine is not theirs:
-            theirs._parent = mine
-            mine.cost += theirs.cost
+    def join(self, neighbour: Cluster) -> None:
+        """Unite two sets, and add up their costs."""
+        root, neighbour_root = self.root(), neighbour.root()
+        if root is not neighbour_root:
+            neighbour_root._parent = root
+            root.cost += neighbour_root.cost
 
 
-def parents(storage: Storage) -> list[Storage]:
+def missing_inputs(storage: Storage) -> list[Storage]:
     """Return the storages that are gone and needed to make this one again."""
     refs = () if storage.maker is None else storage.maker.refs
     return [ref.storage for ref in refs if ref.storage.is_gone]
 
 
-def children(storage: Storage) -> list[Storage]:
+def missing_consumers(storage: Storage) -> list[Storage]:
     """Return the storages that are gone and need this one to be made again."""
     consumers = storage.consumers.alive()
     return [product for operation in consumers for product in operation.products if product.is_gone]
 
 
-def _clusters(storage: Storage) -> list[Cluster]:
-    around = [*parents(storage), *children(storage)]
-    return [one.cluster for one in around if one.cluster is not None]
+def _neighbour_clusters(storage: Storage) -> list[Cluster]:
+    """Return the clusters of the evicted storages that are inputs or consumers of a storage."""
+    neighbours = [*missing_inputs(storage), *missing_consumers(storage)]
+    return [neighbour.cluster for neighbour in neighbours if neighbour.cluster is not None]
 
 
 def join_neighbours(storage: Storage) -> None:
     """Join the sets around a storage that has lost its memory."""
     if storage.is_gone:
         storage.cluster = Cluster(storage.cost)
-        for cluster in _clusters(storage):
+        for cluster in _neighbour_clusters(storage):
             storage.cluster.join(cluster)
 
 
@@ -77,44 +78,45 @@ def leave_neighbours(storage: Storage) -> None:
 
 def _evicted_cost(storage: Storage) -> float:
     """Return the cost of the evicted neighbourhood e*: evicted storages reached in either direction."""
-    return _sum(storage, parents) + _sum(storage, children)
+    return _reachable_cost(storage, missing_inputs) + _reachable_cost(storage, missing_consumers)
 
 
-def _sum(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
-    seen, waiting, cost = {storage}, [storage], 0.0
+def _reachable_cost(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
+    """Return the cost of the evicted storages that are reached in a direction; each op counts once."""
+    visited, waiting, cost = {storage}, [storage], 0.0
     operations = set()
     while waiting:
-        for one in direction(waiting.pop()):
-            if one not in seen:
-                seen.add(one)
-                waiting.append(one)
-                if one.maker not in operations:
-                    operations.add(one.maker)
-                    cost += one.cost
+        for storage_reached in direction(waiting.pop()):
+            if storage_reached not in visited:
+                visited.add(storage_reached)
+                waiting.append(storage_reached)
+                if storage_reached.maker not in operations:
+                    operations.add(storage_reached.maker)
+                    cost += storage_reached.cost
     return cost
 
 
 def _h_dtr_eq(storage: Storage, staleness: float) -> float:
-    around = {cluster.root() for cluster in _clusters(storage)}
-    return (storage.cost + sum(root.cost for root in around)) / (storage.size * staleness)
+    clusters = {cluster.root() for cluster in _neighbour_clusters(storage)}
+    return (storage.cost + sum(cluster.cost for cluster in clusters)) / (storage.size * staleness)
 
 
 HeuristicName = Literal["h_dtr", "h_dtr_eq", "h_dtr_local", "h_e_star", "msps", "lru", "size"]
 
 HEURISTICS: dict[HeuristicName, Heuristic] = {
     # Cost of the storage and its evicted neighbourhood, over bytes and staleness.
-    "h_dtr": lambda one, staleness: (one.cost + _evicted_cost(one)) / (one.size * staleness),
+    "h_dtr": lambda storage, staleness: (storage.cost + _evicted_cost(storage)) / (storage.size * staleness),
     # The same with the neighbourhood by union-find, which is fast.
     "h_dtr_eq": _h_dtr_eq,
     # Cost of the storage alone, over bytes and staleness.
-    "h_dtr_local": lambda one, staleness: one.cost / (one.size * staleness),
+    "h_dtr_local": lambda storage, staleness: storage.cost / (storage.size * staleness),
     # Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks.
-    "h_e_star": lambda one, _: _evicted_cost(one),
+    "h_e_star": lambda storage, _: _evicted_cost(storage),
     # Cost of the storage and of evicted ones before it, over bytes (Peng et al. 2020, "Capuchin").
-    "msps": lambda one, _: (one.cost + _sum(one, parents)) / one.size,
+    "msps": lambda storage, _: (storage.cost + _reachable_cost(storage, missing_inputs)) / storage.size,
     # The one that was read longest ago.
     "lru": lambda _, staleness: 1 / staleness,
     # The largest (GreedyRemat, Kumar et al. 2019).
-    "size": lambda one, _: 1 / one.size,
+    "size": lambda storage, _: 1 / storage.size,
 }
 """Heuristics by name."""

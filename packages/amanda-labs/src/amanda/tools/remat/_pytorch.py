@@ -11,7 +11,7 @@ from amanda import interceptor
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
 from amanda.tools.mapping import undisturbed
-from amanda.tools.remat._records import Handle
+from amanda.tools.remat._storage import Handle
 
 _REQUIRED = RequiredNames(
     "amanda.tools.remat",
@@ -68,8 +68,8 @@ _SWITCHES = (
 """Getter and setter of each switch by which PyTorch chooses kernels."""
 
 
-class Torch:
-    """The operations of PyTorch that this tool needs."""
+class TorchRuntime:
+    """Functions of PyTorch for storages, saved tensors and repeated runs of ops."""
 
     def __init__(self) -> None:
         import torch
@@ -78,29 +78,29 @@ class Torch:
         self.torch: Any = torch
         native: Any = torch._C
         self._tensor, self._strided = torch.Tensor, torch.strided
-        self._plain = (torch.Tensor, torch.nn.Parameter)
-        known = [pair for pair in _SWITCHES if all(hasattr(native, name) for name in pair)]
-        self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in known]
-        self._last = Settings(None, [])
+        self._plain_classes = (torch.Tensor, torch.nn.Parameter)
+        available = [pair for pair in _SWITCHES if all(hasattr(native, name) for name in pair)]
+        self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in available]
+        self._last_settings = Settings(None, [])
         sample = torch.empty(1)
         address = sample.untyped_storage()._cdata
-        self._offset: int = native._storage_Use_Count(address) - 1
+        self._extra_uses: int = native._storage_Use_Count(address) - 1
 
-    def records(self, tensors: Sequence[Any]) -> bool:
-        """Return True if autograd records an op that reads these tensors, and the op can run again."""
+    def will_record(self, tensors: Sequence[Any]) -> bool:
+        """Return True if autograd will record an op that reads these tensors, and the op can run again."""
         torch, native = self.torch, self.torch._C
         if not torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
             return False
-        if not any(one.requires_grad for one in tensors) or not all(map(self.is_plain, tensors)):
+        if not any(tensor.requires_grad for tensor in tensors) or not all(map(self.is_plain, tensors)):
             return False
         modes = map(native._get_function_stack_at, range(native._len_torch_function_stack()))
-        disturbed = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # the default device's
-        return not disturbed and not native._len_torch_dispatch_stack()
+        has_user_mode = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # the default device's
+        return not has_user_mode and not native._len_torch_dispatch_stack()
 
     def is_plain(self, tensor: Any) -> bool:
-        """Return True for a strided tensor that its storage and geometry describe."""
+        """Return True for a tensor that can be rebuilt from its storage and geometry."""
         return (
-            type(tensor) in self._plain
+            type(tensor) in self._plain_classes
             and tensor.layout is self._strided
             and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
             and not tensor.is_inference()
@@ -109,33 +109,33 @@ class Torch:
 
     def tensors(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors among values."""
-        kind = self._tensor
-        return [one for one in leaves(values) if isinstance(one, kind)]
+        tensor_class = self._tensor
+        return [value for value in leaves(values) if isinstance(value, tensor_class)]
 
-    def results(self, result: Any) -> list[Any]:
+    def results_in_order(self, result: Any) -> list[Any]:
         """Return an op's results in order."""
         return leaves([result])
 
-    def uses(self, address: int) -> int:
+    def use_count(self, address: int) -> int:
         """Return the number of tensors on a storage."""
         count: int = self.torch._C._storage_Use_Count(address)
-        return count - self._offset
+        return count - self._extra_uses
 
     def geometry(self, tensor: Any) -> Geometry:
         """Return the geometry of a tensor."""
         return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def view(self, memory: Any, geometry: Geometry) -> Any:
-        """Return a tensor on a storage."""
-        made = self.torch.empty(0, dtype=geometry.dtype, device=memory.device)
-        return made.set_(memory, geometry.offset, geometry.size, geometry.stride)
+        """Return a tensor of a geometry in a storage."""
+        tensor = self.torch.empty(0, dtype=geometry.dtype, device=memory.device)
+        return tensor.set_(memory, geometry.offset, geometry.size, geometry.stride)
 
-    def whole(self, memory: Any) -> Any:
-        """Return a tensor of all bytes of a storage."""
+    def byte_tensor(self, memory: Any) -> Any:
+        """Return a uint8 tensor of all bytes of a storage."""
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
 
-    def fill(self, handle: Handle, memory: Any) -> None:
-        """Give a handle its tensor anew, on a storage."""
+    def refill(self, handle: Handle, memory: Any) -> None:
+        """Set a handle's tensor again, in a storage."""
         handle.tensor = self.view(memory, handle.geometry)
         handle.version = handle.tensor._version
 
@@ -143,33 +143,38 @@ class Torch:
         """Return the present settings, with autocast for the devices of the inputs."""
         switches, torch = [get() for get, _ in self._switches], self.torch
         if not torch._C._is_any_autocast_enabled():
-            if switches != self._last.switches:
-                self._last = Settings(None, switches)
-            return self._last  # most ops share one, which the garbage collector visits once
-        devices = sorted({"cpu", *(one.device.type for one in tensors)})
+            if switches != self._last_settings.switches:
+                self._last_settings = Settings(None, switches)
+            return self._last_settings  # shared by most ops, so the garbage collector has fewer objects
+        devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
         states = tuple(
-            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in devices
         )
-        return Settings(states if any(on for _, on, _ in states) else None, switches)
+        return Settings(states if any(enabled for _, enabled, _ in states) else None, switches)
 
-    def state(self, inputs: Sequence[Any], tensors: Sequence[Any], random: bool) -> list[Any]:
-        """Return state that an op must leave unchanged to run again: versions, and states of generators.
+    def versions_and_generators(
+        self, inputs: Sequence[Any], tensors: Sequence[Any], random: bool
+    ) -> list[Any]:
+        """Return state that an op must leave unchanged to be run again later.
 
-        tensors: among the inputs.
-        random: read the states of the generators that an op on these inputs may draw from.
+        tensors: among the inputs, for their versions.
+        random: also the states of the generators that an op on these inputs may draw from.
         """
-        state: list[Any] = [one._version for one in tensors]
+        state: list[Any] = [tensor._version for tensor in tensors]
         if random:
             torch = self.torch
-            devices = {one.device for one in tensors if one.device.type != "cpu"}
-            drawn = [torch.default_generator.get_state()]
-            drawn += [getattr(torch, device.type).get_rng_state(device) for device in devices]
-            drawn += [one.get_state() for one in leaves(inputs) if isinstance(one, torch.Generator)]
-            state += [one.numpy().tobytes() for one in drawn]
+            devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+            generator_states = [torch.default_generator.get_state()]
+            generator_states += [getattr(torch, device.type).get_rng_state(device) for device in devices]
+            generator_states += [
+                value.get_state() for value in leaves(inputs) if isinstance(value, torch.Generator)
+            ]
+            state += [generator_state.numpy().tobytes() for generator_state in generator_states]
         return state
 
-    def saving(self, pack: Any, unpack: Any) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves results of `pack`, unless the user has hooks."""
+    def saved_tensors_context(self, pack: Any, unpack: Any) -> AbstractContextManager[Any]:
+        """Return a context in which autograd saves the results of `pack`, unless the user has hooks."""
         autograd = self.torch._C._autograd
         enabled = autograd._saved_tensors_hooks_is_enabled()
         if not enabled or autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -182,56 +187,66 @@ class Torch:
     ) -> tuple[list[Any], list[Any]]:
         """Run an op again; return its results, and the tensors that autograd saves, in order."""
         torch = self.torch
-        present = self.settings(self.tensors(inputs))
-        off = [(device, False, dtype) for device, _, dtype in present.autocast or ()]
+        current = self.settings(self.tensors(inputs))
+        disabled = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
         with undisturbed(), ExitStack() as stack:
-            for device, on, dtype in settings.autocast or off:
-                stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
+            for device, enabled, dtype in settings.autocast or disabled:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
             stack.enter_context(torch.enable_grad())
-            for (_, turn), now, then in zip(self._switches, present.switches, settings.switches, strict=True):
-                if now != then:
-                    turn(then)
-                    stack.callback(turn, now)
-            results, saved = self._observed(compute, inputs)
-            return [one.detach() if isinstance(one, torch.Tensor) else one for one in results], saved
+            for (_, set_switch), current_value, recorded_value in zip(
+                self._switches, current.switches, settings.switches, strict=True
+            ):
+                if current_value != recorded_value:
+                    set_switch(recorded_value)
+                    stack.callback(set_switch, current_value)
+            results, saved = self._run_observed(compute, inputs)
+            return [
+                result.detach() if isinstance(result, torch.Tensor) else result for result in results
+            ], saved
 
-    def _observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _run_observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run an op; return its results, and the tensors that autograd saves, in order."""
         saved: list[Any] = []
         hooks = self.torch.autograd.graph.saved_tensors_hooks
-        with hooks(lambda one: saved.append(one.detach()), lambda packed: packed):
-            return self.results(compute(inputs)), saved
+        with hooks(lambda tensor: saved.append(tensor.detach()), lambda packed: packed):
+            return self.results_in_order(compute(inputs)), saved
 
-    def unseen(self) -> AbstractContextManager[Any]:
-        """Return a context that hides what is read of tensors from the user's modes and tensor subclasses."""
+    def without_torch_function(self) -> AbstractContextManager[Any]:
+        """Return a context in which the user's modes and tensor subclasses do not see reads of tensors."""
         return self.torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
-    def expected(self, compute: Compute, inputs: Sequence[Any]) -> int | None:
-        """Return the bytes that an op will make, from a run on the meta device; None if that fails.
+    def expected_bytes(self, compute: Compute, inputs: Sequence[Any]) -> int | None:
+        """Return the bytes of new storages of an op, from a run on the meta device; None if it fails.
 
-        The run has a thread of its own, without the user's settings, where autograd counts apart.
+        The run is on a new thread, so that it sees none of the user's modes and does not advance autograd's
+        sequence numbers, which are per thread.
         """
-        given = tree_map(self._meta, list(inputs))
-        found: list[int] = []
+        meta_inputs = tree_map(self._on_meta_device, list(inputs))
+        sizes: list[int] = []
 
         def run() -> None:
-            with interceptor.Suspension(), suppress(Exception):  # which the op itself will raise
-                found.append(self._bytes_made(compute, given))
+            with interceptor.Suspension(), suppress(Exception):  # the op itself will raise it again
+                sizes.append(self._bytes_made(compute, meta_inputs))
 
         thread = threading.Thread(target=run, name="amanda-remat")
         thread.start()
         thread.join()
-        return found[0] if found else None
+        return sizes[0] if sizes else None
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
-        results, saved = self._observed(compute, inputs)
-        made = {one.untyped_storage()._cdata: one for one in (*saved, *self.tensors(results))}
-        given = {one.untyped_storage()._cdata for one in self.tensors(inputs)}
-        return sum(int(made[one].untyped_storage().nbytes()) for one in made.keys() - given)
+        results, saved = self._run_observed(compute, inputs)
+        storages_made = {
+            tensor.untyped_storage()._cdata: tensor for tensor in (*saved, *self.tensors(results))
+        }
+        input_storages = {tensor.untyped_storage()._cdata for tensor in self.tensors(inputs)}
+        return sum(
+            int(storages_made[address].untyped_storage().nbytes())
+            for address in storages_made.keys() - input_storages
+        )
 
-    def _meta(self, value: Any) -> Any:
+    def _on_meta_device(self, value: Any) -> Any:
         torch = self.torch
         if not isinstance(value, torch.Tensor):
             return torch.device("meta") if isinstance(value, torch.device) else value
-        bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return bare.requires_grad_(value.requires_grad)
+        meta_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return meta_tensor.requires_grad_(value.requires_grad)

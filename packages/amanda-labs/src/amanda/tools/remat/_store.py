@@ -11,31 +11,38 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.tools.mapping import undisturbed
-from amanda.tools.remat._eviction import Eviction
+from amanda.tools.remat._eviction import Eviction, Recomputation
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours
-from amanda.tools.remat._ledger import Ledger, Totals
-from amanda.tools.remat._pytorch import Torch
-from amanda.tools.remat._recomputation import Recomputation
-from amanda.tools.remat._records import Handle, OpCounts, Operation, Ref, Scratch, Storage
+from amanda.tools.remat._pytorch import TorchRuntime
+from amanda.tools.remat._storage import (
+    Handle,
+    InputRef,
+    Ledger,
+    MemoryTotals,
+    OpCounts,
+    Operation,
+    ScratchInput,
+    Storage,
+)
 
 
-class Store:
-    """The records of ops, and of tensors that autograd saves, within a budget; any thread may call it.
+class RematStore:
+    """Records of ops, and of the tensors that autograd saves of them, within a budget; safe for threads.
 
-    Evicted storages come back when they are read, before a write that would make that impossible, and at the
-    end.  totals: are kept up to date.  budget, strict: as `Eviction` has them.
+    Evicted storages are made again when they are read, before a write that would make that impossible, and
+    when the tool's scope ends.  totals: are kept up to date.  budget, strict: see `Eviction`.
     """
 
-    def __init__(self, totals: Totals, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
-        self.torch, self.ledger, self.lock = Torch(), Ledger(totals), threading.RLock()
+    def __init__(self, totals: MemoryTotals, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
+        self.torch, self.ledger, self.lock = TorchRuntime(), Ledger(totals), threading.RLock()
         self.eviction = Eviction(self.torch, self.ledger, budget, heuristic, strict)
         self.recomputation = Recomputation(self.torch, self.ledger, self.eviction)
         self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._busy = False
+        self._has_handles = False
 
-    def meet(self, tensor: Any) -> Storage:
-        """Return the record of a tensor's storage; that of an unknown tensor cannot be made again."""
+    def storage_of(self, tensor: Any) -> Storage:
+        """Return the record of a tensor's storage; add one if no recorded op made it."""
         memory, ledger = tensor.untyped_storage(), self.ledger
         entry = ledger.find(memory)
         storage = None if entry is None else entry.storage
@@ -43,8 +50,8 @@ class Store:
             storage = Storage(memory.nbytes())
             ledger.add(memory, storage, counts=False)
         elif storage.maker is not None and not tensor.requires_grad:
-            self.eviction.settle(storage)
-        storage.touched = ledger.clock
+            self.eviction.cut_history(storage)
+        storage.last_read = ledger.clock
         return storage
 
     def begin(
@@ -55,58 +62,68 @@ class Store:
         tensors: Sequence[Any],
         scratch: Sequence[int],
     ) -> Operation:
-        """Record an op that is about to run; tensors: among its inputs."""
-        self._tidy()
-        kept = [self._referred(one, i in scratch) for i, one in enumerate(inputs)]
-        self._numbers += 1
-        return Operation(self._numbers, counts, compute, kept, self.torch.settings(tensors))
+        """Record an op that is about to run.
 
-    def _tidy(self) -> None:
-        """Drop copies and histories once autograd holds nothing any more."""
+        tensors: among its inputs.  scratch: indices of inputs that the op writes and does not read.
+        """
+        self._release_after_backward()
+        recorded_inputs = [self._record_input(value, i in scratch) for i, value in enumerate(inputs)]
+        self._numbers += 1
+        return Operation(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
+
+    def _release_after_backward(self) -> None:
+        """Drop copies and histories once autograd holds no handle any more."""
         if self._handles:
-            self._busy = True
-        elif self._busy:
-            self._busy = False
+            self._has_handles = True
+        elif self._has_handles:
+            self._has_handles = False
             for storage in self.ledger.storages():
                 storage.copy = storage.maker = None
 
-    def _referred(self, value: Any, is_scratch: bool = False) -> Any:
-        """Return the record of an input: a Ref or a Scratch for each tensor, and other values as they are."""
+    def _record_input(self, value: Any, is_scratch: bool = False) -> Any:
+        """Return an input with an InputRef or a ScratchInput for each tensor in it."""
         if type(value) in (list, tuple):
-            return type(value)(map(self._referred, value))
+            return type(value)(map(self._record_input, value))
         if isinstance(value, slice):  # its bounds may be tensors, which the program may write later
             bounds = (value.start, value.stop, value.step)
-            return slice(*(int(one) if isinstance(one, self.torch.torch.Tensor) else one for one in bounds))
+            return slice(
+                *(int(bound) if isinstance(bound, self.torch.torch.Tensor) else bound for bound in bounds)
+            )
         if not isinstance(value, self.torch.torch.Tensor):
             return value
         geometry = self.torch.geometry(value)
         if is_scratch:
-            return Scratch(geometry, value.device)
-        return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
+            return ScratchInput(geometry, value.device)
+        return InputRef(
+            self.storage_of(value), geometry, value.requires_grad, value._version, weakref.ref(value)
+        )
 
-    def saving(self, operation: Operation) -> AbstractContextManager[Any]:
+    def saving_handles(self, operation: Operation) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves handles instead of an op's tensors."""
-        kept, indices = weakref.ref(operation), count()  # the graph keeps the hooks, and with them `pack`
+        reference, indices = (
+            weakref.ref(operation),
+            count(),
+        )  # the graph keeps the hooks, and with them `pack`
 
         def pack(tensor: Any) -> Handle:
-            saver = kept()
-            assert saver is not None
+            recorded_operation = reference()
+            assert recorded_operation is not None
             with self.lock:
-                return self._save(saver, tensor, next(indices))
+                return self._save_handle(recorded_operation, tensor, next(indices))
 
-        return self.torch.saving(pack, self.unpack)
+        return self.torch.saved_tensors_context(pack, self.unpack)
 
-    def _save(self, operation: Operation, tensor: Any, index: int) -> Handle:
-        """Return a handle of the index-th tensor that autograd saves while an op runs."""
+    def _save_handle(self, operation: Operation, tensor: Any, index: int) -> Handle:
+        """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
         version = None if tensor.is_inference() else tensor._version
         if not self.torch.is_plain(tensor):
             return Handle(tensor.detach(), version, None, None)
         memory = tensor.untyped_storage()
         entry = self.ledger.find(memory)
         if entry is None:
-            storage = self._made(operation, memory, (index, True))
+            storage = self._add_product(operation, memory, (index, True))
         else:
-            storage = entry.storage or self.meet(tensor)
+            storage = entry.storage or self.storage_of(tensor)
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
         storage.handles.add(handle)
         operation.saved.append(weakref.ref(handle))
@@ -114,36 +131,39 @@ class Store:
         return handle
 
     def finish(self, operation: Operation, result: Any, pure: bool) -> None:
-        """Record the storages that an op has made; those of an op that is not pure cannot be made again."""
-        for index, one in enumerate(self.torch.results(result)):
-            if isinstance(one, self.torch.torch.Tensor) and self.torch.is_plain(one):
-                memory = one.untyped_storage()
+        """Record the storages that an op has made.  pure: False if the op cannot be run again."""
+        for index, value in enumerate(self.torch.results_in_order(result)):
+            if isinstance(value, self.torch.torch.Tensor) and self.torch.is_plain(value):
+                memory = value.untyped_storage()
                 if self.ledger.find(memory) is None:
-                    self._made(operation, memory, (index, False))
-        made = operation.products
-        operation.size = sum(one.size for one in made)
+                    self._add_product(operation, memory, (index, False))
+        products = operation.products
+        operation.size = sum(value.size for value in products)
         self.ledger.clock = clock = self.ledger.clock + operation.cost
-        for storage in made:
-            storage.touched = clock
+        for storage in products:
+            storage.last_read = clock
         if not pure:
-            operation.forget()
+            operation.cut_history()
 
-    def _made(self, operation: Operation, memory: Any, slot: tuple[int, bool]) -> Storage:
-        storage = operation.makes(memory.nbytes(), slot)
+    def _add_product(self, operation: Operation, memory: Any, slot: tuple[int, bool]) -> Storage:
+        storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
         return storage
 
     def unpack(self, handle: Handle) -> Any:
-        """Return the tensor that a handle stands for, computed again if it was evicted."""
-        with self.lock, self.torch.unseen():
+        """Return the tensor of a handle; recompute it if it was evicted.
+
+        Raises RuntimeError, with autograd's text, if the program has written the tensor since.
+        """
+        with self.lock, self.torch.without_torch_function():
             storage = handle.storage
             tensor = handle.tensor
             if tensor is None:
                 assert storage is not None
-                with self._alone():
+                with self._exclusive():
                     return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
             if storage is not None:
-                storage.touched = self.ledger.clock
+                storage.last_read = self.ledger.clock
             if handle.version not in (None, tensor._version):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
@@ -153,18 +173,19 @@ class Store:
             return tensor
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the lock, with instrumentation and the user's modes switched off."""
         with interceptor.Suspension(), self.lock, undisturbed():
             yield
 
     def before_write(self, tensors: Sequence[Any]) -> None:
-        """Make evicted storages again, before tensors are written that this takes."""
-        with self._alone():
-            self._tidy()
-            self.ledger.drain()
+        """Recompute the evicted storages that depend on tensors, before the program writes these tensors."""
+        with self._exclusive():
+            self._release_after_backward()
+            self.ledger.process_deaths()
             for tensor in filter(self.torch.is_plain, tensors):
                 memory = tensor.untyped_storage()
-                storage = self.ledger.written(memory)
+                storage = self.ledger.forget_written(memory)
                 if storage is not None:
                     if storage.maker is None and storage.copy is not None:
                         self._restore_dependents(storage, memory)
@@ -172,23 +193,27 @@ class Store:
                     join_neighbours(storage)
 
     def _restore_dependents(self, written: Storage, memory: Any) -> None:
-        """Make the evicted storages again that cannot be made once a storage is written."""
-        self.eviction.revoke()
-        evicted = {one.storage for one in list(self._handles) if one.storage and one.tensor is None}
-        gone = [one for one in evicted if one.alive is None]
-        lost = [one for one in gone if one.maker is None or not self.eviction.commit(one.maker)]
+        """Recompute the evicted storages that cannot be recomputed once a storage is written."""
+        self.eviction.revoke_commitments()
+        evicted_storages = {
+            handle.storage for handle in list(self._handles) if handle.storage and handle.tensor is None
+        }
+        missing = [storage for storage in evicted_storages if storage.live_memory is None]
+        not_recomputable = [
+            storage for storage in missing if storage.maker is None or not self.eviction.commit(storage.maker)
+        ]
         written.memory = weakref.ref(memory)
-        for storage in lost:
+        for storage in not_recomputable:
             self.recomputation.materialise(storage, bounded=False)
             storage.maker = None
         written.memory = None
 
     def restore(self) -> None:
-        """Make all evicted storages again, give each handle its tensor, and follow no storage any more."""
-        with self._alone():
+        """Recompute all evicted storages, set the tensor of each handle, and forget all records."""
+        with self._exclusive():
             for handle in list(self._handles):
                 if handle.tensor is None and handle.storage is not None:
-                    self.torch.fill(handle, self.recomputation.materialise(handle.storage, bounded=False))
+                    self.torch.refill(handle, self.recomputation.materialise(handle.storage, bounded=False))
                 handle.storage = None
             self._handles.clear()
             self.ledger.clear()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import amanda
 from amanda.errors import OptionError, ToolError
@@ -14,30 +15,30 @@ from amanda.options import Name, NonNegativeInt, Where, checked
 from amanda.tools.mapping import MappingTool, Rerun, StandardMapping, rerun
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._heuristics import HEURISTICS, HeuristicName
-from amanda.tools.remat._ledger import Totals
-from amanda.tools.remat._records import OpCounts
-from amanda.tools.remat._result import RematResult
-from amanda.tools.remat._store import Store
+from amanda.tools.remat._storage import MemoryTotals, OpCounts
+from amanda.tools.remat._store import RematStore
+from amanda.tools.results import Column, Result, amount, shortened
 
 logger = logging.getLogger("amanda")
 
-_KNOWN = 10_000  # sizes kept at most
+_MAX_SIZES = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
-_BYTES = 'a number of bytes, or a text such as "2GiB" or "512 MB"'
+_BUDGET_FORM = 'a number of bytes, or a text such as "2GiB" or "512 MB"'
 Budget: TypeAlias = Annotated[
-    NonNegativeInt | Name, Where(_BYTES, lambda budget: isinstance(budget, int) or _AMOUNT.fullmatch(budget))
+    NonNegativeInt | Name,
+    Where(_BUDGET_FORM, lambda budget: isinstance(budget, int) or _AMOUNT.fullmatch(budget)),
 ]
 
 
 class RematTool(amanda.Tool):
-    """A tool that keeps the tensors that autograd saves within a budget, and recomputes evicted ones.
+    """Trains within a memory budget: evicts tensors that autograd saves, and recomputes them when needed.
 
     budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
-    heuristic: chooses the storage to evict first, a name in `HEURISTICS`.
-    cost: of an op, its "time" or, for runs that are to repeat exactly, "count" (each op is 1).
+    heuristic: name in `HEURISTICS` of the score by which storages are evicted.
+    cost: of an op, its "time" or, for reproducible evictions, "count" (each op costs 1).
     strict: raise BudgetError if the budget cannot be held, instead of a warning.
-    `result` has the evictions, `clear` starts anew.  Raises OptionError for other options.
+    `result` has the evictions, `clear` resets the counts.  Raises OptionError for other options.
 
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
     """
@@ -53,17 +54,17 @@ class RematTool(amanda.Tool):
         strict: bool = False,
     ) -> None:
         super().__init__()
-        self._budget = _bytes(budget)
+        self._budget = _budget_bytes(budget)
         self._heuristic = HEURISTICS[heuristic]
-        self._unit = cost == "count"
+        self._counts_ops = cost == "count"
         self._strict = strict
         self._counts: dict[int, OpCounts] = {}
-        self._passed: set[amanda.Namespace] = set()
+        self._skipped_namespaces: set[amanda.Namespace] = set()
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
-        self._store: Store | None = None
-        self._totals = Totals()
+        self._store: RematStore | None = None
+        self._totals = MemoryTotals()
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
-        self.add_inst_for_op(self._analyse)
+        self.add_inst_for_op(self._instrument_op)
 
     @property
     def result(self) -> RematResult:
@@ -78,97 +79,169 @@ class RematTool(amanda.Tool):
             counts.seconds = 0.0
         self._totals.peak = self._totals.short = 0
         if self._store is not None:
-            self._store.ledger.drain()
-            self._store.ledger.note_peak()
+            self._store.ledger.process_deaths()
+            self._store.ledger.update_peak()
 
     def scope_left(self) -> None:
-        """Make all evicted storages again."""
+        """Recompute all evicted storages."""
         store, self._store = self._store, None
         if store is not None:
             store.restore()
 
-    def _analyse(self, context: amanda.OpContext) -> None:
-        kind: Rerun | None = context.get("rerun")
-        if kind is None:
-            self._pass(context)
+    def _instrument_op(self, context: amanda.OpContext) -> None:
+        """Replace a forward op that can run again by a recorded run, and watch ops that write."""
+        rerun_facts: Rerun | None = context.get("rerun")
+        if rerun_facts is None:
+            self._skip_op(context)
             return
-        if kind.written != ():
-            context.insert_before_op(self._before_write, inputs=kind.written)
-        if not kind.pure or context["phase"] != "forward":
+        if rerun_facts.written != ():
+            context.insert_before_op(self._before_write, inputs=rerun_facts.written)
+        if not rerun_facts.pure or context["phase"] != "forward":
             return
         counts = self._counts.setdefault(
             context.get_op_id(), OpCounts(context["type"], context.get_scope(), context.get_source())
         )
-        context.replace_op(self._run, kind=kind, counts=counts, compute=context.get_computation())
+        context.replace_op(
+            self._run_op, rerun_facts=rerun_facts, counts=counts, compute=context.get_computation()
+        )
 
-    def _pass(self, context: amanda.OpContext) -> None:
-        """Leave an op unchanged, and warn once for its namespace."""
+    def _skip_op(self, context: amanda.OpContext) -> None:
+        """Leave an op unchanged, and warn once for its namespace.  Raises ToolError for an op in a file."""
         if context.is_static():
             raise ToolError(
                 "remat acts while a model is trained in PyTorch's eager mode, not in a file: apply it to the "
                 "program, with amanda.apply or `amanda run -t remat`"
             )
-        if context.namespace not in self._passed:
-            self._passed.add(context.namespace)
-            instead = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
+        if context.namespace not in self._skipped_namespaces:
+            self._skipped_namespaces.add(context.namespace)
+            advice = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
             logger.warning(
-                "remat is for PyTorch's eager mode; ops of %s run as they are%s", context.namespace, instead
+                "remat is for PyTorch's eager mode; ops of %s run as they are%s", context.namespace, advice
             )
 
     def _before_write(self, *values: Any) -> None:
         if self._store is not None:
             self._store.before_write(self._store.torch.tensors(values))
 
-    def _run(self, *inputs: Any, kind: Rerun, counts: OpCounts, compute: _pytorch.Compute) -> Any:
+    def _run_op(self, *inputs: Any, rerun_facts: Rerun, counts: OpCounts, compute: _pytorch.Compute) -> Any:
         """Run and record the op; return NotImplemented for an op without a backward pass."""
         if self._store is None:
-            self._store = Store(self._totals, self._budget, self._heuristic, self._strict)
+            self._store = RematStore(self._totals, self._budget, self._heuristic, self._strict)
         store, key = self._store, None
         tensors = store.torch.tensors(inputs)
-        if not store.torch.records(tensors):
+        if not store.torch.will_record(tensors):
             return NotImplemented
         with store.lock:
-            operation = store.begin(counts, compute, inputs, tensors, kind.scratch)
+            operation = store.begin(counts, compute, inputs, tensors, rerun_facts.scratch)
             if self._budget is not None:
-                key = (counts.type, _signature(inputs))
+                key = (counts.type, _input_signature(inputs))
                 need = self._sizes.get(key)
-                guess = store.torch.expected(compute, inputs) or 0 if need is None else need
-                store.eviction.make_room(guess, counts, certain=need is not None)
-        before = store.torch.state(inputs, tensors, kind.random)
+                is_exact = need is not None
+                if need is None:  # the first run with such inputs: an estimate, which is not an upper bound
+                    need = store.torch.expected_bytes(compute, inputs) or 0
+                store.eviction.make_room(need, counts, is_exact)
+        before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
         try:
-            with store.saving(operation):
+            with store.saving_handles(operation):
                 result = compute(inputs)
         except BaseException:
-            operation.forget()
+            operation.cut_history()
             raise
         seconds = perf_counter() - begin
         with store.lock:
-            operation.cost = 1.0 if self._unit else seconds
-            after = store.torch.state(inputs, tensors, kind.random)
+            operation.cost = 1.0 if self._counts_ops else seconds
+            after = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
             store.finish(operation, result, pure=before == after)
             if key is not None:
-                if len(self._sizes) >= _KNOWN:  # numbers among the inputs may be others each time
+                if len(self._sizes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
                     self._sizes.clear()
                 self._sizes[key] = operation.size
             store.eviction.make_room(0, counts)
         return result
 
 
-def _signature(value: Any) -> Hashable:
-    """Return a key of the inputs on which the bytes that an op makes depend."""
+def _input_signature(value: Any) -> Hashable:
+    """Return a hashable key of inputs, on which the bytes of an op's results depend."""
     if type(value) in (list, tuple):
-        return tuple(map(_signature, value))
+        return tuple(map(_input_signature, value))
     if hasattr(value, "requires_grad"):
         return tuple(value.shape), value.dtype, value.requires_grad
     return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
 
 
-def _bytes(budget: int | str | None) -> int | None:
+def _budget_bytes(budget: int | str | None) -> int | None:
     """Return a budget as a number of bytes."""
-    if isinstance(budget, str) and (found := _AMOUNT.fullmatch(budget)) is not None:
-        power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if isinstance(budget, str) and (match := _AMOUNT.fullmatch(budget)) is not None:
+        power = "kmgt".index(match[2].lower()) + 1 if match[2] else 0
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if budget is None or isinstance(budget, int):
         return budget
     raise OptionError(f'budget is {budget!r}; give a number of bytes, or a text such as "2GiB" or "512 MB"')
+
+
+class RematResult(Result):
+    """A row for each op that ran again or had storages evicted, the most seconds first.
+
+    budget: bytes, None for no bound.  peak: the most bytes that were alive at once.
+    short: the most bytes by which an op exceeded the budget, 0 where it was held.
+    """
+
+    name: ClassVar[str] = "remat"
+    title = "Rematerialisation"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"),
+        Column("type"),
+        Column("module", show=partial(shortened, width=40)),
+        Column("source", show=partial(shortened, width=40)),
+        Column("evictions", show="{:,}".format, total=True, merge="sum"),
+        Column("evicted", show=partial(amount, unit="B"), total=True, unit="B", merge="sum"),
+        Column("rematerialisations", show="{:,}".format, total=True, merge="sum"),
+        Column("seconds", show="{:.4f}".format, total=True, unit="s", merge="sum"),
+    )
+
+    def __init__(self, counts: Sequence[OpCounts], budget: int | None, peak: int, short: int) -> None:
+        self._counts = sorted(
+            (op for op in counts if op.evictions or op.rematerialisations),
+            key=lambda op: (-op.seconds, -op.evicted_bytes),
+        )
+        self.budget = budget
+        self.peak = peak
+        self.short = max(short, 0 if budget is None else peak - budget)
+
+    @property
+    def evictions(self) -> int:
+        """Number of evictions."""
+        return sum(op.evictions for op in self._counts)
+
+    @property
+    def rematerialisations(self) -> int:
+        """Number of ops that ran again."""
+        return sum(op.rematerialisations for op in self._counts)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in ops that ran again."""
+        return sum(op.seconds for op in self._counts)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each op."""
+        return [
+            ("forward", op.type, op.module, op.source, op.evictions, op.evicted_bytes, op.rematerialisations,
+             op.seconds)
+            for op in self._counts
+        ]  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the budget, the peak, and the bytes by which the budget was exceeded."""
+        return {"budget": self.budget, "peak": self.peak, "short": self.short}
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on the peak and the budget."""
+        peak = f"At most {self.peak:,} bytes of storages that ops had made were alive"
+        if self.budget is None:
+            return [f"{peak}; there was no budget."]
+        notes = [f"{peak}; the budget was {self.budget:,}."]
+        if self.short:
+            notes.append(f"The budget was exceeded by up to {self.short:,} bytes that could not be evicted.")
+        return notes

@@ -1,4 +1,4 @@
-"""Subgraph rewriting: each match of a pattern of ops is replaced as one.
+"""Subgraph rewriting: rules replace each match of a pattern of ops by another computation.
 
 rewrite = RewriteTool(["fold_batch_norm"])
 with amanda.apply(rewrite):
@@ -7,12 +7,10 @@ with amanda.apply(rewrite):
 print(rewrite.result)
 """
 
-from amanda.tools.rewrite._attention import fuse_attention
-from amanda.tools.rewrite._batch_norm import fold_batch_norm
-from amanda.tools.rewrite._match import Match, OpCall
-from amanda.tools.rewrite._named import insert_after, remove
+from amanda.tools.rewrite._builtin_rules import fold_batch_norm, fuse_attention, insert_after, remove
+from amanda.tools.rewrite._executions import Match, OpCall
 from amanda.tools.rewrite._pattern import Capture, Maybe, Op, PatternError, Rule
-from amanda.tools.rewrite._result import RewriteResult, Rewritten
+from amanda.tools.rewrite._program import RewriteResult, Rewritten
 from amanda.tools.rewrite._tool import RewriteTool
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Patterns of ops and their inputs, and rules that replace the matches."""
+"""Patterns of ops and their inputs, and rules that replace their matches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amanda.options import Name, NotEmpty, checked
 from amanda.tools.select import Patterns
 
 if TYPE_CHECKING:
-    from amanda.tools.rewrite._match import Match
+    from amanda.tools.rewrite._executions import Match
 
 Pattern: TypeAlias = Union["Op", "Maybe", "Capture", None]
 """A pattern of an input; None fits any input, or its absence."""
@@ -37,14 +37,14 @@ class Capture:
 
 
 class Op:
-    """One op, and patterns for its first inputs.
+    """A pattern of an op, with patterns for its first inputs.
 
-    type: words of StandardMapping ("conv2d"), or the framework's own; `*` and `?` are wildcards, so "*" is
+    type: words of StandardMapping ("conv2d"), or names of the framework; `*` and `?` are wildcards, so "*" is
     any op.  inputs: an Op or a Maybe that makes the input, a Capture, or None for any input; the op may have
     more inputs.  name: of the op in the match.  where: called once with the context, as the op is analysed.
-    commutative: whether the inputs may be in any order; by default for add, mul and similar ops.
+    commutative: True if the inputs may be in any order; by default for add, mul and similar ops.
 
-    An Op among the inputs of several others is one op, whose output all of them read.
+    An Op that is an input of several patterns fits one op, whose output all of them read.
     """
 
     @checked(error=PatternError)
@@ -75,20 +75,20 @@ class Op:
         return permutations(self.inputs) if commutes else iter((self.inputs,))
 
     @property
-    def passed(self) -> Pattern:
-        """Return the pattern in the place of an absent op: the first pattern among the op's inputs."""
-        return next((one for one in self.inputs if one is not None), None)
+    def first_input(self) -> Pattern:
+        """Return the first pattern among the inputs, which takes the place of an absent op."""
+        return next((pattern for pattern in self.inputs if pattern is not None), None)
 
     def __repr__(self) -> str:
         return f"Op({'|'.join(self.types)}{'' if self.name is None else f', name={self.name}'})"
 
 
 class Maybe:
-    """An op that may be absent; then the first pattern among its inputs stands in its place."""
+    """An op that may be absent; the first pattern among its inputs then takes its place."""
 
     @checked(error=PatternError)
     def __init__(self, op: Op) -> None:
-        if op.passed is None:
+        if op.first_input is None:
             raise PatternError(f"Maybe wants an op that tells what it is given, not {op!r}")
         self.op = op
 
@@ -96,7 +96,7 @@ class Maybe:
 @checked(error=PatternError)
 @dataclass(frozen=True)
 class Rule:
-    """A pattern, given by its last op, and a function that computes the output of that op instead.
+    """A pattern, which is its last op, and a function that computes the output of this op instead.
 
     replacement: called with the `Match` at every execution; its ops take part in autodiff.
     when: called with the match before each execution; if it returns False, the original computes.  In a
@@ -111,21 +111,21 @@ class Rule:
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.ops if op.name is not None]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise PatternError(f"two ops of a pattern have the name {twice[0]!r}; a match has ops by name")
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise PatternError(f"two ops of a pattern have the name {repeated[0]!r}; a match has ops by name")
         if not self.name:
-            told = getattr(self.replacement, "__name__", type(self.replacement).__name__)
-            object.__setattr__(self, "name", told)
+            name = getattr(self.replacement, "__name__", type(self.replacement).__name__)
+            object.__setattr__(self, "name", name)
 
     @property
     def ops(self) -> tuple[Op, ...]:
         """Return each Op of the pattern once, the last one first."""
-        found: dict[Op, None] = {}
+        ops: dict[Op, None] = {}
         waiting: list[Pattern] = [self.pattern]
-        for one in waiting:
-            op = one.op if isinstance(one, Maybe) else one
-            if isinstance(op, Op) and op not in found:
-                found[op] = None
+        for pattern in waiting:
+            op = pattern.op if isinstance(pattern, Maybe) else pattern
+            if isinstance(op, Op) and op not in ops:
+                ops[op] = None
                 waiting += op.inputs
-        return tuple(found)
+        return tuple(ops)

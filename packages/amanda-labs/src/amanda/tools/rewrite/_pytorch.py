@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
-from amanda.tools.rewrite._program import Node
-from amanda.tools.rewrite._steps import Step, Steps
+from amanda.tools.rewrite._executions import Executions, OpExecution
+from amanda.tools.rewrite._program import ProgramNode
 
 if TYPE_CHECKING:
     import torch
@@ -33,86 +33,87 @@ _REQUIRED = RequiredNames(
 )
 
 HOOKS = ("register_hook", "retain_grad")
-"""Methods that ask for the gradient, which arrives only if the match is not replaced."""
+"""Methods that ask for a gradient, which arrives only if the match is not replaced."""
 
-_READERS = (
+_READING_METHODS = (
     "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "share_memory_", "__array__", "__dlpack__",
     "__deepcopy__", "__reduce_ex__", "__repr__",
 )  # fmt: skip
 """Methods that read a tensor without a kernel."""
 
-_FORMS_KEPT = 4096
+_MAX_FORMS = 4096
 
 
-class Form(NamedTuple):
-    """Facts of an op's output besides its elements; is_own: whether no input shares its memory."""
+class OutputForm(NamedTuple):
+    """Facts of an op's output besides its elements.  owns_memory: False if an input shares its memory."""
 
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    is_own: bool
+    owns_memory: bool
 
 
-class TorchSteps(Steps):
-    """Steps that delay ops once the form of their outputs is known; first executions compute."""
+class TorchExecutions(Executions):
+    """Executions that delay ops once the form of their outputs is known; first executions compute."""
 
-    def __init__(self, read: Callable[[Step], None]) -> None:
-        super().__init__(read)
-        self._forms: dict[Hashable, Form | None] = {}
-        self.waiting: weakref.WeakSet[Delay] = weakref.WeakSet()
+    def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
+        super().__init__(on_read)
+        self._forms: dict[Hashable, OutputForm | None] = {}
+        self.delayed: weakref.WeakSet[DelayedExecution] = weakref.WeakSet()
 
-    def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
+    def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """Return a stand-in for the output, or the output itself if its form is not known yet."""
-        delay = Delay(node, inputs, compute, self.makers(inputs), on_read=self._read)
-        key = (node.op, _signature(inputs), delay.modes)
-        known = key in self._forms
+        delay = DelayedExecution(node, inputs, compute, self.producers(inputs), on_read=self._on_read)
+        key = (node.op, _input_signature(inputs), delay.modes)
+        is_known = key in self._forms
         form = self._forms.get(key)
-        if form is not None and (form.is_own or any(delay_of(one) for one in inputs)):
-            self.waiting.add(delay)
+        if form is not None and (form.owns_memory or any(delay_of(value) for value in inputs)):
+            self.delayed.add(delay)
             return delay.stand_in(form)
         value = delay.value()
-        if not known:
-            if len(self._forms) >= _FORMS_KEPT:
+        if not is_known:
+            if len(self._forms) >= _MAX_FORMS:
                 self._forms.clear()
             self._forms[key] = _form_of(value, inputs)
-        for one in _tensors([value]):
-            self._made[one] = delay
+        for tensor in _tensors([value]):
+            self._by_output[tensor] = delay
         return value
 
-    def of(self, value: Any) -> Step | None:
-        """Return the step that a value stands for, or the step that made the value."""
-        return delay_of(value) or super().of(value)
+    def execution_of(self, value: Any) -> OpExecution | None:
+        """Return the execution that a value stands for, or the execution that made the value."""
+        return delay_of(value) or super().execution_of(value)
 
-    def settle(self, written: Sequence[Any] = ()) -> None:
+    def compute_delayed(self, written: Sequence[Any] = ()) -> None:
         """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""
-        for delay in list(self.waiting) if self.waiting else ():
+        for delay in list(self.delayed) if self.delayed else ():
             if not written:
                 delay.value()
-            elif _memory(written) & _memory(delay.inputs):
+            elif _storages(written) & _storages(delay.inputs):
                 delay.value()
                 delay.is_written = True
 
 
 @dataclass(eq=False, kw_only=True)
-class Delay(Step):
+class DelayedExecution(OpExecution):
     """A delayed execution.
 
     on_read: called before the first read outside of the match.
-    modes: autograd and autocast at the time of the call; the dispatch keys are restored too, for a reader
-    below autograd.  is_written: whether the inputs were written later; a write through `.data` changes no
-    version.  is_put_off: whether a stand-in is the output, so that gradients go to tensors of its own.
+    modes: of autograd and autocast at the time of the call; the dispatch keys are restored too, for a reader
+    below autograd.  is_written: True if the inputs were written later; versions miss a write through `.data`.
+    has_stand_in: True if the program has a stand-in with an autograd node of its own, so that the delayed
+    computation must be cut off from the inputs' graph.
     """
 
-    on_read: Callable[[Step], None]
+    on_read: Callable[[OpExecution], None]
     is_written: bool = False
-    is_put_off: bool = False
+    has_stand_in: bool = False
 
     def __post_init__(self) -> None:
         import torch
 
-        devices = sorted({one.device.type for one in _tensors(self.inputs)})
+        devices = sorted({tensor.device.type for tensor in _tensors(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -120,7 +121,7 @@ class Delay(Step):
         )  # fmt: skip
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._versions = _versions(self.inputs)
-        self._given: Sequence[Any] = ()
+        self._arguments: Sequence[Any] = ()
         self._random: Any = None
         self._value: Any = None
         self._lock = threading.RLock()
@@ -131,37 +132,37 @@ class Delay(Step):
         return not self.is_written and _versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
-        """Return True if the output was read, or has hooks, as one that was computed can have."""
-        if any(one._backward_hooks or one.retains_grad for one in _tensors([self._value])):
+        """Return True if the output was read, or if it was computed and has hooks."""
+        if any(tensor._backward_hooks or tensor.retains_grad for tensor in _tensors([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
 
-    def stand_in(self, form: Form) -> Any:
+    def stand_in(self, form: OutputForm) -> Any:
         """Return a tensor that stands for the output, with an autograd node for its gradient."""
         if not form.requires_grad:
-            return _stand_in(self, form)
-        self.is_put_off = True
-        made = _classes()[1].apply(self, form, *_tensors(self.inputs))
-        made._amanda_delay = self
-        return made
+            return _make_stand_in(self, form)
+        self.has_stand_in = True
+        stand_in = _torch_classes()[1].apply(self, form, *_tensors(self.inputs))
+        stand_in._amanda_delay = self
+        return stand_in
 
     def value(self) -> Any:
         """Return the output, computed at most once."""
         return self.differentiable()[0]
 
     def differentiable(self) -> tuple[Any, Sequence[Any]]:
-        """Return the output, and the tensors in the place of the inputs to which its gradients go."""
+        """Return the output, and the aliases of the inputs to which its gradients go."""
         import torch
         from torch.utils.checkpoint import get_device_states
 
         with self._lock:
             if self._value is None:
                 self._random = torch.get_rng_state(), get_device_states(*_tensors(self.inputs))
-                self._value, self._given = self._computed()
-            return self._value, self._given
+                self._value, self._arguments = self._compute_output()
+            return self._value, self._arguments
 
-    def again(self) -> tuple[Any, Sequence[Any]]:
-        """Return the same as `differentiable`, computed again with the same random numbers."""
+    def compute_again(self) -> tuple[Any, Sequence[Any]]:
+        """Compute `differentiable` again with the same random numbers, and return it."""
         import torch
         from torch.utils.checkpoint import set_device_states
 
@@ -170,9 +171,9 @@ class Delay(Step):
         with torch.random.fork_rng(devices):
             torch.set_rng_state(state)
             set_device_states(devices, states)
-            return self._computed()
+            return self._compute_output()
 
-    def _computed(self) -> tuple[Any, Sequence[Any]]:
+    def _compute_output(self) -> tuple[Any, Sequence[Any]]:
         import torch
 
         grad, *autocast = self.modes
@@ -182,8 +183,8 @@ class Delay(Step):
             stack.enter_context(torch.set_grad_enabled(grad))
             for device, enabled, dtype in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-            given = tree_map(_aliased if self.is_put_off else _value_of, self.inputs)
-            return self.compute(*given), given
+            arguments = tree_map(_differentiable_alias if self.has_stand_in else _computed_value, self.inputs)
+            return self.compute(*arguments), arguments
 
     def read(self, reader: str) -> Any:
         """Return the output to a reader outside of the match."""
@@ -193,86 +194,91 @@ class Delay(Step):
         return self.value()
 
 
-def delay_of(value: Any) -> Delay | None:
+def delay_of(value: Any) -> DelayedExecution | None:
     """Return the delay behind a stand-in; None for any other value."""
-    found: Delay | None = getattr(value, "_amanda_delay", None)
-    return found
+    delay: DelayedExecution | None = getattr(value, "_amanda_delay", None)
+    return delay
 
 
-def _value_of(value: Any) -> Any:
-    """Return the output that a value stands for, or the value itself, for an op of the same match."""
+def _computed_value(value: Any) -> Any:
+    """Return the output that a stand-in stands for, or the value itself; not a read outside of the match."""
     delay = delay_of(value)
     return value if delay is None else delay.value()
 
 
-def _aliased(value: Any) -> Any:
-    """Return an alias of a value, or of the output that it stands for, with gradients of its own."""
+def _differentiable_alias(value: Any) -> Any:
+    """Return an alias of a value, or of the output of a stand-in, to which a gradient can be taken."""
     import torch
 
     if not (isinstance(value, torch.Tensor) and value.requires_grad):
-        return _value_of(value)
+        return _computed_value(value)
     if delay_of(value) is None:
         return value.view_as(value)
-    return _classes()[2].apply(value, _value_of(value).detach())
+    return _torch_classes()[2].apply(value, _computed_value(value).detach())
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among values, also in lists."""
+    """Return the tensors among values and in their lists."""
     from torch import Tensor
 
-    return [one for one in leaves(values) if isinstance(one, Tensor)]
+    return [tensor for tensor in leaves(values) if isinstance(tensor, Tensor)]
 
 
-def _memory(values: Sequence[Any]) -> set[int]:
+def _storages(values: Sequence[Any]) -> set[int]:
     """Return the storages of tensors."""
-    return {one.untyped_storage()._cdata for one in _tensors(values) if delay_of(one) is None}
+    return {tensor.untyped_storage()._cdata for tensor in _tensors(values) if delay_of(tensor) is None}
 
 
 def _versions(values: Sequence[Any]) -> list[int | None]:
-    return [None if one.is_inference() else one._version for one in _tensors(values)]
+    return [None if tensor.is_inference() else tensor._version for tensor in _tensors(values)]
 
 
-def _signature(value: Any) -> Hashable:
-    """Return the facts of an input, or of a list of inputs, that the form of an output depends on."""
+def _input_signature(value: Any) -> Hashable:
+    """Return the facts of an input, or of a list of inputs, on which the form of an output depends."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
-        delayed = delay_of(value) is not None
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, delayed
+        is_delayed = delay_of(value) is not None
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, is_delayed
     if isinstance(value, (list, tuple)):
-        return tuple([_signature(one) for one in value])
+        return tuple([_input_signature(item) for item in value])
     return type(value), repr(value)
 
 
-def _form_of(value: Any, inputs: Sequence[Any] = ()) -> Form | None:
-    """Return the form of an output; None for several tensors, subclasses and sparse ones."""
+def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
+    """Return the form of an output; None for several tensors, and for subclasses and sparse tensors."""
     import torch
 
-    if type(value) not in (torch.Tensor, _classes()[0]) or value.layout is not torch.strided:
+    if type(value) not in (torch.Tensor, _torch_classes()[0]) or value.layout is not torch.strided:
         return None
-    is_own = delay_of(value) is not None or not _memory([value]) & _memory(tree_map(_value_of, inputs))
-    return Form(value.shape, value.stride(), value.dtype, value.device, value.requires_grad, is_own)
+    owns_memory = delay_of(value) is not None or not _storages([value]) & _storages(
+        tree_map(_computed_value, inputs)
+    )
+    return OutputForm(
+        value.shape, value.stride(), value.dtype, value.device, value.requires_grad, owns_memory
+    )
 
 
-def _stand_in(delay: Delay, form: Form | None) -> torch.Tensor:
+def _make_stand_in(delay: DelayedExecution, form: OutputForm | None) -> torch.Tensor:
+    """Return a tensor without memory that stands for the output of a delayed execution."""
     import torch
 
     assert form is not None
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        _classes()[0], form.shape, strides=form.strides, dtype=form.dtype, device=form.device
+    stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        _torch_classes()[0], form.shape, strides=form.strides, dtype=form.dtype, device=form.device
     )
-    made._amanda_delay = delay  # type: ignore[attr-defined]
-    return made
+    stand_in._amanda_delay = delay  # type: ignore[attr-defined]
+    return stand_in
 
 
 @cache
-def _classes() -> tuple[Any, Any, Any]:
-    """Return the class of stand-ins, and autograd functions from inputs to it, and on to its output."""
+def _torch_classes() -> tuple[Any, Any, Any]:
+    """Return the tensor class of stand-ins, and the autograd functions to a stand-in and to its output."""
     import torch
 
     _REQUIRED.check()
 
-    class Delayed(torch.Tensor):
+    class StandIn(torch.Tensor):
         # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -281,8 +287,8 @@ def _classes() -> tuple[Any, Any, Any]:
             cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if func is torch.ops.aten.detach.default:
-                (given,) = args
-                return _stand_in(given._amanda_delay, _form_of(given))
+                (stand_in,) = args
+                return _make_stand_in(stand_in._amanda_delay, _form_of(stand_in))
 
             def read(value: Any) -> Any:
                 delay = delay_of(value)
@@ -290,26 +296,38 @@ def _classes() -> tuple[Any, Any, Any]:
 
             return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
-    class PutOff(torch.autograd.Function):
+    class DelayedFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, delay: Delay, form: Form, *inputs: torch.Tensor) -> torch.Tensor:
+        def forward(
+            ctx: Any, delay: DelayedExecution, form: OutputForm, *inputs: torch.Tensor
+        ) -> torch.Tensor:
             ctx.delay = delay
-            return _stand_in(delay, form)
+            return _make_stand_in(delay, form)
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             inputs, create_graph = _tensors(ctx.delay.inputs), torch.is_grad_enabled()
-            # a second differentiation frees the graph, and this may be called again
-            value, given = ctx.delay.again() if create_graph else ctx.delay.differentiable()
-            wanted = [a for one, a in zip(inputs, _tensors(given), strict=True) if one.requires_grad]
-            found = iter(
+            # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
+            # this function needs a value with a graph of its own.
+            value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.differentiable()
+            trained_arguments = [
+                argument
+                for tensor, argument in zip(inputs, _tensors(arguments), strict=True)
+                if tensor.requires_grad
+            ]
+            input_gradients = iter(
                 torch.autograd.grad(
-                    value, wanted, gradients, retain_graph=True, create_graph=create_graph, allow_unused=True
+                    value,
+                    trained_arguments,
+                    gradients,
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
                 )
             )
-            return None, None, *(next(found) if one.requires_grad else None for one in inputs)
+            return None, None, *(next(input_gradients) if tensor.requires_grad else None for tensor in inputs)
 
-    class StoodFor(torch.autograd.Function):
+    class ComputedFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return value.detach()
@@ -318,13 +336,16 @@ def _classes() -> tuple[Any, Any, Any]:
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             return *gradients, None
 
-    for name in (*_READERS, *HOOKS):
-        setattr(Delayed, name, _reading(name, getattr(torch.Tensor, name)))
-    return Delayed, PutOff, StoodFor
+    for name in (*_READING_METHODS, *HOOKS):
+        setattr(StandIn, name, _reader_method(name, getattr(torch.Tensor, name)))
+    return StandIn, DelayedFunction, ComputedFunction
 
 
-def _reading(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of stand-ins that counts as a reader, and calls the output's, except for hooks."""
+def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stand-in for a method of tensors: records the read, and calls the output's method.
+
+    A hook is registered on the stand-in itself, which has the autograd node.
+    """
 
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:

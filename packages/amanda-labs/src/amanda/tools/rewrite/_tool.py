@@ -11,45 +11,46 @@ from typing import Any
 import amanda
 from amanda.options import Name, checked
 from amanda.tools.kit import leaves
-from amanda.tools.mapping import StandardMapping
-from amanda.tools.rewrite._frameworks import frameworks
-from amanda.tools.rewrite._match import Match
-from amanda.tools.rewrite._named import chosen
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.rewrite._builtin_rules import (
+    expand_rules,
+    fold_in_pytorch,
+    fold_in_tensorflow,
+    fused_attention,
+)
+from amanda.tools.rewrite._executions import Executions, Match, OpExecution
 from amanda.tools.rewrite._pattern import PatternError, Rule
-from amanda.tools.rewrite._program import Edge, Node, Program, Site
-from amanda.tools.rewrite._pytorch import HOOKS
-from amanda.tools.rewrite._result import RewriteResult
-from amanda.tools.rewrite._steps import Step, Steps
+from amanda.tools.rewrite._program import Edge, MatchSite, Program, ProgramNode, RewriteResult
+from amanda.tools.rewrite._pytorch import HOOKS, TorchExecutions
 
 logger = logging.getLogger("amanda")
 
-FIRST = "the match was not known yet"
-OTHERWISE = "control flow: its ops came otherwise"
-WRITTEN = "what its ops were given was written in between"
-COMPILED = 'in graphs of compiled="instrument" single ops are replaced, and no matches of several'
-DECLINED = "the rule's condition does not hold"
+FIRST_EXECUTION = "the match was not known yet"
+OTHER_CONTROL_FLOW = "control flow: its ops came otherwise"
+INPUTS_WRITTEN = "what its ops were given was written in between"
+COMPILED_GRAPH = 'in graphs of compiled="instrument" single ops are replaced, and no matches of several'
+CONDITION_FAILED = "the rule's condition does not hold"
 
 
 class RewriteTool(amanda.Tool):
-    """A tool that replaces subgraphs: a rule's replacement computes each match of the rule's pattern.
+    """Replaces subgraphs of a model, such as a convolution with its batch norm, by other computations.
 
-    rules: `Rule`s, or names of built-in ones ("fold_batch_norm"); one or several.  Of overlapping matches the
-    one that begins first is replaced, then the longest, then that of the first rule.  `result` has the
-    matches, with the number of replacements or the reason why there are none; `clear` starts anew.
+    rules: a `Rule`, a name of a built-in rule ("fold_batch_norm"), or several.  Of overlapping matches the
+    first to begin is replaced, then the longest, then the match of the first rule.  `result` has the matches,
+    with the number of replacements or the reason why there are none; `clear` forgets them.
     """
 
-    calibrates_when_prepared = (
-        True  # all ops of a file, and so all matches, are known before the first op changes
-    )
+    # All ops of a file, and so all matches, are known before the first op changes.
+    calibrates_when_prepared = True
     is_copied_when_used = False
 
     @checked(error=PatternError)
     def __init__(self, rules: Sequence[Name | Rule] | Name | Rule = ()) -> None:
         super().__init__()
-        self.rules = tuple(chosen(rules))
-        self.depends_on(StandardMapping(), frameworks())
-        self.add_inst_for_op(self._enter)
-        self.add_inst_for_op(self._leave, require_outputs=True)
+        self.rules = tuple(expand_rules(rules))
+        self.depends_on(StandardMapping(), framework_rules())
+        self.add_inst_for_op(self._analyse_op)
+        self.add_inst_for_op(self._record_outputs, require_outputs=True)
         self.clear()
 
     @property
@@ -58,169 +59,211 @@ class RewriteTool(amanda.Tool):
         return RewriteResult(self._program.matches())
 
     def clear(self) -> None:
-        """Forget the matches, and analyse ops anew."""
+        """Forget the matches, and analyse the ops again."""
         self.load_state_dict({})
         self._program = Program(self.rules)
-        self._steps: dict[str, Steps] = {}
+        self._executions: dict[str, Executions] = {}
 
     def scope_left(self) -> None:
         """Compute the delayed ops whose outputs are still referred to, before their inputs change."""
-        for steps in self._steps.values():
-            with suppress(Exception):  # a reader gets the error
-                steps.settle()
+        for executions in self._executions.values():
+            with suppress(Exception):  # the op computes again for a reader, who gets the error
+                executions.compute_delayed()
 
-    def _enter(self, context: amanda.OpContext) -> None:
+    def _analyse_op(self, context: amanda.OpContext) -> None:
+        """Record an op, choose the matches to replace, and instrument the op as a member of its match."""
         framework = context.namespace[0]
-        if framework not in self._steps:
-            self._steps[framework] = context["steps"](self._read)
-        steps = self._steps[framework]
+        if framework not in self._executions:
+            self._executions[framework] = context["executions"](self._on_read)
+        executions = self._executions[framework]
         for value in leaves(context.get_inputs()):
-            step = steps.of(value)
-            if step is not None:
-                self._program.made_by(step.node, value)
-        node = self._program.enter(context)
-        self._decide(except_for=node)
+            execution = executions.execution_of(value)
+            if execution is not None:
+                self._program.record_output(execution.node, value)
+        node = self._program.record_op(context)
+        self._choose_matches(except_for=node)
         site = self._program.site_of(node.id)
         if site is None:
             if node.in_place and node.is_eager and context.get_inputs():
-                context.insert_before_op(self._settle, inputs=[0], steps=steps)
+                context.insert_before_op(self._compute_readers, inputs=[0], executions=executions)
         elif not node.is_eager:
             if node.id == site.last:
                 self._instrument_graph(context, node, site)
         elif node.id == site.last:
-            context.replace_op(self._replace, node=node, site=site, steps=steps)
+            context.replace_op(self._replace_match, node=node, site=site, executions=executions)
         else:
-            context.replace_op(self._put_off, node=node, steps=steps)
+            context.replace_op(self._delay_op, node=node, executions=executions)
 
-    def _leave(self, context: amanda.OpContext) -> None:
-        self._program.leave(context)
+    def _record_outputs(self, context: amanda.OpContext) -> None:
+        self._program.record_outputs(context)
 
-    def _decide(self, except_for: Node | None = None) -> None:
-        changed = self._program.decide()
+    def _choose_matches(self, except_for: ProgramNode | None = None) -> None:
+        """Choose the matches to replace, and analyse again the ops whose match has changed."""
+        changed = self._program.choose_matches()
         if except_for is not None:
             changed.discard(except_for.id)
         if changed:
             self.analyse_again(changed)
 
-    def _instrument_graph(self, context: amanda.OpContext, last: Node, site: Site) -> None:
-        """Replace the last op of a match in a graph; the others stay, and run only if they are read."""
-        nodes, edges = self._program.nodes, site.found.edges
-        read = [
+    def _instrument_graph(self, context: amanda.OpContext, last: ProgramNode, site: MatchSite) -> None:
+        """Replace the last op of a match in a graph; the other ops stay, and run only if they are read."""
+        nodes, edges = self._program.nodes, site.binding.edges
+        edges_read = [
             (index, i)
             for index in site.members
             for i in range(len(nodes[index].flow.inputs))
             if (index, i) not in edges
         ]
-        symbols = {one: nodes[one[0]].values[one[1]]() for one in read}
-        if site.rule.when is not None and not site.rule.when(_in_graph(site, nodes, symbols)):
-            site.fallbacks[DECLINED] += 1
+        symbols = {edge: nodes[edge[0]].values[edge[1]]() for edge in edges_read}
+        if site.rule.when is not None and not site.rule.when(_graph_match(site, nodes, symbols)):
+            site.fallbacks[CONDITION_FAILED] += 1
             return
-        own = [one for one in read if one[0] == last.id]
-        others = [one for one in read if one[0] != last.id]
-        if others and not context["reads_others"]:
-            site.fallbacks[COMPILED] += 1
+        own_edges = [edge for edge in edges_read if edge[0] == last.id]
+        other_edges = [edge for edge in edges_read if edge[0] != last.id]
+        if other_edges and not context["reads_other_ops"]:
+            site.fallbacks[COMPILED_GRAPH] += 1
             return
-        positions = [position for _, position in own]
+        positions = [position for _, position in own_edges]
         replace: Callable[..., Any] = self._replace_in_graph
         if context.is_static():
-            replace = amanda.traceable(partial(replace))  # by a mark of its own: others are Python
-        context.replace_op(replace, inputs=positions, reads=others, edges=[*own, *others], site=site)
+            # A new object for each op carries the mark: the bound method runs in Python elsewhere.
+            replace = amanda.traceable(partial(replace))
+        context.replace_op(
+            replace, inputs=positions, reads=other_edges, edges=[*own_edges, *other_edges], site=site
+        )
 
     @staticmethod
-    def _put_off(*inputs: Any, node: Node, steps: Steps, original: Callable[..., Any]) -> Any:
-        return steps.take(node, inputs, original)
-
-    def _replace(
-        self, *inputs: Any, node: Node, site: Site, steps: Steps, original: Callable[..., Any]
+    def _delay_op(
+        *inputs: Any, node: ProgramNode, executions: Executions, original: Callable[..., Any]
     ) -> Any:
-        found = {node.id: Step(node, inputs, original, steps.makers(inputs))}
-        reason = _gather(site, node.id, found)
-        read = next((step for step in found.values() if step.is_read()), None)
-        if read is not None and not reason:
-            self._break(site, read)
+        return executions.run_or_delay(node, inputs, original)
+
+    def _replace_match(
+        self,
+        *inputs: Any,
+        node: ProgramNode,
+        site: MatchSite,
+        executions: Executions,
+        original: Callable[..., Any],
+    ) -> Any:
+        by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
+        reason = _collect_executions(site, node.id, by_op)
+        read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
+        if read_execution is not None and not reason:
+            self._stop_replacing(site, read_execution)
             return NotImplemented
         if not reason:
-            match = Match(site, found)
+            match = Match(site, by_op)
             if site.rule.when is None or site.rule.when(match):
-                result = _replaced(site, match)
+                result = _call_replacement(site, match)
                 site.replaced += 1
-                for step in found.values():
-                    step.is_used = True
+                for execution in by_op.values():
+                    execution.is_used = True
                 return result
-            reason = DECLINED
+            reason = CONDITION_FAILED
         site.fallbacks[reason] += 1
-        for step in found.values():
-            step.reader = step.reader or "the match itself"
+        for execution in by_op.values():
+            execution.reader = execution.reader or "the match itself"
         return NotImplemented
 
     def _replace_in_graph(
-        self, *inputs: Any, edges: Sequence[Edge], site: Site, reads: Sequence[Any] = ()
+        self, *inputs: Any, edges: Sequence[Edge], site: MatchSite, reads: Sequence[Any] = ()
     ) -> Any:
-        given = dict(zip(edges, (*inputs, *reads), strict=True))
-        result = _replaced(site, _in_graph(site, self._program.nodes, given))
+        values = dict(zip(edges, (*inputs, *reads), strict=True))
+        result = _call_replacement(site, _graph_match(site, self._program.nodes, values))
         site.replaced += 1
         return result
 
     @staticmethod
     @amanda.observer
-    def _settle(written: Any, steps: Steps) -> None:
-        steps.settle(leaves([written]))
+    def _compute_readers(written: Any, executions: Executions) -> None:
+        executions.compute_delayed(leaves([written]))
 
-    def _read(self, step: Step) -> None:
-        """Stop replacing a match: an op outside of it reads the output of a delayed op."""
-        site = self._program.site_of(step.node.id)
-        if site is not None and step.is_used:
-            if step.reader in HOOKS:
+    def _on_read(self, execution: OpExecution) -> None:
+        """Count a fallback, or stop replacing a match, when the output of a delayed op is read.
+
+        The reader is outside of the match.  A match that was replaced already is not replaced any more.
+        """
+        site = self._program.site_of(execution.node.id)
+        if site is not None and execution.is_used:
+            if execution.reader in HOOKS:
                 logger.warning(
                     "%s was called on what %s at %s makes after its match was replaced: no gradient arrives "
                     "there in this execution; rewrite replaces the match no more",
-                    step.reader, step.node.type, step.node.source,
+                    execution.reader, execution.node.type, execution.node.source,
                 )  # fmt: skip
-            self._break(site, step)
+            self._stop_replacing(site, execution)
         elif site is not None:
-            site.fallbacks[OTHERWISE] += 1
+            site.fallbacks[OTHER_CONTROL_FLOW] += 1
 
-    def _break(self, site: Site, step: Step) -> None:
-        """Stop replacing a match of which a single op is read."""
-        site.broken = f"what {step.node.type} makes is read by {step.reader}"
-        self._decide()
+    def _stop_replacing(self, site: MatchSite, execution: OpExecution) -> None:
+        """Stop replacing a match, since the output of an execution within it is read."""
+        site.broken = f"what {execution.node.type} makes is read by {execution.reader}"
+        self._choose_matches()
 
 
-def _replaced(site: Site, match: Match) -> Any:
+def _call_replacement(site: MatchSite, match: Match) -> Any:
+    """Return the output that a rule's replacement computes; raise PatternError for None."""
     result = site.rule.replacement(match)
     if result is None:
         raise PatternError(f"the replacement of rule {site.rule.name!r} gave None; it returns the new output")
     return result
 
 
-def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:
-    """Collect the executions that lead to one; return the reason if they are not the match, else ""."""
-    if not found[reader].is_intact:
-        return WRITTEN
-    for position, step in enumerate(found[reader].makers):
-        maker = site.found.edges.get((reader, position))
-        if maker is None:
+def _collect_executions(site: MatchSite, reader: int, executions: dict[int, OpExecution]) -> str:
+    """Collect the executions of a match, from a reader back; return why they are no match, or ""."""
+    if not executions[reader].is_intact:
+        return INPUTS_WRITTEN
+    for position, execution in enumerate(executions[reader].producers):
+        producer = site.binding.edges.get((reader, position))
+        if producer is None:
             continue
-        if step is None or step.node.id != maker:
-            return FIRST if not site.replaced and not site.fallbacks else OTHERWISE
-        if found.setdefault(maker, step) is not step:
-            return OTHERWISE
-        reason = _gather(site, maker, found)
+        if execution is None or execution.node.id != producer:
+            return FIRST_EXECUTION if not site.replaced and not site.fallbacks else OTHER_CONTROL_FLOW
+        if executions.setdefault(producer, execution) is not execution:
+            return OTHER_CONTROL_FLOW
+        reason = _collect_executions(site, producer, executions)
         if reason:
             return reason
     return ""
 
 
-def _in_graph(site: Site, nodes: Mapping[int, Node], given: Mapping[Edge, Any]) -> Match:
-    """Return a match in a graph, from its inputs, without those that its own ops make."""
-    steps = {}
+def _graph_match(site: MatchSite, nodes: Mapping[int, ProgramNode], values: Mapping[Edge, Any]) -> Match:
+    """Return a match in a graph.  values: of the inputs that ops outside of the match make."""
+    executions = {}
     for index in site.members:
         node = nodes[index]
-        inputs = [given.get((index, i)) for i in range(len(node.flow.inputs))]
-        steps[index] = Step(node, inputs, partial(_computed, node))
-    return Match(site, steps)
+        inputs = [values.get((index, i)) for i in range(len(node.flow.inputs))]
+        executions[index] = OpExecution(node, inputs, partial(_compute_node, node))
+    return Match(site, executions)
 
 
-def _computed(node: Node, *inputs: Any) -> Any:
+def _compute_node(node: ProgramNode, *inputs: Any) -> Any:
     assert node.compute is not None
     return node.compute(inputs)
+
+
+def framework_rules() -> MappingTool:
+    """Return mapping rules that write these keys into a context.
+
+    executions: the class that records executions.
+    rewrites: the framework's replacements, by name of rule.
+    channels_last: True if convolutions have the channels last, in the ops that Keras makes.
+    reads_other_ops: True if a replacement in a graph may read inputs of other ops.
+    """
+    return MappingTool([["*", _map_all], ["pytorch", _map_pytorch], ["tensorflow", _map_tensorflow]])
+
+
+def _map_all(context: amanda.OpContext) -> None:
+    context["executions"], context["rewrites"] = Executions, {}
+    context["channels_last"], context["reads_other_ops"] = False, True
+
+
+def _map_pytorch(context: amanda.OpContext) -> None:
+    context["executions"], context["reads_other_ops"] = TorchExecutions, False
+    context["rewrites"] = {"fold_batch_norm": fold_in_pytorch, "fuse_attention": fused_attention}
+
+
+def _map_tensorflow(context: amanda.OpContext) -> None:
+    context["rewrites"] = {"fold_batch_norm": fold_in_tensorflow}
+    context["channels_last"] = (context.get_attrs().get("data_format") or b"NHWC") in (b"NHWC", "NHWC")

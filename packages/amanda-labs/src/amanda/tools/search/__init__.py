@@ -6,14 +6,11 @@ print(Search(tool, accuracy, "evolution", costs=["flops"]).run(trials=50))
 found = tool.finalize(model)
 """
 
-from amanda.tools.search._choice import Choice
-from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
-from amanda.tools.search._errors import SearchError
-from amanda.tools.search._optuna import OptunaController
-from amanda.tools.search._result import ChoicesResult
+from amanda.tools.search._candidates import Choice, SearchError
+from amanda.tools.search._controllers import Controller, Evolution, OptunaController, PolicyGradient, Random
 from amanda.tools.search._search import Search
 from amanda.tools.search._site import Site
-from amanda.tools.search._tool import SearchTool
+from amanda.tools.search._tool import ChoicesResult, SearchTool
 from amanda.tools.trials import SearchResult, Trial
 
 __all__ = [

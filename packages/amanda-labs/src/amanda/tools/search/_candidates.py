@@ -1,29 +1,41 @@
-"""Candidates without a weight of their own: what may stand in the place of an op."""
+"""Candidates of ops: other activations, windows, groups, widths and bits, and choices among them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from math import ceil
+from typing import TYPE_CHECKING, Annotated, Any
 
 import amanda
-from amanda.tools.kit import windows_of
+from amanda.errors import AmandaError
+from amanda.options import Length, Name, checked
+from amanda.tools.kit import canonical, restored, tensors_of, windows_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MATRIX_PRODUCTS, product_of
+from amanda.tools.quantize import Grid, choose_qparams, extremes, fake_quantize, fake_quantize_gradient
+from amanda.tools.select import Globs, Selection
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
+
+class SearchError(AmandaError, ValueError):
+    """A choice, an architecture, a budget or a model with which nothing can be searched."""
+
+
 ACTIVATIONS = ("relu", "relu6", "gelu", "silu", "tanh", "sigmoid", "elu", "softplus")
 """Words of StandardMapping, with the frameworks' usual settings."""
 
-_KEEPS_SHAPE = {*ACTIVATIONS, "dropout", "layer_norm", "softmax"}
+_SHAPE_KEEPING_TYPES = {*ACTIVATIONS, "dropout", "layer_norm", "softmax"}
 
 Original = Callable[..., Any]
 
 
 class Candidate:
-    """One way to compute an op.
+    """A way to compute an op.
 
-    label: its name in architectures.  skips: whether the op's branch of a residual block is not needed.
+    label: its name in architectures.  skips: True if the op's branch of a residual block is not computed.
     """
 
     skips = False
@@ -32,23 +44,23 @@ class Candidate:
         self.label = label
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Make the candidate's state at an op; return why the op cannot have the candidate, or ""."""
+        """Create the candidate's state at an op; return why the op cannot have the candidate, or ""."""
         return ""
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return the output of the op."""
         raise NotImplementedError
 
-    def shares(self, site: Site) -> tuple[float, float]:
+    def cost_shares(self, site: Site) -> tuple[float, float]:
         """Return FLOPs and bytes of the weight, as shares of those of the op itself."""
         return 1.0, 1.0
 
 
-class Keep(Candidate):
+class KeepCandidate(Candidate):
     """The op itself."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Refuse ops in place that have no equal which is not."""
+        """Refuse ops in place without an equivalent that is not in place."""
         is_known = site.type == "add" or site.type in ACTIVATIONS
         return "" if is_known or not context["in_place"] else f"{site.type} writes into its input"
 
@@ -57,8 +69,8 @@ class Keep(Candidate):
         return original(inputs[0].clone(), *inputs[1:]) if site.in_place else original(*inputs)
 
 
-class Skip(Candidate):
-    """The op's input, or of an addition that ends a residual block the input of the block."""
+class SkipCandidate(Candidate):
+    """The op's input; for an addition that ends a residual block, the input of the block."""
 
     skips = True
 
@@ -67,12 +79,14 @@ class Skip(Candidate):
         if site.type == "add":
             return "" if site.shortcut is not None else "it does not add a branch to what the branch reads"
         shape = context["shape"](context.get_inputs()[0])
-        if site.type in _KEEPS_SHAPE or (site.weight is not None and self._keeps(context, site, shape)):
+        if site.type in _SHAPE_KEEPING_TYPES or (
+            site.weight is not None and self._keeps_shape(context, site, shape)
+        ):
             return ""
         return "its output may have another shape than its input"
 
     @staticmethod
-    def _keeps(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
+    def _keeps_shape(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
         extents = site.weight_shape
         product = product_of(context)
         if product is None or product.factors != (0, site.weight):  # the first input takes the op's place
@@ -84,23 +98,23 @@ class Skip(Candidate):
             return False
         sizes = [shape[i] or 0 for i, axis in enumerate(layout) if axis not in "NC"]
         windows = windows_of(context.get_attrs(), layout, extents[2:])
-        is_same = all(one.places(size) == size for one, size in zip(windows, sizes, strict=True))
+        is_same = all(window.places(size) == size for window, size in zip(windows, sizes, strict=True))
         return is_same and shape[layout.index("C")] == extents[0]
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return the input."""
         return inputs[site.shortcut or 0]
 
-    def shares(self, site: Site) -> tuple[float, float]:
-        """Return nothing."""
+    def cost_shares(self, site: Site) -> tuple[float, float]:
+        """Return 0: a skipped op costs nothing."""
         return 0.0, 0.0
 
 
-class Activation(Candidate):
+class ActivationCandidate(Candidate):
     """Another activation."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Refuse what is no activation."""
+        """Refuse an op that is no activation."""
         return "" if site.type in ACTIVATIONS else f"{site.type} is no activation"
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
@@ -108,7 +122,7 @@ class Activation(Candidate):
         return site.library.activation(self.label)(inputs[0])
 
 
-class Function(Candidate):
+class FunctionCandidate(Candidate):
     """A function of the user, of all inputs of the op."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -116,5 +130,261 @@ class Function(Candidate):
         self._function = function
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
-        """Return what the function does."""
+        """Return the result of the function."""
         return self._function(*inputs)
+
+
+class WeightCandidate(Candidate):
+    """Base for candidates that give the op another weight."""
+
+    def weight(self, value: Any, site: Site) -> Any:
+        """Return the weight that replaces the op's weight."""
+        raise NotImplementedError
+
+    def bias(self, value: Any, site: Site) -> Any:
+        """Return the bias that replaces the op's bias."""
+        return value
+
+    def fit(self, context: amanda.OpContext, site: Site) -> str:
+        """Refuse ops without a weight."""
+        is_known = site.weight is not None and site.layout is not None and "O" in site.layout
+        return "" if is_known else f"{site.type} has no weight with output channels"
+
+    def original_weight(self, context: amanda.OpContext, site: Site) -> Any:
+        """Return the op's weight as an array of NumPy: outputs, inputs, window."""
+        assert site.weight is not None
+        value = context.get_value(site.weight)
+        return canonical(tensors_of(value).to_numpy(value), site.layout)
+
+    def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
+        """Return the output of the op with the other weight."""
+        return original(*self.with_other_weight(inputs, site))
+
+    def with_other_weight(self, inputs: Sequence[Any], site: Site) -> list[Any]:
+        """Return the inputs with the other weight and bias."""
+        values = list(inputs)
+        values[site.weight or 0] = self.weight(values[site.weight or 0], site)
+        if site.bias is not None:
+            values[site.bias] = self.bias(values[site.bias], site)
+        return values
+
+
+class ConvolutionCandidate(WeightCandidate):
+    """A convolution with another kernel size or groups, with a weight of its own and the op's bias.
+
+    The weight starts as the op's weight, cropped around the centre or padded with zeros; with groups, it
+    starts as the blocks on the diagonal.
+    """
+
+    def __init__(self, label: str, kernel: int, groups: int) -> None:
+        super().__init__(label)
+        self.kernel, self.groups = kernel, groups
+
+    def fit(self, context: amanda.OpContext, site: Site) -> str:
+        """Create the weight; refuse an op that is no convolution, or whose window or channels do not fit."""
+        reason = super().fit(context, site)
+        layout: str | None = context["layout"]
+        if reason or layout is None or not re.fullmatch("conv[123]d", site.type):
+            return reason or f"{site.type} is no convolution"
+        channels = context["shape"](context.get_inputs()[0])[layout.index("C")]
+        outputs, inputs, *window = site.weight_shape
+        if channels % self.groups or outputs % self.groups:
+            return f"{channels} to {outputs} channels are not {self.groups} groups"
+        if any((size - self.kernel) % 2 for size in window):
+            return f"windows of {window[0]} and {self.kernel} have no common centre"
+        reason = site.library.weight_obstacle(context, site) or site.library.convolution_obstacle(
+            context, [self.kernel - size for size in window], channels // inputs
+        )
+        if not reason:
+            site.keep_state(self.label, lambda: self._initial_weight(context, site, channels), True)
+        return reason
+
+    def _initial_weight(self, context: amanda.OpContext, site: Site, channels: int) -> Any:
+        weight = self.original_weight(context, site)
+        dense = _regrouped(weight, channels // weight.shape[1], 1)
+        regrouped = _regrouped(_resized(dense, self.kernel), 1, self.groups)
+        return restored(regrouped, site.layout, regrouped.shape)
+
+    def weight(self, value: Any, site: Site) -> Any:
+        """Return the candidate's weight."""
+        return site.read(self.label, value)
+
+    def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
+        """Return the convolution."""
+        change = [self.kernel - size for size in site.weight_shape[2:]]
+        return site.library.convolve(
+            original, self.with_other_weight(inputs, site), site, change, self.groups
+        )
+
+    def cost_shares(self, site: Site) -> tuple[float, float]:
+        """Return the share of elements of the weight."""
+        share = np.size(site.array(self.label)) / np.prod(site.weight_shape)
+        return share, share
+
+
+class WidthCandidate(WeightCandidate):
+    """A share of the output channels, those with the largest weights; the other channels are zero."""
+
+    def __init__(self, label: str, share: float) -> None:
+        super().__init__(label)
+        self._share = share
+
+    def fit(self, context: amanda.OpContext, site: Site) -> str:
+        """Create the mask of output channels."""
+        reason = super().fit(context, site) or site.library.weight_obstacle(context, site)
+        if not reason:
+            site.keep_state(self.label, lambda: self._mask(context, site), False)
+        return reason
+
+    def _mask(self, context: amanda.OpContext, site: Site) -> Any:
+        weight = self.original_weight(context, site)
+        norms = np.abs(weight).reshape(len(weight), -1).sum(1)
+        mask = np.zeros(len(weight), np.float32)
+        mask[np.argsort(-norms, kind="stable")[: ceil(self._share * len(weight))]] = 1
+        return mask
+
+    def weight(self, value: Any, site: Site) -> Any:
+        """Return the weight with zeros."""
+        mask = site.read(self.label, value)
+        extents = [-1 if axis == "O" else 1 for axis in site.layout or ""]
+        return value * tensors_of(mask).reshape(mask, extents)
+
+    def bias(self, value: Any, site: Site) -> Any:
+        """Return the bias with zeros."""
+        return value * site.read(self.label, value)
+
+    def cost_shares(self, site: Site) -> tuple[float, float]:
+        """Return the share of channels."""
+        share = float(np.mean(site.array(self.label)))
+        return share, share
+
+
+class BitsCandidate(WeightCandidate):
+    """The weight on a grid of integers, each output channel with a scale; gradients pass straight through.
+
+    The numbers are those of `QuantizeTool(method="dynamic", activation_bits=None)`.
+    """
+
+    def __init__(self, label: str, bits: int) -> None:
+        super().__init__(label)
+        self._grid = Grid.of(bits, symmetric=True)
+
+    def weight(self, value: Any, site: Site) -> Any:
+        """Return the weight on the grid."""
+        xp, axes = tensors_of(value), ((site.layout or "").index("O"),)
+        grid_arguments = (*choose_qparams(*extremes(xp.detach(value), axes), self._grid), self._grid, axes)
+
+        def backward(gradient: Any, x: Any) -> tuple[Any]:
+            return (fake_quantize_gradient(gradient, x, *grid_arguments),)
+
+        return xp.with_gradient(lambda x: fake_quantize(x, *grid_arguments, kernel=False), backward, [value])
+
+    def cost_shares(self, site: Site) -> tuple[float, float]:
+        """Return the share of bits."""
+        return 1.0, self._grid.bits / (8 * site.itemsize)
+
+
+def _regrouped(weight: Any, groups: int, target_groups: int) -> Any:
+    """Return a weight (O, I, ...) with another number of groups: fewer add zeros, more drop elements."""
+    outputs, inputs, *window = weight.shape
+    dense = np.zeros((outputs, inputs * groups, *window), weight.dtype)
+    for i, row in enumerate(weight):
+        group = i * groups // outputs
+        dense[i, group * inputs : (group + 1) * inputs] = row
+    size = dense.shape[1] // target_groups
+    starts = [i * target_groups // outputs * size for i in range(outputs)]
+    return np.stack([dense[i, start : start + size] for i, start in enumerate(starts)])
+
+
+def _resized(weight: Any, kernel: int) -> Any:
+    """Return a weight (O, I, ...) with a window of another size around the same centre."""
+    for axis in range(2, weight.ndim):
+        margin = (kernel - weight.shape[axis]) // 2
+        if margin >= 0:
+            pads = [(margin, margin) if i == axis else (0, 0) for i in range(weight.ndim)]
+            weight = np.pad(weight, pads)
+        else:
+            weight = np.moveaxis(np.moveaxis(weight, axis, 0)[-margin:margin], 0, axis)
+    return weight
+
+
+_CANDIDATE_FORMS = "keep, skip, conv5, conv3g2 (kernel 3, 2 groups), width0.5, bits4"
+_SHARED_PREFIX = "all "
+
+
+class Choice:
+    """Candidates for the ops of a selection; the first candidate is the default.
+
+    candidates: "keep", the op itself; "skip", its input, or for an addition that ends a residual block the
+        input of the block; an activation, such as "gelu"; "conv5", another kernel size, and "conv3g2", other
+        groups too; "width0.5", half of the output channels, the rest masked; "bits4", the weight quantised;
+        or a function of the op's inputs that returns its output.
+    type, module, exclude: see `amanda.tools.select.Selection`.
+    shared: True if all ops have the same candidate, among those that each of them can have; `name` is then
+        the name of the decision in architectures. Otherwise each op has a decision of its own.
+
+    Raises SearchError for an unknown candidate, and SelectionError.
+
+    >>> choice = Choice(["keep", "conv5", "conv3g2"], type="conv2d", module="features")
+    """
+
+    @checked(error=SearchError)
+    def __init__(
+        self,
+        candidates: Annotated[Sequence[Name | Callable[..., Any]], Length(2)],
+        type: Globs = None,
+        module: Globs = None,
+        shared: bool = False,
+        exclude: Globs = None,
+    ) -> None:
+        self.selection, self.shared = Selection(type, module, exclude=exclude), shared
+        self.name = f"all {self.selection}"
+        where = f"the choice at {self.selection}"
+        self.candidates = [make_candidate(label_or_function, where) for label_or_function in candidates]
+        labels = [make_candidate.label for make_candidate in self.candidates]
+        repeated = {label for label in labels if labels.count(label) > 1}
+        if repeated:
+            raise SearchError(f"SearchTool: {where} has {', '.join(sorted(repeated))} twice; name each once")
+
+    @classmethod
+    @checked(error=SearchError)
+    def of(cls, text: Name) -> Choice:
+        """Return the choice of a text: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
+
+        Raises SearchError for another text.
+        """
+        selection, equals_sign, candidates = text.partition("=")
+        shared = selection.startswith(_SHARED_PREFIX)
+        type, _, module = selection.removeprefix(_SHARED_PREFIX).partition("@")
+        if not equals_sign or not (type or module) or "|" not in candidates:
+            raise SearchError(f"SearchTool: choices has {text!r}; write type@module=candidate|candidate")
+        return cls(candidates.split("|"), type or None, module or None, shared)
+
+
+def make_candidate(label_or_function: str | Callable[..., Any], where: str) -> Candidate:
+    """Return the candidate of a label or of a function.  where: the choice, for errors.
+
+    Raises SearchError for an unknown label.
+    """
+    if callable(label_or_function):
+        return FunctionCandidate(label_or_function)
+    if label_or_function == "keep" or label_or_function == "skip":
+        return (
+            KeepCandidate(label_or_function)
+            if label_or_function == "keep"
+            else SkipCandidate(label_or_function)
+        )
+    if label_or_function in ACTIVATIONS:
+        return ActivationCandidate(label_or_function)
+    match = re.fullmatch(r"conv([1-9]\d*)(?:g([1-9]\d*))?", str(label_or_function))
+    if match:
+        return ConvolutionCandidate(label_or_function, int(match[1]), int(match[2] or 1))
+    match = re.fullmatch(r"width(0?\.\d+|1)|bits([2-8])", str(label_or_function))
+    if match and (match[2] or float(match[1])):
+        return (
+            BitsCandidate(label_or_function, int(match[2]))
+            if match[2]
+            else WidthCandidate(label_or_function, float(match[1]))
+        )
+    allowed = f"{_CANDIDATE_FORMS}, {', '.join(ACTIVATIONS)}, or a function"
+    raise SearchError(f"SearchTool: a candidate of {where} is {label_or_function!r}; it is one of {allowed}")

@@ -1,14 +1,20 @@
-"""Controllers: which architecture is tried next, by what is known of those before."""
+"""Controllers: propose the next architecture from the trials so far."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from amanda.options import NonNegativeFloat, PositiveInt, Share, checked
+from amanda.options import NonNegativeFloat, PositiveInt, Share, checked, shown
 from amanda.tools.libraries import numpy as np
-from amanda.tools.search._errors import SearchError
-from amanda.tools.trials import dominates
+from amanda.tools.search._candidates import SearchError
+from amanda.tools.trials import Trial, dominates
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial
 
 Space = Mapping[str, Sequence[str]]
 Architecture = dict[str, str]
@@ -16,9 +22,9 @@ Architecture = dict[str, str]
 
 @runtime_checkable
 class Controller(Protocol):
-    """Proposes architectures, and is told what comes of them.
+    """Proposes architectures, and learns from their scores.
 
-    `numbers` is seeded anew for each trial, so that a search goes on from a study as it would have gone on.
+    `numbers` is seeded anew for each trial, so that a continued search proposes the same as one without stop.
     """
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
@@ -26,7 +32,7 @@ class Controller(Protocol):
         ...
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Take the scores of an architecture: the metric, then negative costs; none where it failed."""
+        """Learn the scores of an architecture: the metric, then negative costs; no scores if it failed."""
         ...
 
 
@@ -42,12 +48,12 @@ class Random:
 
 
 class Evolution(Random):
-    """Regularised evolution (Real et al. 2019, algorithm 1): the oldest dies, the best of some has a child.
+    """Regularised evolution (Real et al. 2019, algorithm 1): the best of some has a child, the oldest dies.
 
-    population: how many live.  sample: how many of these compete to be the parent; they are drawn without
-    replacement, where the paper draws with it.  A child differs from its parent at one op.  With costs, the
-    parent is the one that the fewest others of the sample dominate, the first drawn of equal ones, and the
-    oldest dies that another dominates.
+    population: its size.  sample: number of members that compete to be the parent; they are drawn without
+    replacement (the paper draws with replacement).  A child differs from its parent at one op.  With costs,
+    the parent is the member of the sample that the fewest of the sample dominate, and the oldest dominated
+    member dies.
     """
 
     @checked(error=SearchError)
@@ -61,28 +67,28 @@ class Evolution(Random):
             return super().ask(space, numbers)
         drawn = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
         sample = [self._alive[i] for i in drawn]
-        parent, _ = min(sample, key=lambda one: self._dominators(one[1], sample))
+        parent, _ = min(sample, key=lambda member: self._dominators(member[1], sample))
         name = list(space)[numbers.integers(len(space))]
-        others = [label for label in space[name] if label != parent[name]]
-        return {**parent, name: others[numbers.integers(len(others))]}
+        other_labels = [label for label in space[name] if label != parent[name]]
+        return {**parent, name: other_labels[numbers.integers(len(other_labels))]}
 
     @staticmethod
     def _dominators(scores: Sequence[float], sample: Sequence[tuple[Any, Sequence[float]]]) -> int:
-        return sum(dominates(other, scores) for _, other in sample)
+        return sum(dominates(rival, scores) for _, rival in sample)
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Add an architecture to the population; the oldest leaves one that is full."""
+        """Add an architecture to the population; from a full one, remove the oldest."""
         if scores:
             self._alive.append((dict(architecture), tuple(scores)))
         if len(self._alive) > self._population:
             ages = enumerate(self._alive) if len(scores) > 1 else ()
-            del self._alive[next((i for i, one in ages if self._dominators(one[1], self._alive)), 0)]
+            del self._alive[next((i for i, member in ages if self._dominators(member[1], self._alive)), 0)]
 
 
 class PolicyGradient:
     """A policy trained by REINFORCE with a moving average as baseline (Williams 1992; Pham et al. 2018).
 
-    The probabilities of each op's candidates are a softmax of logits of its own, not of an LSTM as in ENAS.
+    The probabilities of each op's candidates are a softmax of the op's logits; ENAS has an LSTM instead.
     rate: of learning.  decay: of the baseline.  The reward is the metric.
     """
 
@@ -94,12 +100,12 @@ class PolicyGradient:
 
     def probabilities(self, space: Space) -> dict[str, Any]:
         """Return the probability of each candidate of each op."""
-        found = {}
+        probabilities = {}
         for name, labels in space.items():
             logits = self._logits.setdefault(name, np.zeros(len(labels)))
             exponents = np.exp(logits - logits.max())
-            found[name] = exponents / exponents.sum()
-        return found
+            probabilities[name] = exponents / exponents.sum()
+        return probabilities
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return an architecture drawn from the policy."""
@@ -109,7 +115,7 @@ class PolicyGradient:
         }
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Make what was better than the baseline more probable, and what was worse less."""
+        """Raise the probabilities of an architecture above the baseline, lower those of one below it."""
         if not scores:
             return
         reward = scores[0]
@@ -118,5 +124,161 @@ class PolicyGradient:
             drawn = np.zeros(len(chances))
             drawn[list(space[name]).index(architecture[name])] = 1
             self._logits[name] += self._rate * advantage * (drawn - chances)
-        known = reward if self._baseline is None else self._baseline
-        self._baseline = self._decay * known + (1 - self._decay) * reward
+        baseline = reward if self._baseline is None else self._baseline
+        self._baseline = self._decay * baseline + (1 - self._decay) * reward
+
+
+_MAX_REPEATED_PROPOSALS = 5
+"""Proposals in a row that were tried or are above the limits, after which architectures are random."""
+
+
+class StudyTrials:
+    """The trials of a search in a study of Optuna (Akiba et al. 2019), to which other processes may add.
+
+    Each decision is a categorical parameter of the study.  A proposal that is not evaluated, or that fails,
+    is a failed trial of the study.
+
+    study: with the direction "maximize" for the metric, and "minimize" for each cost; or a storage or its
+    URL, in which the study "search" is created or continued; None creates one in memory.  sampler: of a study
+    that is created; None for TPE (Bergstra et al. 2011), which is seeded anew for each trial.
+    Raises SearchError if Optuna is not installed, and for a study with other directions.
+    """
+
+    def __init__(
+        self, study: Study | BaseStorage | str | None, space: Space, costs: Sequence[str],
+        sampler: BaseSampler | None = None,
+    ) -> None:  # fmt: skip
+        self._optuna, self._space, self._costs = _import_optuna("Search"), space, costs
+        directions: list[Any] = ["maximize", *("minimize" for _ in costs)]
+        self._is_seeded_anew = sampler is None and not isinstance(study, self._optuna.Study)
+        if not isinstance(study, self._optuna.Study):
+            study = self._open_study(study, directions, sampler)
+        study_directions = [direction.name.lower() for direction in study.directions]
+        if study_directions != directions:
+            names = ", ".join(["the metric", *costs])
+            raise SearchError(f"Search: directions are {study_directions}; give {directions}, for {names}")
+        self.study = study
+        self._distributions = {
+            name: self._optuna.distributions.CategoricalDistribution(tuple(labels))
+            for name, labels in space.items()
+        }
+        self._evaluated: dict[int, Trial] = {}
+        self._proposal: Any = None
+
+    def _open_study(self, storage: Any, directions: Any, sampler: BaseSampler | None) -> Study:
+        """Return the study "search" of a storage, or a new one in memory."""
+        if not isinstance(storage, (str, self._optuna.storages.BaseStorage, type(None))):
+            raise SearchError(
+                f"Search: study is {shown(storage)}; give a study of Optuna, or a storage or its URL"
+            )
+        name = None if storage is None else "search"
+        try:
+            study: Study = self._optuna.create_study(
+                storage=storage, sampler=sampler, study_name=name, directions=directions, load_if_exists=True
+            )  # fmt: skip
+        except Exception as error:  # each database has errors of its own
+            raise SearchError(
+                f"Search: study is {shown(storage)}, which cannot be opened: {error}"
+            ) from error
+        return study
+
+    def read(self) -> list[Trial]:
+        """Return the trials that were evaluated, by any process, in the order of their numbers."""
+        states = self._optuna.trial.TrialState
+        for frozen in self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.FAIL)):
+            # Proposals that were not evaluated have neither values nor an error.
+            if frozen.number not in self._evaluated and (frozen.values or "error" in frozen.user_attrs):
+                self._evaluated[frozen.number] = self._read_trial(frozen)
+        return [trial for _, trial in sorted(self._evaluated.items())]
+
+    def _read_trial(self, frozen: FrozenTrial) -> Trial:
+        if frozen.distributions != self._distributions:
+            space = {
+                name: getattr(distribution, "choices", distribution)
+                for name, distribution in frozen.distributions.items()
+            }
+            trial_text = f"trial {frozen.number} of {self.study.study_name!r} is over {space}"
+            raise SearchError(f"Search: {trial_text}, not over {dict(self._space)}")
+        duration = 0.0 if frozen.duration is None else frozen.duration.total_seconds()
+        metric, *costs = frozen.values or [None, *(float("nan") for _ in self._costs)]
+        return Trial(
+            {name: frozen.params[name] for name in self._space}, metric,
+            dict(zip(self._costs, costs, strict=True)), frozen.user_attrs.get("seconds", duration),
+            frozen.user_attrs.get("error", ""),
+        )  # fmt: skip
+
+    def ask(self, numbers: np.random.Generator) -> Architecture:
+        """Return the architecture that the study's sampler proposes."""
+        self.drop_proposal()
+        if self._is_seeded_anew:
+            self.study.sampler = self._optuna.samplers.TPESampler(seed=int(numbers.integers(2**31)))
+        self._proposal = self.study.ask(self._distributions)
+        return {name: self._proposal.params[name] for name in self._space}
+
+    def drop_proposal(self) -> None:
+        """Mark a proposal that was not evaluated as failed, since samplers ignore failed trials."""
+        proposal, self._proposal = self._proposal, None
+        if proposal is not None:
+            self.study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
+
+    def add(self, trial: Trial) -> None:
+        """Add a trial that was evaluated to the study."""
+        states = self._optuna.trial.TrialState
+        state, values = states.FAIL, None
+        if trial.metric is not None:
+            state, values = states.COMPLETE, [trial.metric, *trial.costs.values()]
+        if self._proposal is not None and self._proposal.params == trial.architecture:
+            proposal, self._proposal = self._proposal, None
+            if trial.error:
+                proposal.set_user_attr("error", trial.error)
+            self.study.tell(proposal, values, state=state)
+            return
+        self.drop_proposal()
+        frozen = self._optuna.trial.create_trial(
+            state=state, params=dict(trial.architecture), distributions=self._distributions, values=values,
+            user_attrs={"seconds": trial.seconds, "error": trial.error},
+        )  # fmt: skip
+        self.study.add_trial(frozen)
+
+
+class OptunaController(Random):
+    """Proposes what the sampler of a study of Optuna proposes; the study keeps the trials.
+
+    study: a study with the direction "maximize" for the metric, and "minimize" for each cost; or a sampler
+    for a study that the search creates.  trials: of the search that uses this controller, which sets them.
+    Raises SearchError if Optuna is not installed, and for another object.
+    """
+
+    def __init__(self, study: Study | BaseSampler | None = None) -> None:
+        optuna = _import_optuna("OptunaController")
+        is_study = isinstance(study, optuna.Study)
+        if not is_study and not isinstance(study, (optuna.samplers.BaseSampler, type(None))):
+            raise SearchError(
+                f"OptunaController: study is {shown(study)}; give a study or a sampler of Optuna"
+            )
+        self.study: Any = study if is_study else None
+        self.sampler: Any = None if is_study else study
+        self.trials: StudyTrials | None = None
+        self._tries = 0
+
+    def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
+        """Return the sampler's proposal; a random architecture after too many that were tried already."""
+        if self.trials is None:
+            raise SearchError("OptunaController: it has no study yet; give it to a Search, which makes one")
+        self._tries += 1
+        if self._tries > _MAX_REPEATED_PROPOSALS:
+            return super().ask(space, numbers)
+        return self.trials.ask(numbers)
+
+    def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
+        """Reset the count of proposals; the study has the trial already."""
+        self._tries = 0
+
+
+def _import_optuna(name: str) -> Any:
+    """Return the module optuna; raise SearchError with the install command if it is absent."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise SearchError(f'{name}: it needs Optuna: pip install "amanda-labs[optuna]"') from error
+    return optuna

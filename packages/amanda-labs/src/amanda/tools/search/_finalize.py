@@ -1,32 +1,208 @@
-"""Finalized models: which ops are replaced, and the error for a choice that is no module."""
+"""Finalized models of PyTorch and Keras: the chosen candidates as modules and layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
-from amanda.tools.search._candidates import Candidate, Keep
-from amanda.tools.search._errors import SearchError
+from amanda.options import shown
+from amanda.tools.search._candidates import (
+    ACTIVATIONS,
+    ActivationCandidate,
+    Candidate,
+    ConvolutionCandidate,
+    KeepCandidate,
+    SearchError,
+    SkipCandidate,
+    WeightCandidate,
+)
+from amanda.tools.search._libraries import padding_for_window
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
 
-def changed(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
-    """Return the sites whose op is replaced, with the candidates; raise where two are of one module."""
-    found = [(site, site.candidates[site.chosen]) for site in sites]
-    seen: dict[tuple[str, str], Site] = {}
-    for site, chosen in found:
-        other = seen.setdefault((site.module, site.type), site)
-        if other.chosen != site.chosen:
-            raise lost(
-                site, chosen, f"{other.name} at the same path has {other.chosen}, of this or of another model"
+def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
+    """Return the sites whose op is replaced, with the candidates.
+
+    Raises SearchError if ops of one module have different candidates.
+    """
+    site_candidates = [(site, site.candidates[site.chosen]) for site in sites]
+    sites_by_module: dict[tuple[str, str], Site] = {}
+    for site, candidate in site_candidates:
+        earlier_site = sites_by_module.setdefault((site.module, site.type), site)
+        if earlier_site.chosen != site.chosen:
+            raise not_a_module(
+                site,
+                candidate,
+                f"{earlier_site.name} at the same path has {earlier_site.chosen}, of this or of another "
+                "model",
             )
-    return [(site, chosen) for site, chosen in found if not isinstance(chosen, Keep)]
+    return [
+        (site, candidate) for site, candidate in site_candidates if not isinstance(candidate, KeepCandidate)
+    ]
 
 
-def lost(site: Site, chosen: Candidate, reason: str) -> SearchError:
+def not_a_module(site: Site, candidate: Candidate, reason: str) -> SearchError:
+    """Return the error for a candidate that cannot become a module."""
     return SearchError(
-        f"SearchTool.finalize: {chosen.label!r} of {site.name} at {site.source} is no module: {reason}; "
+        f"SearchTool.finalize: {candidate.label!r} of {site.name} at {site.source} is no module: {reason}; "
         "run the model in a scope of the tool instead"
     )
+
+
+def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
+    """Return a copy of a module of PyTorch with the chosen candidates as submodules.
+
+    Raises SearchError for an op that is not the only op of a module of torch.nn.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise SearchError(f"SearchTool.finalize: model is {shown(model)}; give the module that was run")
+    finalized_model = deepcopy(model)
+    with torch.no_grad():
+        for site, candidate in changed_sites(sites):
+            try:
+                module = finalized_model.get_submodule(site.module)
+            except AttributeError as error:
+                raise not_a_module(site, candidate, f"the model has no module {site.module!r}") from error
+            replacement = _replacement_module(site, candidate, module)
+            if isinstance(candidate, SkipCandidate) and not site.in_place:
+                _disable_in_place_writers(site, candidate, finalized_model)
+            if module is finalized_model:
+                finalized_model = replacement
+                continue
+            paths = [
+                path
+                for path, submodule in finalized_model.named_modules(remove_duplicate=False)
+                if submodule is module
+            ]
+            for parent, _, name in (path.rpartition(".") for path in paths if replacement is not module):
+                setattr(finalized_model.get_submodule(parent), name, replacement)
+    return finalized_model
+
+
+def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) -> None:
+    """Set `inplace` to False in modules that write to a skipped op's output, which is now its input.
+
+    Raises SearchError for a function that writes to it.
+    """
+    for writer in site.writers.values():
+        try:
+            module = model.get_submodule(writer.module)
+        except AttributeError:
+            module = None
+        if not hasattr(module, "inplace"):
+            raise not_a_module(
+                site, candidate, f"{writer.type} at {writer.source} writes to its input in place"
+            )
+        module.inplace = False
+
+
+def _replacement_module(site: Site, candidate: Candidate, module: Any) -> Any:
+    """Return the module that computes a candidate."""
+    from torch import nn
+
+    activation_classes: dict[str, Any] = {
+        "relu": nn.ReLU, "relu6": nn.ReLU6, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh,
+        "sigmoid": nn.Sigmoid, "elu": nn.ELU, "softplus": nn.Softplus,
+    }  # fmt: skip
+    is_layer = type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if isinstance(candidate, SkipCandidate) and (
+        is_layer or type(module) in (*activation_classes.values(), nn.Dropout, nn.LayerNorm)
+    ):
+        return nn.Identity()
+    if isinstance(candidate, ActivationCandidate) and type(module) in activation_classes.values():
+        return activation_classes[candidate.label]()
+    if not is_layer or not isinstance(candidate, WeightCandidate):
+        raise not_a_module(site, candidate, f"{site.module or 'the model'} is a {type(module).__name__}")
+    weight = candidate.weight(module.weight, site)
+    if isinstance(candidate, ConvolutionCandidate):
+        change = [candidate.kernel - size for size in module.kernel_size]
+
+        original, padding = module, module.padding
+        if not isinstance(padding, str):
+            padding = tuple(padding_for_window(padding, module.dilation, change))
+        module = type(original)(
+            original.in_channels, original.out_channels, candidate.kernel, original.stride, padding,
+            original.dilation, candidate.groups, original.bias is not None, original.padding_mode,
+            original.weight.device, original.weight.dtype,
+        ).train(original.training)  # fmt: skip
+        module.bias = original.bias
+    module.weight = nn.Parameter(weight.clone(), module.weight.requires_grad)
+    if module.bias is not None:
+        module.bias = nn.Parameter(candidate.bias(module.bias, site).clone(), module.bias.requires_grad)
+    return module
+
+
+def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
+    """Return a clone of a Keras model, with its weights, whose layers are the chosen candidates.
+
+    The activation of a skipped layer stays.  Raises SearchError for an op that is not of a Conv, a Dense or
+    an activation of a layer.
+    """
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise SearchError(f"SearchTool.finalize: the model is a {type(model).__name__}; give one of Keras")
+    layers = {layer.name: layer for layer in model._flatten_layers(include_self=False, recursive=True)}
+    settings: dict[str, dict[str, Any]] = {layer: {} for layer in layers}
+    weights: dict[str, tuple[Site, WeightCandidate]] = {}
+    replaced: set[str] = set()
+    for site, candidate in changed_sites(sites):
+        parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
+        layer = next((layers[part] for part in reversed(parts) if part in layers), None)
+        if layer is None:
+            raise not_a_module(site, candidate, f"the model has no layer {site.module!r}")
+        if (
+            isinstance(candidate, (ActivationCandidate, SkipCandidate))
+            and site.type in ACTIVATIONS
+            and _is_activation(layer)
+        ):
+            settings[layer.name]["activation"] = (
+                "linear" if isinstance(candidate, SkipCandidate) else candidate.label
+            )
+            if "activation" not in layer.get_config():
+                replaced.add(layer.name)
+        elif isinstance(candidate, SkipCandidate) and hasattr(layer, "kernel"):
+            if getattr(layer, "use_bias", True):
+                raise not_a_module(site, candidate, f"{layer.name} adds a bias to what it skips")
+            replaced.add(layer.name)
+        elif isinstance(candidate, WeightCandidate) and hasattr(layer, "kernel"):
+            weights[layer.name] = site, candidate
+            if isinstance(candidate, ConvolutionCandidate):
+                window = (candidate.kernel,) * (len(site.weight_shape) - 2)
+                settings[layer.name].update(kernel_size=window, groups=candidate.groups)
+        else:
+            raise not_a_module(site, candidate, f"{layer.name} is a {type(layer).__name__}")
+
+    def clone_layer(layer: Any) -> Any:
+        config = {**layer.get_config(), **settings[layer.name]}
+        if layer.name in replaced:
+            return keras.layers.Activation(config["activation"], name=layer.name)
+        return layer.__class__.from_config(config)
+
+    clone = keras.models.clone_model(model, clone_function=clone_layer)
+    clone.build(model.input_shape)
+    for layer in clone._flatten_layers(include_self=False, recursive=True):
+        original_layer = layers[layer.name]
+        if layer.name in replaced:
+            continue
+        if layer.name not in weights:
+            if not getattr(original_layer, "layers", None):
+                layer.set_weights(original_layer.get_weights())
+            continue
+        site, candidate = weights[layer.name]
+        layer.kernel.assign(candidate.weight(original_layer.kernel.value, site))
+        if layer.use_bias:
+            layer.bias.assign(original_layer.bias)
+    return clone
+
+
+def _is_activation(layer: Any) -> bool:
+    """Return True if a layer has an option `activation`, or is an activation without settings."""
+    import keras
+
+    return "activation" in layer.get_config() or type(layer) is keras.layers.ReLU

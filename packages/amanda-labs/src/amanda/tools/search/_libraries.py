@@ -1,25 +1,25 @@
-"""Mapping rules of the tool: what differs from framework to framework."""
+"""Mapping rules of the tool: functions of each framework that candidates call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import erf
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda import interceptor
 from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
-from amanda.tools.search._candidates import Original
-from amanda.tools.search._errors import SearchError
+from amanda.tools.search._candidates import Original, SearchError
 from amanda.tools.search._gradients import Gradients, GradientSum
-from amanda.tools.search._padding import Edges, padded
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
-_REQUIRED = RequiredNames(
+_JAX_REQUIRED = RequiredNames(
     "amanda.tools.search",
     "jax",
     "jax._src.core:set_current_trace",
@@ -44,10 +44,10 @@ def _erf(x: Any) -> Any:
 class Library:
     """Functions of a framework that candidates call; this class computes on arrays of NumPy."""
 
-    trains = ""
-    """Why no gradient reaches the parameters of candidates; "" where gradients do."""
+    no_gradient_reason = ""
+    """Reason why autodiff does not reach the parameters of candidates; "" if it does."""
     is_traced = False
-    """True if what is chosen becomes a part of compiled programs, which another choice has to make anew."""
+    """True if candidates become a part of compiled programs, so that another choice needs a new trace."""
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the activation of a word."""
@@ -62,52 +62,55 @@ class Library:
         """Return a tensor in the element type of another, within autodiff."""
         return tensors_of(like).cast(value, like)
 
-    def fresh(self, x: Any) -> Any:
-        """Return an input as the output of an op."""
+    def as_output(self, x: Any) -> Any:
+        """Return an op's input in a form that can be the op's output."""
         return x
 
-    def at(self, context: amanda.OpContext) -> Library:
-        """Return the functions for one op; most need nothing of it but its inputs."""
+    def for_op(self, context: amanda.OpContext) -> Library:
+        """Return the functions for an op; this library itself if they do not depend on the op."""
         return self
 
-    def unread(self, context: amanda.OpContext, site: Site) -> str:
-        """Return why the op's weight cannot be read when the op is met, or ""."""
+    def weight_obstacle(self, context: amanda.OpContext, site: Site) -> str:
+        """Return why the op's weight has no value at its analysis, or ""."""
         return ""
 
     def gradient_sum(self, parameter: Any, op: str) -> Gradients:
-        """Return the sum of the gradients of a parameter."""
+        """Return a new sum of the gradients of a parameter."""
         return GradientSum()
 
-    def collected(self, value: Any, gradients: Any, like: Any) -> Any:
-        """Return a parameter's value, whose gradient is added to a sum where no tape leads to the parameter.
+    def with_gradient_sum(self, value: Any, gradients: Any, like: Any) -> Any:
+        """Return a parameter's value, whose gradient is added to a sum if no tape leads to the parameter.
 
-        like: a tensor that the op computes with.
+        like: a tensor that the op reads.
         """
         return value
 
-    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
-        """Return why a convolution cannot have another window or groups; change: of its sizes."""
+    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+        """Return why a convolution cannot have another window or groups, or "".
+
+        change: of the sizes of its window.
+        """
         return "the padding and groups of the graph are fixed"
 
     def convolve(
         self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
     ) -> Any:
-        """Return the convolution by another weight, which is among the inputs already."""
+        """Return the convolution with another weight, which is among the inputs already."""
         raise NotImplementedError
 
-    def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
-        """Return a model with the chosen modules; raise SearchError where it cannot be made of modules."""
+    def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
+        """Return a model with the chosen candidates as modules; raise SearchError for other models."""
         raise SearchError(f"SearchTool.finalize: no modules of {type(model).__name__} are known here")
 
 
 class JaxLibrary(Library):
     """JAX, eager and under jit.
 
-    attributes: of the convolution at hand.
+    attributes: of the convolution, for the library of an op.
     """
 
     is_traced = True
-    trains = (
+    no_gradient_reason = (
         "JAX takes no derivative by the parameters of candidates: hand tool.gradients(parameters) to an "
         "optimizer after each step"
     )
@@ -115,15 +118,15 @@ class JaxLibrary(Library):
     def __init__(self, attributes: Mapping[str, Any] | None = None) -> None:
         self._attributes = attributes or {}
 
-    def at(self, context: amanda.OpContext) -> Library:
-        """Return the functions for one op: the padding of a convolution may depend on shapes."""
+    def for_op(self, context: amanda.OpContext) -> Library:
+        """Return the functions for an op: the padding of a convolution may depend on shapes."""
         if not context["type"].startswith("conv"):
             return self
         context.get_input_shapes()
         return JaxLibrary(context.get_attrs())
 
-    def unread(self, context: amanda.OpContext, site: Site) -> str:
-        """Refuse symbols, which have no value."""
+    def weight_obstacle(self, context: amanda.OpContext, site: Site) -> str:
+        """Return a reason for a symbol of jit, which has no value."""
         import jax
 
         is_symbol = site.weight is not None and isinstance(context.get_value(site.weight), jax.core.Tracer)
@@ -133,8 +136,8 @@ class JaxLibrary(Library):
         """Return the function of jax.nn."""
         import jax
 
-        found: Callable[..., Any] = getattr(jax.nn, word)
-        return partial(found, approximate=False) if word == "gelu" else found
+        function: Callable[..., Any] = getattr(jax.nn, word)
+        return partial(function, approximate=False) if word == "gelu" else function
 
     def softmax(self, x: Any) -> Any:
         """Return softmax of jax.nn."""
@@ -143,21 +146,21 @@ class JaxLibrary(Library):
         return jax.nn.softmax(x)
 
     def gradient_sum(self, parameter: Any, op: str) -> Gradients:
-        """Return a sum that programs add to."""
-        _REQUIRED.check()
-        from amanda.tools.search._gradients_jax import JaxGradientSum
+        """Return a sum in references of JAX, to which programs add."""
+        _JAX_REQUIRED.check()
+        from amanda.tools.search._gradients import JaxGradientSum
 
         return JaxGradientSum(parameter, op)
 
-    def collected(self, value: Any, gradients: Any, like: Any) -> Any:
+    def with_gradient_sum(self, value: Any, gradients: Any, like: Any) -> Any:
         """Return the value, with a gradient where `like` has one."""
-        return gradients.followed(value, like)
+        return gradients.collect(value, like)
 
-    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse padding that would be negative."""
         pads = context.get_attrs()["padding"]
-        least = min(min(pair) for pair in _padded_pairs(context.get_attrs(), change))
-        return "" if least >= 0 else f"its padding is {pads}: a smaller window would give more"
+        smallest = min(min(pair) for pair in _jax_padding(context.get_attrs(), change))
+        return "" if smallest >= 0 else f"its padding is {pads}: a smaller window would give more"
 
     def convolve(
         self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
@@ -165,25 +168,25 @@ class JaxLibrary(Library):
         """Return the convolution, padded so that the output has its shape."""
         import jax
 
-        own = {**self._attributes, "padding": _padded_pairs(self._attributes, change)}
-        return jax.lax.conv_general_dilated(*inputs, **{**own, "feature_group_count": groups})
+        arguments = {**self._attributes, "padding": _jax_padding(self._attributes, change)}
+        return jax.lax.conv_general_dilated(*inputs, **{**arguments, "feature_group_count": groups})
 
 
 class TorchLibrary(Library):
     """PyTorch.
 
-    edges: how the module of the convolution at hand pads its input; None where the convolution itself pads.
+    edges: padding by the module of the convolution, for the library of an op; None if the op itself pads.
     """
 
-    def __init__(self, edges: Edges | None = None) -> None:
+    def __init__(self, edges: ModulePadding | None = None) -> None:
         self._edges = edges
 
-    def at(self, context: amanda.OpContext) -> Library:
-        """Return the functions for one op: modules pad the input of a convolution unless with zeros."""
-        edges = Edges.of(context)
+    def for_op(self, context: amanda.OpContext) -> Library:
+        """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
+        edges = ModulePadding.of(context)
         return self if edges is None else TorchLibrary(edges)
 
-    def fresh(self, x: Any) -> Any:
+    def as_output(self, x: Any) -> Any:
         """Return a copy, since a later op may write to the output in place."""
         return x.clone()
 
@@ -191,26 +194,26 @@ class TorchLibrary(Library):
         """Return the function of torch."""
         from torch.nn import functional
 
-        found: Callable[[Any], Any] = getattr(functional, word)
-        return found
+        function: Callable[[Any], Any] = getattr(functional, word)
+        return function
 
     def softmax(self, x: Any) -> Any:
-        """Return torch's."""
+        """Return torch.softmax of a row."""
         import torch
 
         return torch.softmax(x, -1)
 
-    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse calls that leave padding or groups out, and padding that would be negative."""
         inputs = context.get_inputs()
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
-        edges = Edges.of(context)
+        edges = ModulePadding.of(context)
         if edges is not None:
-            return edges.refusal(context["shape"](inputs[0]), inputs[5], change)
+            return edges.convolution_obstacle(context["shape"](inputs[0]), inputs[5], change)
         if isinstance(inputs[4], str):
             return "" if inputs[4] == "same" else "its padding is 'valid'"
-        pads = padded(inputs[4], inputs[5], change)
+        pads = padding_for_window(inputs[4], inputs[5], change)
         return "" if min(pads) >= 0 else f"its padding is {inputs[4]}: a smaller window would give more"
 
     def convolve(
@@ -218,61 +221,61 @@ class TorchLibrary(Library):
     ) -> Any:
         """Return the convolution, padded so that the output has its shape."""
         if self._edges is not None:
-            inputs[0] = self._edges.changed(inputs[0], inputs[5], change)
+            inputs[0] = self._edges.pad_for_window(inputs[0], inputs[5], change)
         elif not isinstance(inputs[4], str):
-            inputs[4] = padded(inputs[4], inputs[5], change)
+            inputs[4] = padding_for_window(inputs[4], inputs[5], change)
         inputs[6] = groups
         return original(*inputs)
 
-    def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
-        """Return a copy of a module with the chosen ones."""
-        from amanda.tools.search._finalize_torch import finalized
+    def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
+        """Return a copy of a module with the chosen submodules."""
+        from amanda.tools.search._finalize import finalize_torch
 
-        return finalized(model, sites)
+        return finalize_torch(model, sites)
 
 
 class TensorFlowLibrary(Library):
     """TensorFlow, eager and in functions."""
 
-    def __init__(self, trains: str = "") -> None:
-        self.trains = trains
+    def __init__(self, no_gradient_reason: str = "") -> None:
+        self.no_gradient_reason = no_gradient_reason
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the function of tf.nn."""
         import tensorflow
 
-        found: Callable[[Any], Any] = getattr(tensorflow.nn, word)
-        return found
+        function: Callable[[Any], Any] = getattr(tensorflow.nn, word)
+        return function
 
     def softmax(self, x: Any) -> Any:
-        """Return TensorFlow's."""
+        """Return tf.nn.softmax of a row."""
         import tensorflow
 
         return tensorflow.nn.softmax(x)
 
-    def fresh(self, x: Any) -> Any:
-        """Return an equal tensor, since a tape takes no op whose output is its input."""
+    def as_output(self, x: Any) -> Any:
+        """Return an equal tensor, since a tape records no op whose output is its input."""
         import tensorflow
 
         return tensorflow.identity(x)
 
-    def collected(self, value: Any, gradients: Any, like: Any) -> Any:
-        """Return an equal tensor; in functions its gradient is handed over as the routine's is computed."""
+    def with_gradient_sum(self, value: Any, gradients: Any, like: Any) -> Any:
+        """Return an equal tensor; in a function its backward pass adds the gradient to the sum."""
         import tensorflow
 
-        if not self.trains:
+        if not self.no_gradient_reason:
             return value
 
-        def passed(x: Any) -> Any:
+        def collect(x: Any) -> Any:
             def backward(gradient: Any) -> Any:
                 gradients.add(gradient)
                 return gradient
 
             return tensorflow.identity(x), backward
 
-        return tensorflow.custom_gradient(passed)(value)
+        return tensorflow.custom_gradient(collect)(value)
 
-    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse other padding than "same", and groups in the model's own convolution."""
         attributes = context.get_attrs()
         if attributes.get("padding") not in ("SAME", b"SAME") and any(change):
@@ -291,33 +294,104 @@ class TensorFlowLibrary(Library):
         parts = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
         return tf.concat([original(*part) for part in parts], axis)
 
-    def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
+    def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
         """Return a clone of a Keras model with the chosen layers."""
-        from amanda.tools.search._finalize_keras import finalized
+        from amanda.tools.search._finalize import finalize_keras
 
-        return finalized(model, sites)
+        return finalize_keras(model, sites)
 
 
-def _padded_pairs(attributes: Mapping[str, Any], change: Sequence[int]) -> list[tuple[int, int]]:
+def _jax_padding(attributes: Mapping[str, Any], change: Sequence[int]) -> list[tuple[int, int]]:
     """Return the padding before and after, by axis, that leaves the output its shape."""
     triples = zip(attributes["padding"], attributes["rhs_dilation"], change, strict=True)
     return [(low + more * step // 2, high + more * step // 2) for (low, high), step, more in triples]
 
 
-def frameworks() -> MappingTool:
-    """Return the rules, which put the library of an op's framework under "search"."""
+def library_rules() -> MappingTool:
+    """Return mapping rules that put the library of an op's framework under "search"."""
     graph = (
         "no tape leads to the parameters of candidates in functions of TensorFlow, nor in sessions: hand "
         "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
-        ["*", partial(_put, Library())], ["pytorch", partial(_put, TorchLibrary())],
-        ["tensorflow", partial(_put, TensorFlowLibrary(graph))],
-        ["tensorflow/*/eager", partial(_put, TensorFlowLibrary())],
-        ["jax", partial(_put, JaxLibrary())],
+        ["*", partial(_put_library, Library())], ["pytorch", partial(_put_library, TorchLibrary())],
+        ["tensorflow", partial(_put_library, TensorFlowLibrary(graph))],
+        ["tensorflow/*/eager", partial(_put_library, TensorFlowLibrary())],
+        ["jax", partial(_put_library, JaxLibrary())],
     ]  # fmt: skip
     return MappingTool(rules)
 
 
-def _put(library: Library, context: amanda.OpContext) -> None:
+def _put_library(library: Library, context: amanda.OpContext) -> None:
     context["search"] = library
+
+
+_TORCH_REQUIRED = RequiredNames(
+    "amanda.tools.search", "torch", *(f"torch:nn.Conv{axes}d._conv_forward" for axes in (1, 2, 3))
+)
+
+
+def padding_for_window(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
+    """Return the padding of each axis.  change: of the sizes of the window."""
+    pads = list(padding) if isinstance(padding, (list, tuple)) else [padding]
+    pads *= len(change) // len(pads)
+    return [pad + growth for pad, growth in zip(pads, _padding_growth(dilation, change), strict=True)]
+
+
+def _padding_growth(dilation: Any, change: Sequence[int]) -> list[int]:
+    """Return the growth of the padding of each axis, at each side."""
+    dilations = list(dilation) if isinstance(dilation, (list, tuple)) else [dilation]
+    dilations *= len(change) // len(dilations)
+    return [step * size // 2 for step, size in zip(dilations, change, strict=True)]
+
+
+@dataclass(frozen=True)
+class ModulePadding:
+    """Padding by a module of torch.nn, ahead of its convolution, with values of the input.
+
+    mode: "reflect", "replicate" or "circular".  pads: before and after each axis, the last axis first.
+    """
+
+    mode: str
+    pads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, context: amanda.OpContext) -> ModulePadding | None:
+        """Return the padding by the module of an op; None if no module of torch.nn pads."""
+        _TORCH_REQUIRED.check()
+        from torch import nn
+
+        modules = [module for module in interceptor.subjects() if isinstance(module, nn.Module)]
+        module: Any = modules[-1] if modules else None
+        forwards = [conv_class._conv_forward for conv_class in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
+        if getattr(type(module), "_conv_forward", None) not in forwards or module.padding_mode == "zeros":
+            return None
+        return cls(module.padding_mode, tuple(module._reversed_padding_repeated_twice))
+
+    def _pads_for_window(self, dilation: Any, change: Sequence[int]) -> list[int]:
+        growth = [size for size in reversed(_padding_growth(dilation, change)) for _ in range(2)]
+        return [pad + size for pad, size in zip(self.pads, growth, strict=True)]
+
+    def convolution_obstacle(self, shape: Sequence[int], dilation: Any, change: Sequence[int]) -> str:
+        """Return why an input of a shape, padding included, cannot be padded for another window, or ""."""
+        pads = self._pads_for_window(dilation, change)
+        if min(pads) < 0:
+            return f"its padding is {list(self.pads)}: a smaller window would give more"
+        limits = [
+            size - before - after - (self.mode == "reflect")
+            for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False)
+            for _ in range(2)
+        ]
+        is_wide = self.mode != "replicate" and any(
+            pad > limit for pad, limit in zip(pads, limits, strict=True)
+        )
+        return f"the input is smaller than its {self.mode} padding would be" if is_wide else ""
+
+    def pad_for_window(self, x: Any, dilation: Any, change: Sequence[int]) -> Any:
+        """Return a padded input with the padding for another window."""
+        from torch.nn.functional import pad
+
+        if not any(change):
+            return x
+        inner = pad(x, [-size for size in self.pads])
+        return pad(inner, self._pads_for_window(dilation, change), mode=self.mode)

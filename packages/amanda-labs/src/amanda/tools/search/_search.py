@@ -12,35 +12,42 @@ import amanda
 from amanda.options import Name, NonNegativeFloat, NonNegativeInt, Seed, checked, shown
 from amanda.tools.kit import Progress, check_number
 from amanda.tools.libraries import numpy as np
-from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
-from amanda.tools.search._errors import SearchError
-from amanda.tools.search._optuna import OptunaController, StudyTrials
+from amanda.tools.search._candidates import SearchError
+from amanda.tools.search._controllers import (
+    Controller,
+    Evolution,
+    OptunaController,
+    PolicyGradient,
+    Random,
+    StudyTrials,
+)
 from amanda.tools.search._tool import SearchTool
 from amanda.tools.trials import SearchResult, Trial
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,
 }  # fmt: skip
-_DRAWS = 1000
+_MAX_DRAWS = 1000
 
 
 class Search:
-    """Tries architectures of a tool, and keeps what a metric and costs are of each.
+    """Evaluates architectures of a tool, and records the metric and the costs of each.
 
-    tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
-        higher the better, with the architecture in force; what it trains is trained for those that follow.
+    tool: after `prepare`, so that its ops are known.  evaluate: a function without arguments that returns a
+        number, the higher the better, for the tool's current architecture; parameters that it trains stay
+        trained for later architectures.
     controller: "random", "evolution", "policy", "optuna", or a `Controller`.
-    train: called ahead of each evaluation with the architecture in force, to train what architectures share.
-    costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
-        with the architecture in force, and the lower the better.
-    limits: the most of "flops" or "size"; architectures above it are not evaluated.
-    study: a study of Optuna that keeps the trials, and from which `run` goes on; or a storage of Optuna or
-        its URL, in which a study is made.  Searches in several processes may share one: each has the trials
-        of all.
-    metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far
-    it is.  compiled: as of `amanda.apply`.
+    train: called ahead of each evaluation with the current architecture, to train shared parameters.
+    costs: "flops", "size", or functions without arguments, such as a measurement of latency; they are called
+        with the current architecture, and the lower the better.
+    limits: for "flops" or "size"; architectures above a limit are not evaluated.
+    study: a study of Optuna that keeps the trials, and that `run` continues; or a storage of Optuna or its
+        URL, in which a study is created.  Searches in several processes may share one study, and each has
+        the trials of all.
+    metric: name of the number.  seed: of the controller.  progress: write progress to stderr.
+    compiled: see `amanda.apply`.
 
-    No architecture is evaluated twice, except where `train` is given.  Raises SearchError for what cannot be.
+    No architecture is evaluated twice, unless `train` is given.  Raises SearchError for invalid options.
     """
 
     @checked(error=SearchError)
@@ -64,15 +71,16 @@ class Search:
             )
         if isinstance(controller, str):
             controller = _CONTROLLERS[controller]()
-        is_one = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
-        if not is_one or isinstance(controller, type):
-            known = ", ".join(map(repr, _CONTROLLERS))
+        is_controller = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
+        if not is_controller or isinstance(controller, type):
+            controller_names = ", ".join(map(repr, _CONTROLLERS))
             raise SearchError(
-                f"Search: controller is {controller!r}; give {known}, or an object with ask and tell"
+                f"Search: controller is {controller!r}; give {controller_names}, or an object with ask and "
+                "tell"
             )
         self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
-        self._calculated = {"flops": tool.flops, "size": tool.size}
-        names = [one if isinstance(one, str) else getattr(one, "__name__", str(one)) for one in costs]
+        self._calculators = {"flops": tool.flops, "size": tool.size}
+        names = [cost if isinstance(cost, str) else getattr(cost, "__name__", str(cost)) for cost in costs]
         if len({metric, *names}) <= len(names):
             raise SearchError(
                 f"Search: the metric is called {metric!r} and the costs {names}; give each a name of its own"
@@ -95,7 +103,7 @@ class Search:
             self._study = controller.trials = StudyTrials(study, self._space, names, controller.sampler)
         elif study is not None:
             self._study = StudyTrials(study, self._space, names)
-        self._read()
+        self._sync_trials()
 
     @property
     def result(self) -> SearchResult:
@@ -108,40 +116,40 @@ class Search:
     ) -> SearchResult:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
-        Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
-        trial's error, and logged, and so is a metric or cost of NaN or infinity.  Amanda's own errors and
-        KeyboardInterrupt reach the caller, and so do those of the study's storage; `result` has the trials
-        until then, and another `run` continues.
+        The tool then has the best architecture.  An exception in an evaluation is logged and becomes the
+        trial's error, and so does a metric or cost of NaN or infinity.  Errors of Amanda and of the study's
+        storage, and KeyboardInterrupt, reach the caller; `result` has the trials so far, and another `run`
+        continues.
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
         begun, self._stopped = perf_counter(), ""
-        self._read()
+        self._sync_trials()
         if self._tool.mixture:
             raise SearchError(
                 "Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False"
             )
-        with Progress(self._progress) as progress, self._proposals_dropped():
+        with Progress(self._progress) as progress, self._dropping_proposals():
             while not self._stopped:
                 if trials is not None and len(self._trials) >= trials:
                     self._stopped = f"{trials} trials"
                 elif seconds is not None and perf_counter() - begun >= seconds:
                     self._stopped = f"{seconds:g} seconds"
-                elif (architecture := self._next()) is None:
+                elif (architecture := self._next_architecture()) is None:
                     self._stopped = "every architecture that was drawn is known, or above the limits"
                 else:
-                    told = " ".join(architecture.values())
-                    progress.begin(trials or len(self._trials) + 1, told, len(self._trials))
-                    trial = self._trial(architecture)
+                    labels_text = " ".join(architecture.values())
+                    progress.begin(trials or len(self._trials) + 1, labels_text, len(self._trials))
+                    trial = self._run_trial(architecture)
                     self._unwritten.append(trial)
-                    self._read()
+                    self._sync_trials()
                     progress.done(trial.error or f"{self._metric} {trial.metric:g}")
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
         return self.result
 
-    def _read(self) -> None:
-        """Write what was evaluated, take what others have too, and tell the controller of what is new."""
+    def _sync_trials(self) -> None:
+        """Write trials to the study, read those of all processes, and pass new ones to the controller."""
         if self._study is None:
             trials = [*self._trials, *self._unwritten]
             self._unwritten = []
@@ -150,60 +158,65 @@ class Search:
                 self._study.add(self._unwritten[0])
                 del self._unwritten[0]
             trials = self._study.read()
-        known = set(map(id, self._trials))
+        earlier_ids = set(map(id, self._trials))
         self._trials = trials
         for trial in trials:
-            if id(trial) not in known:
+            if id(trial) not in earlier_ids:
                 self._controller.tell(self._space, trial.architecture, trial.scores)
 
     @contextmanager
-    def _proposals_dropped(self) -> Iterator[None]:
-        """Leave no proposal of the study behind that is not evaluated, after an interrupt too."""
+    def _dropping_proposals(self) -> Iterator[None]:
+        """Return a context that drops an unevaluated proposal of the study, also on an interrupt."""
         try:
             yield
         finally:
             if self._study is not None and not self._unwritten:
-                self._study.drop()
+                self._study.drop_proposal()
 
-    def _next(self) -> dict[str, str] | None:
-        """Return an architecture within the limits, a new one if nothing is trained; None without one."""
+    def _next_architecture(self) -> dict[str, str] | None:
+        """Return an architecture within the limits, without `train` a new one; None if there is none.
+
+        The controller may repeat itself, so random architectures are drawn after many of its proposals.
+        """
         numbers = np.random.default_rng([self._seed, len(self._trials)])
-        known = [] if self._train is not None else [dict(one.architecture) for one in self._trials]
-        if len(known) >= prod(map(len, self._space.values())):
+        tried = [] if self._train is not None else [dict(trial.architecture) for trial in self._trials]
+        if len(tried) >= prod(map(len, self._space.values())):
             return None
-        for draw in range(2 * _DRAWS):
-            source = self._controller if draw < _DRAWS else Random()
-            found = source.ask(self._space, numbers)
-            self._check(source, found)
-            is_within = all(self._calculated[name](found) <= most for name, most in self._limits.items())
-            if is_within and found not in known:
-                return found
+        for draw in range(2 * _MAX_DRAWS):
+            source = self._controller if draw < _MAX_DRAWS else Random()
+            architecture = source.ask(self._space, numbers)
+            self._check_architecture(source, architecture)
+            is_within = all(
+                self._calculators[name](architecture) <= limit for name, limit in self._limits.items()
+            )
+            if is_within and architecture not in tried:
+                return architecture
         return None
 
-    def _check(self, controller: Controller, architecture: Any) -> None:
-        """Raise SearchError for what is no architecture of the space."""
-        is_one = isinstance(architecture, Mapping) and architecture.keys() == self._space.keys()
-        if not is_one or any(label not in self._space[name] for name, label in architecture.items()):
-            told = f"{type(controller).__name__}.ask gave {architecture!r}"
-            raise SearchError(f"Search: {told}; give a dict from each name of {self._space} to a label")
+    def _check_architecture(self, controller: Controller, architecture: Any) -> None:
+        """Raise SearchError for a proposal that is no architecture of the space."""
+        is_valid = isinstance(architecture, Mapping) and architecture.keys() == self._space.keys()
+        if not is_valid or any(label not in self._space[name] for name, label in architecture.items()):
+            call_text = f"{type(controller).__name__}.ask gave {architecture!r}"
+            raise SearchError(f"Search: {call_text}; give a dict from each name of {self._space} to a label")
 
-    def _trial(self, architecture: Mapping[str, str]) -> Trial:
+    def _run_trial(self, architecture: Mapping[str, str]) -> Trial:
         self._tool.architecture = architecture
-        begun, found = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
+        begin, numbers = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
 
         def measure() -> float:
             with self._scope:
                 if self._train is not None:
                     self._train()
-                found[self._metric] = check_number(self._evaluate(), self._evaluate, SearchError)
+                numbers[self._metric] = check_number(self._evaluate(), self._evaluate, SearchError)
                 for name, cost in self._costs.items():
-                    value = self._calculated[name]() if isinstance(cost, str) else cost()
-                    found[name] = check_number(value, cost, SearchError)
-            for name, number in found.items():
+                    value = self._calculators[name]() if isinstance(cost, str) else cost()
+                    numbers[name] = check_number(value, cost, SearchError)
+            for name, number in numbers.items():
                 if not isfinite(number):
                     raise ValueError(f"{name} is {number}")
-            return found[self._metric]
+            return numbers[self._metric]
 
         metric, error = Progress.attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
-        costs = {name: found[name] for name in self._costs}
-        return Trial(dict(architecture), metric, costs, perf_counter() - begun, error)
+        costs = {name: numbers[name] for name in self._costs}
+        return Trial(dict(architecture), metric, costs, perf_counter() - begin, error)

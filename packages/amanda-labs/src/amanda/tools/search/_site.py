@@ -1,4 +1,4 @@
-"""One op with a choice: its candidates, their state, and what they compute."""
+"""An op with a choice: its candidates, their state, their computation, and its residual block."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools.kit import canonical_extents, tensors_of
+from amanda.tools.kit import Dataflow, DataflowNode, canonical_extents, tensors_of
 from amanda.tools.mapping import itemsize, product_of
 from amanda.tools.search._candidates import Candidate, Original
-from amanda.tools.search._decision import Decision
+from amanda.tools.search._decisions import Decision
 from amanda.tools.search._gradients import Gradients
 from amanda.tools.search._libraries import Library
 
 
-class Writer(NamedTuple):
-    """An op in place: its type, the path of its module, and its line."""
+class InPlaceWriter(NamedTuple):
+    """An op in place that writes to the output of a site: its type, the path of its module, and its line."""
 
     type: str
     module: str
@@ -24,13 +24,13 @@ class Writer(NamedTuple):
 
 
 class Site:
-    """An op whose computation is chosen.
+    """An op with a choice of candidates.
 
-    name: the module's path and the op, by which architectures know it.  weight, bias: their positions among
-    the inputs; None where the op has none.  layout, weight_shape: of the weight; the shape in the order of
-    outputs, inputs, window.  channels: axis of the channels of the first input.
-    shortcut, branch: of an addition that ends a residual block, the position of the block's input and the ids
-    of the ops of the branch.  left: by label, why a candidate was left out.
+    name: the module's path and the op, as in architectures.  weight, bias: positions among the inputs, or
+    None.  layout, weight_shape: of the weight; the shape is in the order outputs, inputs, window.
+    channels: axis of the channels of the first input.
+    shortcut, branch: for an addition that ends a residual block, the position of the block's input and the
+    ids of the ops of the branch.  rejected: reasons of rejected candidates, by label.
     writers: ops in place that write to the output, by their ids.
     """
 
@@ -54,38 +54,40 @@ class Site:
         self.weight_shape = canonical_extents(extents, self.layout)
         self.channels: int = (context["layout"] or "C").index("C")
         self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
-        self.bias = self._bias(context)
+        self.bias = self._find_bias(context)
         self.op_ids: set[int] = set()
-        self.writers: dict[int, Writer] = {}
+        self.writers: dict[int, InPlaceWriter] = {}
         self.executions = amanda.Tally()
-        self.left: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
         self._keep = keep
         self._gradients: dict[str, Gradients] = {}
-        for one in candidates:
-            reason = one.fit(context, self)
+        for candidate in candidates:
+            reason = candidate.fit(context, self)
             if reason:
-                self.left[one.label] = reason
-        self.candidates = {one.label: one for one in candidates if one.label not in self.left}
+                self.rejected[candidate.label] = reason
+        self.candidates = {
+            candidate.label: candidate for candidate in candidates if candidate.label not in self.rejected
+        }
         self.decision: Decision
 
-    def _bias(self, context: amanda.OpContext) -> int | None:
+    def _find_bias(self, context: amanda.OpContext) -> int | None:
         inputs, product = context.get_inputs(), product_of(context)
         bias = None if product is None or product.weight is None else product.bias
-        is_given = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None
-        return bias if is_given else None
+        has_bias = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None
+        return bias if has_bias else None
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the candidates that may be chosen."""
+        """The labels of the candidates that the op can have."""
         return self.decision.labels
 
     @property
     def chosen(self) -> str:
-        """The label of the candidate that is chosen."""
-        return self.decision.chosen
+        """The label of the current candidate."""
+        return self.decision.label
 
-    def keep(self, name: str, make: Callable[[], Any], trained: bool) -> None:
-        """Make state, or take that which was loaded."""
+    def keep_state(self, name: str, make: Callable[[], Any], trained: bool) -> None:
+        """Create a tensor of state, or take the one that was loaded.  trained: an optimizer trains it."""
 
         def state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
@@ -95,32 +97,32 @@ class Site:
             self._gradients[name] = self.library.gradient_sum(self._states[name], self.name)
 
     def close(self) -> None:
-        """Drop the tensor and the function that candidates were made with, which hold the op."""
+        """Drop the tensor and the function that candidates were created with, which keep the op alive."""
         del self._like, self._keep
 
     def state(self, name: str) -> Any:
-        """Return state, such as a parameter, as it is kept."""
+        """Return a tensor of state, such as a parameter, for an optimizer."""
         return self._states[name]
 
     def read(self, name: str, like: Any, library: Library | None = None) -> Any:
-        """Return state in the element type of a tensor.  library: of another mode than that of the site."""
+        """Return state in the element type of a tensor.  library: None for the site's library."""
         library = library or self.library
         value = self._xp.read(self._states[name])
         if name in self._gradients:
-            value = library.collected(value, self._gradients[name], like)
+            value = library.with_gradient_sum(value, self._gradients[name], like)
         return library.cast(value, like)
 
     def take_gradient(self, name: str) -> Any:
-        """Return the sum of a parameter's gradients since it was taken, None without one; forget it."""
+        """Return the sum of a parameter's gradients and reset it; None if there was no gradient."""
         return self._gradients[name].take()
 
     def within(self, library: Library) -> Site:
         """Return the op with the functions of another mode of its framework, and the same state."""
         if library is self.library:
             return self
-        other = copy(self)
-        other.library = library
-        return other
+        clone = copy(self)
+        clone.library = library
+        return clone
 
     def array(self, name: str) -> Any:
         """Return state as an array of NumPy."""
@@ -133,15 +135,49 @@ class Site:
 
     @property
     def parameters(self) -> Sequence[str]:
-        """The names of its state that an optimizer trains."""
+        """The names of the state that an optimizer trains."""
         return list(self._gradients)
 
     def compute(self, inputs: Sequence[Any], original: Original, mixed: bool) -> Any:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
-            is_input = not self.in_place and any(output is one for one in inputs)
-            return self.library.fresh(output) if is_input else output
+            is_input = not self.in_place and any(output is value for value in inputs)
+            return self.library.as_output(output) if is_input else output
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
-        shares = self.decision.shares(next(iter(outputs.values())), self.library)
-        return sum(shares[label] * one for label, one in outputs.items())
+        shares = self.decision.mixture_shares(next(iter(outputs.values())), self.library)
+        return sum(shares[label] * output for label, output in outputs.items())
+
+
+_MAX_TENSORS = 1000
+"""Tensors among which the input of a residual block is looked for."""
+
+
+def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozenset[int]] | None:
+    """Return for an addition the position of the block's input, and the ids of the ops of its branch.
+
+    None if no summand of the addition is the input of the branch that makes the other summand.
+    """
+    if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
+        return None
+    for shortcut in (0, 1):
+        start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
+        visited, ops = _ancestors(flow, branch, start)
+        if start in visited and ops and node.shapes[0] == node.shapes[1]:
+            return shortcut, frozenset(ops - _ancestors(flow, start)[1])
+    return None
+
+
+def _ancestors(
+    flow: Dataflow, number: int | None, until: int | None = None
+) -> tuple[set[int | None], set[int]]:
+    """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops."""
+    waiting, visited, ops = [number], set[int | None](), set[int]()
+    while waiting and len(visited) < _MAX_TENSORS:
+        number_read = waiting.pop()
+        producer = None if number_read in visited or number_read == until else flow.maker(number_read)
+        visited.add(number_read)
+        if producer is not None:
+            ops.add(producer.op_id)
+            waiting.extend(producer.reads)
+    return visited, ops

@@ -5,40 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import amanda
 from amanda.files import write_file
 from amanda.options import File, Name, NonNegativeFloat, Seed, checked
 from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.results import parsing, read_json, to_json
-from amanda.tools.search._candidates import Original
-from amanda.tools.search._choice import Choice
-from amanda.tools.search._costs import Costs
-from amanda.tools.search._decision import Decision
-from amanda.tools.search._errors import SearchError
-from amanda.tools.search._libraries import Library, frameworks
-from amanda.tools.search._residual import residual
-from amanda.tools.search._result import ChoicesResult
-from amanda.tools.search._settle import settled
-from amanda.tools.search._site import Site, Writer
+from amanda.tools.results import Column, Result, parsing, read_json, shortened, to_json
+from amanda.tools.search._candidates import Choice, Original, SearchError
+from amanda.tools.search._decisions import ArchitectureCosts, Decision, settle_architecture
+from amanda.tools.search._libraries import Library, library_rules
+from amanda.tools.search._site import InPlaceWriter, Site, find_residual_block
 from amanda.tools.select import as_remarks
+
+if TYPE_CHECKING:
+    from amanda.tools.search._site import Site
 
 _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "getitem"}
 
 
 class SearchTool(amanda.Tool):
-    """Computes ops by the candidates that an architecture names, or by mixtures of all of them.
+    """Replaces ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
     choices: `Choice`s, or texts such as "conv2d@features=keep|conv5"; the first that selects an op counts.
-    mixture: whether ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
-        2019), which an optimizer learns; `settle` then chooses the heaviest.
-    architecture: a file that `save` wrote.  seed: of the mixture weights at the start.
+    mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
+        2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
+    architecture: a file that `save` wrote.  seed: of the initial mixture weights.
 
-    Parameters of candidates, and mixture weights, are made when an op is met, or beforehand by `prepare`,
-    and are among `parameters()`.  Raises SearchError for choices that cannot be.
+    Parameters of candidates, and mixture weights, are created when an op first runs, or by `prepare`, and are
+    among `parameters()`.  Raises SearchError for invalid choices.
 
     >>> search = SearchTool(["conv2d=keep|conv5", "sigmoid=keep|relu"])
     """
@@ -56,7 +54,7 @@ class SearchTool(amanda.Tool):
     ) -> None:
         super().__init__()
         listed = [choices] if isinstance(choices, (str, Choice)) else choices
-        self.choices = [one if isinstance(one, Choice) else Choice.of(one) for one in listed]
+        self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in listed]
         self.mixture, self._seed = mixture, seed
         self._has_alphas = mixture
         self._namers: dict[str, amanda.Tool] = {}
@@ -67,13 +65,13 @@ class SearchTool(amanda.Tool):
         self._refused: set[str] = set()
         self._unfit: dict[str, Mapping[str, str]] = {}
         self._untrained = ""
-        self._wanted: dict[str, str] = {}
-        self.costs = Costs()
+        self._requested: dict[str, str] = {}
+        self.costs = ArchitectureCosts()
         if architecture is not None:
             self.load(Path(architecture))
-        self.depends_on(StandardMapping(), frameworks())
-        self.add_inst_for_op(self._analyse, guard="read")
-        self.add_inst_for_op(self._note_outputs, require_outputs=True)
+        self.depends_on(StandardMapping(), library_rules())
+        self.add_inst_for_op(self._instrument_op, guard="read")
+        self.add_inst_for_op(self._record_outputs, require_outputs=True)
 
     @property
     def sites(self) -> Sequence[Site]:
@@ -83,7 +81,7 @@ class SearchTool(amanda.Tool):
     @property
     def space(self) -> dict[str, tuple[str, ...]]:
         """The labels of the candidates of each op, or of all ops that share a choice, by name."""
-        return {one.name: one.labels for one in self._decisions.values()}
+        return {decision.name: decision.labels for decision in self._decisions.values()}
 
     @property
     def architecture(self) -> dict[str, str]:
@@ -92,20 +90,20 @@ class SearchTool(amanda.Tool):
         Assign one, of all names or some.  Raises SearchError for a name or a candidate that there is not;
         what is assigned before any op was met is checked when the op is.
         """
-        return {one.name: one.chosen for one in self._decisions.values()}
+        return {decision.name: decision.label for decision in self._decisions.values()}
 
     @architecture.setter
-    def architecture(self, chosen: Mapping[str, str]) -> None:
-        self._check("architecture", chosen)
-        self._wanted.update(chosen)
-        for name, label in chosen.items():
+    def architecture(self, labels: Mapping[str, str]) -> None:
+        self._check_architecture("architecture", labels)
+        self._requested.update(labels)
+        for name, label in labels.items():
             if name in self._decisions:
-                self._decisions[name].chosen = label
-        self._trace_again()
+                self._decisions[name].label = label
+        self._retrace_programs()
 
     def alphas(self) -> Iterator[Any]:
         """Yield the mixture weights ahead of softmax, of each choice, for an optimizer of their own."""
-        yield from (one.alpha for one in self._decisions.values() if one.alpha is not None)
+        yield from (decision.alpha for decision in self._decisions.values() if decision.alpha is not None)
 
     def weights(self) -> Iterator[Any]:
         """Yield the parameters of candidates, which are trained with the model's."""
@@ -113,22 +111,23 @@ class SearchTool(amanda.Tool):
             yield from site.weights()
 
     def gradients(self, parameters: Iterable[Any]) -> list[Any]:
-        """Return the gradients of parameters that JAX, and functions of TensorFlow, computed since then.
+        """Return the gradients of parameters that JAX and functions of TensorFlow computed, and reset them.
 
-        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps since it was
-        taken; None where there was none, as in eager PyTorch and TensorFlow, where a tape leads to the
-        parameters.  Raises SearchError for what is no parameter of the tool.
+        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps since the last
+        call; None if there was none, as in eager PyTorch and TensorFlow, where a tape leads to the
+        parameters.  Raises SearchError for another object.
         """
         owners = [(site, name) for site in self._sites.values() for name in site.parameters]
-        found = []
-        for one in parameters:
-            owner = next((pair for pair in owners if pair[0].state(pair[1]) is one), None)
+        gradients = []
+        for parameter in parameters:
+            owner = next((pair for pair in owners if pair[0].state(pair[1]) is parameter), None)
             if owner is None:
                 raise SearchError(
-                    f"SearchTool.gradients: {one!r} is no parameter; give those of weights() or alphas()"
+                    f"SearchTool.gradients: {parameter!r} is no parameter; give those of weights() or "
+                    "alphas()"
                 )
-            found.append(owner[0].take_gradient(owner[1]))
-        return found
+            gradients.append(owner[0].take_gradient(owner[1]))
+        return gradients
 
     @checked(error=SearchError)
     def settle(
@@ -136,36 +135,36 @@ class SearchTool(amanda.Tool):
     ) -> dict[str, str]:
         """Choose the candidate with the largest mixture weight at each op; return the architecture.
 
-        limits: the most of `flops` or `size`.  As long as an architecture is above a limit, one op changes to
-        a cheaper candidate: the op that loses least of the product of probabilities for each unit saved.  No
-        change breaks an earlier limit.  Raises SearchError where no such change is left.
+        limits: for `flops` or `size`.  While the architecture is above a limit, an op changes to a cheaper
+        candidate: the change that loses the least log probability for each unit saved.  No change breaks an
+        earlier limit.  Raises SearchError if no such change remains.
         """
         measures = {"flops": self.flops, "size": self.size}
-        found = {name: one.probabilities() for name, one in self._decisions.items()}
-        shares = {name: one for name, one in found.items() if one}
-        architecture = settled(shares, self.architecture, limits or {}, measures)
+        probabilities = {name: decision.probabilities() for name, decision in self._decisions.items()}
+        shares = {name: weights for name, weights in probabilities.items() if weights}
+        architecture = settle_architecture(shares, self.architecture, limits or {}, measures)
         self.mixture = False
         self.architecture = architecture
         return self.architecture
 
     def flops(self, architecture: Mapping[str, str] | None = None) -> float:
-        """Return FLOPs of the forward pass of `prepare` in an architecture, the present one if None is given.
+        """Return FLOPs of the forward pass of `prepare` in an architecture; None for the current one.
 
-        They are those of FlopsTool, without ops of blocks that are skipped; of other kernel sizes and groups,
-        and masked channels, by their share of the weight.  Raises SearchError before `prepare`.
+        FlopsTool counts them; ops of skipped blocks are left out, and other kernel sizes, groups and masked
+        channels scale the FLOPs by their share of the weight.  Raises SearchError before `prepare`.
         """
-        return self.costs.flops_of(self.sites, self._completed("flops", architecture))
+        return self.costs.flops_of(self.sites, self._complete_architecture("flops", architecture))
 
     def size(self, architecture: Mapping[str, str] | None = None) -> float:
         """Return bytes of the parameters that the ops of `prepare` read in an architecture; see `flops`."""
-        return self.costs.size_of(self.sites, self._completed("size", architecture))
+        return self.costs.size_of(self.sites, self._complete_architecture("size", architecture))
 
     def finalize(self, model: Any) -> Any:
         """Return a copy of a model with the chosen candidates as modules or layers of its framework.
 
         PyTorch: modules of torch.nn take the places of convolutions, Linear and activations; Keras: layers of
         a clone.
-        Raises SearchError, which names the op, where a choice is no module, such as a skipped addition.
+        Raises SearchError, which names the op, for a candidate that is no module, such as a skipped addition.
         """
         if self.mixture:
             raise SearchError("SearchTool.finalize: the candidates are mixed; call settle() first")
@@ -173,7 +172,7 @@ class SearchTool(amanda.Tool):
             raise SearchError(
                 "SearchTool.finalize: no op with a choice was met; call prepare(model, x) first"
             )
-        return self.sites[0].library.finalized(model, self.sites)
+        return self.sites[0].library.finalize(model, self.sites)
 
     @checked(error=SearchError)
     def save(self, path: str | Path) -> Path:
@@ -182,127 +181,130 @@ class SearchTool(amanda.Tool):
 
     @checked(error=SearchError)
     def load(self, path: str | Path) -> None:
-        """Take the architecture of a file; raise SearchError for one that has none, FileError without one."""
+        """Load the architecture of a file; raise SearchError for another file, FileError for no file."""
         with parsing(path, "architecture, which `save` writes,", SearchError):
-            self.architecture = read_json(path, "architecture", _architecture)
+            self.architecture = read_json(path, "architecture", _read_architecture)
 
     @property
     def result(self) -> ChoicesResult:
-        """Each op with a choice: its candidates, their mixture weights, and the one that is chosen."""
+        """Each op with a choice: its candidates, their mixture weights, and the current candidate."""
         result = ChoicesResult(self.sites)
-        left = [
+        unfit_remarks = [
             f"there is no {label} at {name}: {reason}"
             for name, reasons in self._unfit.items() for label, reason in reasons.items()
         ]  # fmt: skip
         result.remarks = as_remarks(
-            [*self.unmatched(), *left, *([self._untrained] if self._untrained else [])]
+            [*self.unmatched(), *unfit_remarks, *([self._untrained] if self._untrained else [])]
         )
         return result
 
     def clear(self) -> None:
-        """Count executions anew."""
+        """Reset the counts of executions."""
         for site in self._sites.values():
             site.executions.clear()
 
     def unmatched(self) -> list[str]:
-        """Return which choices no op fitted, with the nearest names, and which names of an architecture."""
+        """Return remarks on choices that select no op, and on names of an architecture without an op."""
         unmet = [
             f"the architecture chooses {label} at {name}, which is no op with a choice"
-            for name, label in self._wanted.items() if name not in self._decisions
+            for name, label in self._requested.items() if name not in self._decisions
         ]  # fmt: skip
-        selected = (text for one in self.choices for text in one.selection.unmatched())
+        selected = (text for choice in self.choices for text in choice.selection.unmatched())
         return [*super().unmatched(), *selected, *unmet]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take parameters of candidates that `state_dict` gave; the architecture stays."""
-        self._wanted |= self.architecture
+        """Load parameters of candidates that `state_dict` returned; the architecture stays."""
+        self._requested |= self.architecture
         self._sites, self._decisions, self._unfit, self._namers = {}, {}, {}, {}
         self._refused = set()
         super().load_state_dict(state, strict)
 
     def calibrating(self) -> AbstractContextManager[Any]:
-        """Return a scope that measures what each op costs; `prepare` opens it."""
-        self.costs = Costs()
+        """Return a scope that measures the costs of each op; `prepare` enters it."""
+        self.costs = ArchitectureCosts()
         return amanda.apply(self.costs)
 
-    def _check(self, what: str, architecture: Any) -> None:
-        """Raise SearchError for what is no architecture of the ops that were met."""
+    def _check_architecture(self, method: str, architecture: Any) -> None:
+        """Raise SearchError for an object that is no architecture of the ops so far."""
         is_dict = isinstance(architecture, Mapping)
-        if not is_dict or not all(isinstance(one, str) for pair in architecture.items() for one in pair):
-            told = "give a dict from names of ops to labels of candidates"
-            raise SearchError(f"SearchTool.{what}: the architecture is {architecture!r}; {told}")
-        known = self._decisions
-        for name, label in architecture.items() if known else ():
-            if name not in known:
-                near = get_close_matches(name, known, n=3, cutoff=0) or list(known)[:3]
+        if not is_dict or not all(isinstance(text, str) for pair in architecture.items() for text in pair):
+            advice = "give a dict from names of ops to labels of candidates"
+            raise SearchError(f"SearchTool.{method}: the architecture is {architecture!r}; {advice}")
+        decisions = self._decisions
+        for name, label in architecture.items() if decisions else ():
+            if name not in decisions:
+                near = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
                 raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
-            known[name].check(label)
+            decisions[name].check(label)
 
-    def _trace_again(self) -> None:
-        """Have programs made anew that have the former candidates in them."""
+    def _retrace_programs(self) -> None:
+        """Retrace compiled programs, which contain the earlier candidates."""
         if any(site.library.is_traced for site in self._sites.values()):
             self.analyse_again()
 
-    def _completed(self, what: str, architecture: Mapping[str, str] | None) -> dict[str, str]:
-        """Return an architecture of all choices, the present one where it names none."""
-        self._check(what, {} if architecture is None else architecture)
+    def _complete_architecture(self, method: str, architecture: Mapping[str, str] | None) -> dict[str, str]:
+        """Return an architecture of all decisions; the current label where the architecture has none."""
+        self._check_architecture(method, {} if architecture is None else architecture)
         return self.architecture | dict(architecture or {})
 
-    def _analyse(self, context: amanda.OpContext) -> None:
+    def _instrument_op(self, context: amanda.OpContext) -> None:
+        """Record a forward op, and replace an op of a choice by its candidates."""
         if context["phase"] != "forward":
             return
         node = self._nodes[context.get_op_id()] = self._flow.node(context)
         if context["in_place"]:
-            self._note_write(context, node)
-        choice = next((one for one in self.choices if one.selection(context)), None)
+            self._record_write(context, node)
+        choice = next((choice for choice in self.choices if choice.selection(context)), None)
         if choice is None:
             return
         namer = self._namers.setdefault(str(context.namespace), amanda.Tool())
         name = namer.place(context)
         if name not in self._sites and name not in self._refused:
-            self._meet(context, name, choice, node)
+            self._add_site(context, name, choice, node)
         site = self._sites.get(name)
         if site is None:
             return
         site.op_ids.add(context.get_op_id())
         library: Library = context["search"]
-        if library.trains and site.parameters:
-            self._untrained = library.trains
+        if library.no_gradient_reason and site.parameters:
+            self._untrained = library.no_gradient_reason
         context.insert_before_op(site.executions, inputs=[])
-        context.replace_op(self._compute, site=site.within(library.at(context)))
+        context.replace_op(self._compute, site=site.within(library.for_op(context)))
 
-    def _meet(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
+    def _add_site(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
+        """Add an op with a choice to its decision, or record why fewer than two candidates fit."""
+
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
             return self.keep(context, label, make, **options)
 
-        site = Site(context, name, choice.candidates, residual(self._flow, node), keep)
-        called = choice.name if choice.shared else name
-        decision = self._decisions.get(called) or Decision(called, choice.shared)
+        site = Site(context, name, choice.candidates, find_residual_block(self._flow, node), keep)
+        decision_name = choice.name if choice.shared else name
+        decision = self._decisions.get(decision_name) or Decision(decision_name, choice.shared)
         if decision.admit(site):
-            self._sites[name], self._decisions[called], site.decision = site, decision, decision
-            self._unfit[called] = decision.left
+            self._sites[name], self._decisions[decision_name], site.decision = site, decision, decision
+            self._unfit[decision_name] = decision.rejected
             if self._has_alphas:
-                decision.keep_mixture(self._seed)
-            if called in self._wanted:
-                decision.check(self._wanted[called])
-                decision.chosen = self._wanted[called]
+                decision.start_mixture(self._seed)
+            if decision_name in self._requested:
+                decision.check(self._requested[decision_name])
+                decision.label = self._requested[decision_name]
         else:
             self._refused.add(name)
             shares = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
-            self._unfit[name] = site.left or {called: shares}
+            self._unfit[name] = site.rejected or {decision_name: shares}
         site.close()
 
-    def _note_write(self, context: amanda.OpContext, node: DataflowNode) -> None:
+    def _record_write(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Record an op in place at the op with a choice to whose output it writes, also through views."""
-        maker = self._flow.maker(node.data)
-        while maker is not None and maker.type in _VIEWS:
-            maker = self._flow.maker(maker.data)
+        producer = self._flow.maker(node.data)
+        while producer is not None and producer.type in _VIEWS:
+            producer = self._flow.maker(producer.data)
         for site in self._sites.values():
-            if maker is not None and maker.op_id in site.op_ids:
-                writer = Writer(context["type"], context.get_scope(), context.get_source())
+            if producer is not None and producer.op_id in site.op_ids:
+                writer = InPlaceWriter(context["type"], context.get_scope(), context.get_source())
                 site.writers[context.get_op_id()] = writer
 
-    def _note_outputs(self, context: amanda.OpContext) -> None:
+    def _record_outputs(self, context: amanda.OpContext) -> None:
         node = self._nodes.pop(context.get_op_id(), None)
         if node is not None:
             self._flow.made(node, leaves(context.get_outputs() or []))
@@ -312,7 +314,32 @@ class SearchTool(amanda.Tool):
         return site.compute(inputs, original, self.mixture)
 
 
-def _architecture(found: Any) -> dict[str, str]:
-    if not isinstance(found, Mapping) or not all(isinstance(label, str) for label in found.values()):
+def _read_architecture(content: Any) -> dict[str, str]:
+    if not isinstance(content, Mapping) or not all(isinstance(label, str) for label in content.values()):
         raise ValueError("it holds no object of labels by the names of ops")
-    return dict(found)
+    return dict(content)
+
+
+class ChoicesResult(Result):
+    """A row for each op with a choice: its candidates, and the current one."""
+
+    name: ClassVar[str] = "search_choices"
+    title = "Choices"
+    columns: ClassVar[Sequence[Column]] = (
+        *(Column(key, show=partial(shortened, width=36)) for key in ("phase", "type", "module", "source")),
+        Column("op"), Column("choice"), Column("candidates"), Column("chosen"), Column("mixture"),
+        Column("calls", show="{:,}".format, total=True),
+    )  # fmt: skip
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._rows = [
+            ("forward", site.type, site.module, site.source, site.name, site.decision.name,
+             " ".join(site.labels), site.chosen,
+             " ".join(map("{:.3f}".format, site.decision.probabilities().values())),
+             site.executions.calls)
+            for site in sites
+        ]  # fmt: skip
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return the ops in the order in which they first ran."""
+        return self._rows

@@ -1,4 +1,4 @@
-"""The work of a traced step in the order of its forward ops: what stages cost, hold and hand on."""
+"""The work of a traced step: its forward ops in order, with costs, bytes and dependencies."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ Floats: TypeAlias = "NDArray[np.float64]"
 
 
 @dataclass(frozen=True)
-class Span:
-    """A tensor, by the positions of the first and the last forward op that make it or read it.
+class TensorSpan:
+    """A tensor, with the positions of the forward op that makes it and of the ops that read it.
 
     A backward op counts at the position of its forward op.
     """
 
     tensor: Tensor
-    made: int
-    positions: tuple[int, ...]
+    produced_at: int
+    read_at: tuple[int, ...]
 
     @property
     def first(self) -> int:
         """Return the first position."""
-        return min(self.made, *self.positions)
+        return min(self.produced_at, *self.read_at)
 
     @property
     def last(self) -> int:
         """Return the last position."""
-        return max(self.made, *self.positions)
+        return max(self.produced_at, *self.read_at)
 
 
-class Work:
-    """Forward ops of a graph with what each costs in a step, forward and backward.
+class StepWork:
+    """Forward ops of a graph, with the costs of each in a step, forward and backward.
 
-    costs: of ops of the graph by their index, in `unit`.  remarks: what these costs leave out.
-    ops: the forward ops in an order in which they can run; None for that in which they did.
+    costs: of ops of the graph by their index, in `unit`.  remarks: on ops without a cost.
+    ops: the forward ops in a topological order; None for the order in which they ran.
     """
 
     def __init__(
@@ -55,29 +55,36 @@ class Work:
         self.graph, self.unit, self.remarks, self._costs = graph, unit, remarks, costs
         self.ops = [op for op in graph.ops if op.phase == "forward"] if ops is None else ops
         self.has_backward = any(op.phase == "backward" for op in graph.ops)
-        self.others = sum(op.phase not in ("forward", "backward") for op in graph.ops)
+        self.unstaged_ops = sum(op.phase not in ("forward", "backward") for op in graph.ops)
         self._position = {op.index: i for i, op in enumerate(self.ops)}
         for op in graph.ops:
             if op.phase == "backward" and self.ops:
-                of = self._position.get(-1 if op.forward is None else op.forward)
-                self._position[op.index] = len(self.ops) - 1 if of is None else of
-        self.forward, self.backward = self._sums(costs, "forward"), self._sums(costs, "backward")
+                forward_position = self._position.get(-1 if op.forward is None else op.forward)
+                self._position[op.index] = len(self.ops) - 1 if forward_position is None else forward_position
+        self.forward, self.backward = (
+            self._sum_by_position(costs, "forward"),
+            self._sum_by_position(costs, "backward"),
+        )
         self.total = self.forward + self.backward
 
-    def in_order(self, order: Sequence[int]) -> Work:
+    def in_order(self, order: Sequence[int]) -> StepWork:
         """Return the same work with the forward ops at these positions, in this order."""
-        return Work(self.graph, self._costs, self.unit, ops=[self.ops[i] for i in order])
+        return StepWork(self.graph, self._costs, self.unit, ops=[self.ops[i] for i in order])
 
     @property
     def dependencies(self) -> Iterator[tuple[int, int]]:
-        """Yield the positions of forward ops of which the first makes what the second reads."""
+        """Yield pairs of positions of forward ops: the producer of a tensor, and a reader."""
         for op in self.ops:
             for maker in self.graph.producers(op):
-                made = self._position.get(maker.index)
-                if made is not None and maker.phase == "forward" and made < self._position[op.index]:
-                    yield made, self._position[op.index]
+                producer_position = self._position.get(maker.index)
+                if (
+                    producer_position is not None
+                    and maker.phase == "forward"
+                    and producer_position < self._position[op.index]
+                ):
+                    yield producer_position, self._position[op.index]
 
-    def _sums(self, costs: Mapping[int, float], phase: str) -> Floats:
+    def _sum_by_position(self, costs: Mapping[int, float], phase: str) -> Floats:
         sums = np.zeros(len(self.ops))
         for op in self.graph.ops:
             if op.phase == phase and op.index in self._position:
@@ -90,11 +97,11 @@ class Work:
 
     @cached_property
     def activations(self) -> Floats:
-        """Return the bytes that each forward op makes, without views of what is there already."""
-        made = np.zeros(len(self.ops))
+        """Return the bytes of the outputs of each forward op, without views."""
+        sizes = np.zeros(len(self.ops))
         for i, op in enumerate(self.ops):
-            made[i] = sum(one.bytes or 0 for one in self.graph.outputs(op) if one.alias_of is None)
-        return made
+            sizes[i] = sum(tensor.bytes or 0 for tensor in self.graph.outputs(op) if tensor.alias_of is None)
+        return sizes
 
     @cached_property
     def parameters(self) -> Mapping[int, tuple[int, ...]]:
@@ -109,7 +116,7 @@ class Work:
 
     @cached_property
     def parameter_bytes(self) -> Mapping[int, int]:
-        """Return the bytes of each parameter or buffer by its tensor; of a handle, those that are read."""
+        """Return the bytes of each parameter or buffer by its tensor; of a resource handle, bytes read."""
         sizes = {index: self.graph.tensors[index].bytes or 0 for index in self.parameters}
         for tensor in self.graph.tensors:
             root = self.root(tensor.index).index
@@ -118,22 +125,22 @@ class Work:
         return sizes
 
     def root(self, index: int) -> Tensor:
-        """Return the tensor in whose memory a tensor lies."""
+        """Return the tensor whose memory a tensor shares, itself if it is no view."""
         tensor = self.graph.tensors[index]
         while tensor.alias_of is not None and tensor.alias_of != tensor.index:
             tensor = self.graph.tensors[tensor.alias_of]
         return tensor
 
     @cached_property
-    def spans(self) -> Sequence[Span]:
-        """Return the tensors that one op makes and another op reads, forward or backward."""
-        found = []
+    def spans(self) -> Sequence[TensorSpan]:
+        """Return the tensors that an op at one position makes and an op at another reads."""
+        spans = []
         for tensor in self.graph.tensors:
-            made = None if tensor.producer is None else self._position.get(tensor.producer)
-            read = {self._position[op] for op in tensor.consumers if op in self._position}
-            if made is not None and read - {made}:
-                found.append(Span(tensor, made, tuple(sorted(read))))
-        return found
+            producer_position = None if tensor.producer is None else self._position.get(tensor.producer)
+            reader_positions = {self._position[op] for op in tensor.consumers if op in self._position}
+            if producer_position is not None and reader_positions - {producer_position}:
+                spans.append(TensorSpan(tensor, producer_position, tuple(sorted(reader_positions))))
+        return spans
 
     @cached_property
     def crossing(self) -> Floats:
@@ -145,52 +152,56 @@ class Work:
         crossing: Floats = np.cumsum(change)
         return crossing
 
-    def held(self) -> Iterator[Floats]:
-        """Yield for each end the bytes of the parameters that a stage from each start to this end reads.
+    def parameter_bytes_by_start(self) -> Iterator[Floats]:
+        """Yield for each last op, and each first op, the bytes of parameters that a stage of these reads.
 
         A parameter that several ops of a stage read counts once.
         """
-        held, before = np.zeros(len(self.ops)), dict[int, int]()
-        read: dict[int, list[int]] = defaultdict(list)
+        bytes_from_start, last_reader = np.zeros(len(self.ops)), dict[int, int]()
+        indices_read_at: dict[int, list[int]] = defaultdict(list)
         for index, positions in self.parameters.items():
             for position in positions:
-                read[position].append(index)
+                indices_read_at[position].append(index)
         for position in range(len(self.ops)):
-            for index in read[position]:
-                held[before.get(index, -1) + 1 : position + 1] += self.parameter_bytes[index]
-                before[index] = position
-            yield held[: position + 1]
+            for index in indices_read_at[position]:
+                # Stages that start before the last reader have the parameter already.
+                bytes_from_start[last_reader.get(index, -1) + 1 : position + 1] += self.parameter_bytes[index]
+                last_reader[index] = position
+            yield bytes_from_start[: position + 1]
 
 
-def of_flops(graph: Graph, flops: FlopsResult, steps: int) -> Work:
-    """Return the work in FLOPs of a step.
+def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
+    """Return the work of a step in FLOPs.
 
-    Ops that agree in phase, type, module and line share what these took by their calls.
+    FLOPs are counted by phase, type, module and line; ops that agree in these divide them by their calls.
     """
-    sums = ((_names(place), (place.flops or 0) * place.calls) for place in flops.places)
-    return Work(graph, _shared(graph, sums, _names, steps), "FLOPs", list(flops.notes()[1:]))
+    sums = ((_identity(place), (place.flops or 0) * place.calls) for place in flops.places)
+    return StepWork(graph, _cost_by_op(graph, sums, _identity, steps), "FLOPs", list(flops.notes()[1:]))
 
 
-def of_time(graph: Graph, profile: ProfileResult, steps: int) -> Work:
-    """Return the work in seconds of a step, as they were measured op by op."""
+def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWork:
+    """Return the work of a step in seconds, which were measured op by op."""
     sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.places)
-    costs = _shared(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
+    costs = _cost_by_op(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
     untimed = sum(place.calls - place.timed for place in profile.places)
     remarks = [f"{untimed:,} executions have no time and count as 0."] if untimed else []
-    return Work(graph, costs, "s", remarks)
+    return StepWork(graph, costs, "s", remarks)
 
 
-def _names(one: Op | OpCost) -> Hashable:
-    return one.phase, one.type, one.module, one.source
+def _identity(op: Op | OpCost) -> Hashable:
+    return op.phase, op.type, op.module, op.source
 
 
-def _shared(
+def _cost_by_op(
     graph: Graph, sums: Iterable[tuple[Hashable, float]], key: Callable[[Op], Hashable], steps: int
 ) -> dict[int, float]:
-    """Return the cost of each op of a graph in a step: a share of its key's sum by its calls."""
+    """Return the cost of each op of a graph in a step.
+
+    sums: of all steps, for each key of ops.  Ops of one key divide its sum by their calls.
+    """
     totals, calls = defaultdict[Any, float](float), Counter[Any]()
-    for one, value in sums:
-        totals[one] += value
+    for group, cost in sums:
+        totals[group] += cost
     for op in graph.ops:
         calls[key(op)] += op.calls or 1
     return {op.index: totals[key(op)] * (op.calls or 1) / calls[key(op)] / steps for op in graph.ops}

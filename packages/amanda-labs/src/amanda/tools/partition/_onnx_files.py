@@ -1,0 +1,244 @@
+"""Files of the parts of an ONNX model: stages, or protected ops and the public ones around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
+
+import amanda
+from amanda.tools.onnx_graph import add_note, save_onnx
+from amanda.tools.partition._cut import PartitionError, Request, Stages
+from amanda.tools.partition._ipc import ProtectError
+from amanda.tools.partition._onnx_graph import FileFactsTool, FileGraph
+from amanda.tools.partition._parts import Part, PartsResult
+from amanda.tools.partition._step_work import StepWork
+from amanda.tools.select import Selection
+
+PLAN_FILE = "partition.json"
+"""Name of the file beside the parts that lists them in the order in which they run."""
+
+Analyse = Callable[[amanda.Tool], None]
+
+
+def write_stages(
+    request: Request, measured: StepWork | None, source: Path, folder: Path, analyse: Analyse,
+    about: Mapping[str, Any],
+) -> PartsResult:  # fmt: skip
+    """Write a file for each stage.  measured: costs of sessions that ran the model."""
+    graph = FileGraph(source)
+    if request.stages > len(graph.ops):
+        raise PartitionError(
+            f"stages={request.stages}, but {source} has {len(graph.ops)} ops that compute with its inputs; "
+            "give fewer stages"
+        )
+    tool = FileFactsTool(graph)
+    analyse(tool)
+    result = PartsResult(tool.work(measured), request, list(graph.inputs), list(graph.outputs))
+    _write_parts(tool, result, ["stage"] * request.stages, source, folder, about)
+    return result
+
+
+def write_protected(
+    selection: Selection, text: str, source: Path, folder: Path, analyse: Analyse, about: Mapping[str, Any]
+) -> PartsResult:
+    """Write files of protected and of public ops; `text` is how the user gave the selection."""
+    tool = FileFactsTool(FileGraph(source), selection)
+    analyse(tool)
+    stage_of, kinds, remarks = assign_parts(tool, selection, text, source.parent)
+    request = Request(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
+    graph = tool.graph
+    ends = list(graph.inputs), list(graph.outputs)
+    result = PartsResult(tool.work(None), request, *ends, stage_of)
+    result.remarks = remarks
+    _write_parts(tool, result, kinds, source, folder, about)
+    return result
+
+
+def _write_parts(
+    tool: FileFactsTool, result: PartsResult, kinds: Sequence[str], source: Path, folder: Path,
+    about: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write a file for each part, list them in a result, and save the result beside them."""
+    graph, stage_of = tool.graph, result.stage_of
+    assert stage_of is not None
+    for number, kind in enumerate(kinds):
+        part = f"stage{number}" if kind == "stage" else f"{number}.{kind}"
+        name = f"{source.stem}.{part}.onnx"
+        positions = [i for i in range(len(graph.ops)) if stage_of[i] == number]
+        model = extract_part(tool, positions, is_last=number == len(kinds) - 1)
+        add_note(model, {**about, "part": part})
+        inputs = [value.name for value in model.graph.input if value.name not in graph.declared]
+        outputs = [value.name for value in model.graph.output]
+        size = save_onnx(model, folder / name, source.parent, graph.is_external)
+        result.parts.append(Part(name, kind, len(positions), inputs, outputs, size))
+    result.save(folder / PLAN_FILE)
+
+
+def assign_parts(
+    tool: FileFactsTool, selection: Selection, text: str, folder: Path
+) -> tuple[Stages, list[str], list[str]]:
+    """Return the part of each op, the kind of each part, and remarks for the user.
+
+    Parts are public and protected by turns, as few as can be; a public op that does not depend on protected
+    ones is in the first part.  folder: of external data.  Raises PartitionError if no op is selected, and
+    ProtectError if a public part would hold a protected initializer.
+    """
+    graph = tool.graph
+    is_selected = [tool.facts(i).selected for i in range(len(graph.ops))]
+    if not any(is_selected):
+        why = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
+        raise PartitionError(f"protect={text!r} selects no op of the file: {why}")
+    part_of_op: list[int] = []  # even numbers for public parts, odd ones for protected parts
+    for op, is_protected in zip(graph.ops, is_selected, strict=True):
+        producers = [graph.producer_of[name] for name in op.reads if name in graph.producer_of]
+        min_part = max((part_of_op[i] for i in producers), default=0)
+        part_of_op.append(min_part + (min_part % 2 != is_protected))
+    used_parts = sorted(set(part_of_op))
+    kinds = ["protected" if level % 2 else "public" for level in used_parts]
+    stages = np.array([used_parts.index(level) for level in part_of_op])
+    protected_names = _protected_constants(tool, is_selected)
+    shared = list(_shared_constants(tool, is_selected, protected_names, folder))
+    remarks = []
+    if shared:
+        remarks.append(f"In public and protected parts, as extents or one number: {', '.join(shared)}.")
+    return stages, kinds, remarks
+
+
+def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[str]:
+    """Return the initializers, and the values computed from them alone, that protected ops read or make."""
+    graph = tool.graph
+    names_read = [
+        name for op, is_in in zip(graph.ops, is_selected, strict=True) if is_in for name in op.reads
+    ]
+    for op in graph.constants.values():
+        facts = tool.ops.get(op.outputs[0])
+        names_read += op.outputs if facts is not None and facts.selected else ()
+    return {
+        name for name in graph.with_constants(names_read)
+        if name in graph.initializers or name in graph.sparse or name in graph.constants
+    }  # fmt: skip
+
+
+def _shared_constants(
+    tool: FileFactsTool, is_selected: list[bool], protected_names: set[str], folder: Path
+) -> Iterator[str]:
+    """Yield the protected constants that public ops read and may read, such as shapes.
+
+    Raises ProtectError for other protected constants that a public op or an output reads, and for a public
+    constant with the same values as a protected one.
+    """
+    graph = tool.graph
+    public: dict[str, str] = {}
+    for op, is_in in zip(graph.ops, is_selected, strict=True):
+        if not is_in:
+            public |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
+    passed_through = [name for name in graph.outputs if name not in graph.producer_of]
+    public |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
+    copies = {
+        _constant_bytes(graph, name, folder): name
+        for name in protected_names
+        if not _may_be_public(graph, name, folder)
+    }
+    copies.pop(b"", None)
+    for name, reader in public.items():
+        if name in protected_names and _may_be_public(graph, name, folder):
+            yield name
+        elif name in protected_names:
+            raise ProtectError(
+                f"{reader} reads {name}, which protected ops read: select this op too, or leave out the ops "
+                "that read it"
+            )
+        elif (same := copies.get(_constant_bytes(graph, name, folder))) is not None:
+            raise ProtectError(
+                f"{reader} reads {name}, which has the same values as {same}, which is protected: select "
+                "this op too, or leave out the ops that read it"
+            )
+
+
+def _may_be_public(graph: FileGraph, name: str, folder: Path) -> bool:
+    """Return True for extents, single numbers and arrays of one number, which exporters share between ops."""
+    tensor = graph.constant_tensor(name)
+    if tensor is None:
+        op = graph.constants.get(name)
+        return (
+            op is not None
+            and bool(op.reads)
+            and all(_may_be_public(graph, input_name, folder) for input_name in op.reads)
+        )
+    is_extents = tensor.data_type in (TensorProto.INT64, TensorProto.BOOL) and len(tensor.dims) <= 1
+    return is_extents or not _constant_bytes(graph, name, folder)
+
+
+def _constant_bytes(graph: FileGraph, name: str, folder: Path) -> bytes:
+    """Return the values of a constant as bytes; no bytes for a computed value or one number repeated."""
+    tensor = graph.constant_tensor(name)
+    if tensor is None:
+        return b""
+    if tensor.data_type == TensorProto.STRING:
+        return b"\0".join(tensor.string_data)
+    array: NDArray[np.generic] = numpy_helper.to_array(tensor, str(folder))
+    content = array.tobytes()
+    return b"" if content == content[: array.itemsize] * array.size else content
+
+
+def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -> ModelProto:
+    """Return a model of some ops, with the constants and initializers that they read.
+
+    Its outputs are the values that ops of other parts read, and outputs of the whole model; the last part
+    also has outputs that are constants or inputs of the whole model.
+    """
+    graph, members = tool.graph, set(positions)
+    required = [name for i in positions for name in graph.ops[i].reads]
+    produced = [name for i in positions for name in graph.ops[i].outputs]
+    readers_of = graph.readers_of
+    outputs = [
+        name for name in produced if name in graph.outputs or not members.issuperset(readers_of.get(name, ()))
+    ]
+    if is_last:
+        passed_through = [name for name in graph.outputs if name not in graph.producer_of]
+        required, outputs = required + passed_through, outputs + passed_through
+    reads = dict.fromkeys(graph.with_constants(required))
+    model = ModelProto()
+    for field, value in graph.proto.ListFields():
+        if field.name not in ("graph", "training_info"):
+            _copy_field(model, field.name, value)
+    part, whole = model.graph, graph.proto.graph
+    part.name, part.doc_string = whole.name, whole.doc_string
+    part.metadata_props.extend(whole.metadata_props)
+    constants = [graph.constants[name] for name in reads if name in graph.constants]
+    ops = [*(graph.ops[i] for i in positions), *constants]
+    part.node.extend(whole.node[number] for number in sorted({op.number for op in ops}))
+    part.initializer.extend(tensor for tensor in whole.initializer if tensor.name in reads)
+    part.sparse_initializer.extend(
+        tensor for tensor in whole.sparse_initializer if tensor.values.name in reads
+    )
+    part.input.extend(value for value in whole.input if value.name in reads)
+    crossing = [
+        name for name in reads if name in graph.producer_of and graph.producer_of[name] not in members
+    ]
+    part.input.extend(_value_info(tool, name) for name in crossing)
+    part.output.extend(graph.outputs.get(name) or _value_info(tool, name) for name in outputs)
+    part_values = {*produced, *reads}
+    part.value_info.extend(
+        info for info in whole.value_info if info.name in part_values - {*outputs, *crossing}
+    )
+    part.quantization_annotation.extend(
+        annotation for annotation in whole.quantization_annotation if annotation.tensor_name in part_values
+    )
+    return model
+
+
+def _value_info(tool: FileFactsTool, name: str) -> ValueInfoProto:
+    return ValueInfoProto(name=name, type=tool.type_of(name))
+
+
+def _copy_field(model: ModelProto, name: str, value: Any) -> None:
+    if hasattr(value, "extend"):
+        getattr(model, name).extend(value)
+    else:
+        setattr(model, name, value)

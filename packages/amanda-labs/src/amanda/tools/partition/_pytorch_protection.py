@@ -1,0 +1,375 @@
+"""Protected ops of PyTorch: parameters that moved to another process, and executions that cross to it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from threading import Lock
+from typing import Any
+
+import amanda
+from amanda.tools.kit import RequiredNames, leaves
+from amanda.tools.partition._ipc import (
+    OpTraffic,
+    ProcessLink,
+    ProtectError,
+    RawBytes,
+    TensorHeader,
+    pack_tensor,
+    unpack_tensor,
+)
+from amanda.tools.partition._pytorch_stand_ins import PLAIN_TYPES, ProtectedOptimizers, StandIns
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.partition",
+    "torch",
+    "torch:Tensor._version",
+    "torch:_C._current_graph_task_id",
+    "torch:autograd.Variable._execution_engine.queue_callback",
+)
+
+logger = logging.getLogger("amanda")
+
+
+class Protection:
+    """The parameters that were moved, and the process that holds them.
+
+    A Protection that is dropped without `finalize` ends the process, and the parameters are lost.
+    dropped: numbers of executions whose autograd nodes are gone, so that they have no backward pass any more.
+    """
+
+    def __init__(self) -> None:
+        _REQUIRED.check()
+        self.traffic: dict[tuple[str, int], OpTraffic] = {}
+        self.dropped: list[int] = []
+        self.stand_ins, self.passes = StandIns(), BackwardPasses()
+        self._optimizers = ProtectedOptimizers(self.stand_ins)
+        self._numbers = itertools.count()
+        self._process: weakref.finalize[Any, Any] | None = None
+
+    @cached_property
+    def link(self) -> ProcessLink:
+        """Start the process, and hook the steps of optimizers from now on."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        # The hook is global, so it must not keep this object alive, whose end closes the process.
+        link, reference = ProcessLink({"threads": torch.get_num_threads()}), weakref.ref(self)
+
+        def before_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            protection = reference()
+            if protection is not None:
+                protection._before_step(optimizer, args, kwargs)
+
+        hook = register_optimizer_step_pre_hook(before_step)
+        self._process = weakref.finalize(self, _close_lost_link, link, hook)
+        self._process.atexit = False  # the process ends when the program hangs up
+        return link
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of the process; None as long as none was started."""
+        return self.link.pid if self._process is not None else None
+
+    def traffic_record(self, phase: str, key: int, kind: str, module: str, source: str) -> OpTraffic:
+        """Return the record of the tensors that cross at an op; create it if there is none."""
+        return self.traffic.setdefault((phase, key), OpTraffic(phase, kind, module, source))
+
+    def adopt(self, context: amanda.OpContext) -> None:
+        """Move the parameters and buffers that a selected op reads to the process.
+
+        Raises ProtectError where one cannot be moved, or is read by an op that is not selected.
+        """
+        self.stand_ins.adopt(context, self._send_parameter)
+
+    def _send_parameter(self, path: str, value: Any, tensor_header: TensorHeader, content: RawBytes) -> None:
+        record = self.traffic_record("hold", id(value), "parameter", path.rpartition(".")[0], "")
+        message = {"kind": "hold", "path": path, "trained": value.requires_grad}
+        _, _, size = self.link.call(message, [(tensor_header, content)])
+        record.add([tensor_header], [], size)
+
+    def run_in_process(
+        self, *inputs: Any, key: int, record: OpTraffic, op: str, in_place: bool, random: bool, target: Any
+    ) -> Any:
+        """Run an op in the process.  target: the stand-in that the op writes; None where it writes none.
+
+        key: of the op in `traffic`.  op: path of the callable in torch.
+        """
+        import torch
+
+        if target is not None:
+            inputs = (target, *inputs[1:])
+        message = MessageInputs(inputs, self.stand_ins, f"{record.type} at {record.source}")
+        records = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*message.tensors, *message.parameters)
+        )
+        backward_record = self.traffic_record("backward", key, record.type, record.module, record.source)
+        execution = ProtectedExecution(self, record, backward_record, random)
+        header = {
+            "kind": "forward", "op": op, "inputs": message.encoded, "in_place": in_place, "random": random,
+            "trained": [tensor.requires_grad for tensor in message.tensors], "records": records,
+        }  # fmt: skip
+        # Stand-ins are arguments too, though they are not sent: autograd records the op if only they need a
+        # gradient.
+        outputs = _autograd_function().apply(
+            execution, header, len(message.tensors), *message.tensors, *message.parameters
+        )
+        return inputs[0] if execution.returns_parameter else outputs if execution.is_sequence else outputs[0]
+
+    def next_number(self) -> int:
+        """Return a number for one more execution."""
+        return next(self._numbers)
+
+    def take_ended(self) -> Mapping[str, Sequence[int]]:
+        """Return the executions and passes that the process can forget, and empty the lists of them."""
+        dropped, self.dropped = self.dropped, []
+        failed, self.passes.failed = self.passes.failed, []
+        return {"dropped": dropped, "failed": failed}
+
+    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Step the optimizer's protected parameters in the process."""
+        header = self._optimizers.step_message(optimizer, args, kwargs)
+        if header is not None:
+            _, _, size = self.link.call(header)
+            self.traffic_record("optimizer", header["optimizer"], header["name"], "", "").add([], [], size)
+
+    def is_of(self, model: Any) -> bool:
+        """Return True if a module, or a list of parameters, has protected ones, or if there are none."""
+        is_module = hasattr(model, "named_modules")
+        tensors = [*model.parameters(), *model.buffers()] if is_module else leaves([model])
+        model_ids = {id(tensor) for tensor in tensors}
+        stand_ins = list(self.stand_ins)
+        return not stand_ins or any(id(stand_in.tensor) in model_ids for stand_in in stand_ins)
+
+    def release(self) -> None:
+        """Bring the values back, and end the process.  Raises ProtectError if the process has died."""
+        import torch
+
+        try:
+            with amanda.disabled(), torch.no_grad():
+                for stand_in in self.stand_ins:
+                    _, tensors, _ = self.link.call({"kind": "read", "path": stand_in.path})
+                    stand_in.tensor.detach().copy_(unpack_tensor(*tensors[0]))
+                    stand_in.tensor.grad = None
+        finally:
+            self.stand_ins.clear()
+            if self._process is not None and (finalizer := self._process.detach()) is not None:
+                _close_link(*finalizer[2])
+
+
+def _close_lost_link(link: ProcessLink, hook: Any) -> None:
+    """End a process that nobody can reach any more."""
+    logger.warning(
+        "protect: the tool was dropped without finalize(model); the parameters in process %s are lost",
+        link.pid,
+    )
+    _close_link(link, hook)
+
+
+def _close_link(link: ProcessLink, hook: Any) -> None:
+    hook.remove()
+    link.close()
+
+
+def provide_protection(context: amanda.OpContext) -> None:
+    """Put a function that makes a Protection into a context."""
+    context["protection"] = Protection
+
+
+class MessageInputs:
+    """The inputs of an op, encoded for a message.
+
+    tensors: those that are sent.  parameters: stand-ins, whose values the process has.
+    encoded: all inputs, with references to these.  Raises ProtectError for an input that cannot be sent.
+    """
+
+    def __init__(self, values: Sequence[Any], stand_ins: StandIns, op_text: str) -> None:
+        self._stand_ins, self._op_text = stand_ins, op_text
+        self.tensors: list[Any] = []
+        self.parameters: list[Any] = []
+        self.encoded = [self._encode(value) for value in values]
+
+    def _encode(self, value: Any) -> Any:
+        """Return a value that JSON can hold; `Enclave._decode_input` is the inverse."""
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            stand_in = self._stand_ins.find(value)
+            if stand_in is not None:
+                stand_in.check(value, self._op_text)
+                self.parameters.append(value)
+                return {"parameter": stand_in.path}
+            self.tensors.append(value)
+            return {"tensor": len(self.tensors) - 1}
+        if isinstance(value, slice):
+            return {"slice": [value.start, value.stop, value.step]}
+        if isinstance(value, tuple):
+            return {"tuple": [self._encode(item) for item in value]}
+        if isinstance(value, list):
+            return [self._encode(item) for item in value]
+        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, PLAIN_TYPES):
+            return value
+        raise ProtectError(
+            f"{self._op_text} was given a {type(value).__name__}, which is not sent to the protected "
+            "process: tensors, numbers, texts, types and lists of these are"
+        )
+
+
+@dataclass(eq=False)
+class ProtectedExecution:
+    """One execution of a protected op.
+
+    record, backward_record: of its traffic.  random: the op may draw from the default generator.
+    is_sequence: the op returned several outputs.  returns_parameter: the op returned a stand-in.
+    trained: for each output, True if it needs a gradient.
+    """
+
+    protection: Protection
+    record: OpTraffic
+    backward_record: OpTraffic
+    random: bool
+    number: int = -1
+    is_sequence: bool = False
+    returns_parameter: bool = False
+    trained: Sequence[bool] = ()
+
+    def forward(self, header: dict[str, Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Run the op in the process, and return its outputs."""
+        import torch
+
+        protection = self.protection
+        self.number = protection.next_number()
+        tensors = [pack_tensor(argument) for argument in arguments]
+        if self.random:  # the process draws from the program's generator, whose state comes back
+            tensors.append(pack_tensor(torch.get_rng_state()))
+        message = {**header, "number": self.number, **protection.take_ended()}
+        answer, packed_outputs, size = protection.link.call(message, tensors)
+        self.record.add([header for header, _ in tensors], [header for header, _ in packed_outputs], size)
+        if "non_tensor" in answer:
+            raise ProtectError(
+                f"{self.record.type} at {self.record.source} in module {self.record.module!r} gives a "
+                f"{answer['non_tensor']}, and tensors alone leave the protected process: read numbers "
+                "outside of the protected modules, or protect by type="
+            )
+        outputs = [unpack_tensor(*output) for output in packed_outputs]
+        if self.random:
+            torch.set_rng_state(outputs.pop())
+        self.is_sequence, self.returns_parameter = answer["is_sequence"], answer["returns_parameter"]
+        self.trained = answer["trained"]
+        return tuple(outputs)
+
+    def gradients(self, gradients: Sequence[Any]) -> Iterator[Any]:
+        """Yield the gradients of the tensors that were sent and need a gradient, in their order."""
+        import torch
+
+        protection = self.protection
+        output_indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        tensors = [pack_tensor(gradients[i]) for i in output_indices]
+        backward_pass = torch._C._current_graph_task_id()
+        protection.passes.enter(backward_pass, protection)
+        message = {
+            "kind": "backward", "number": self.number, "outputs": output_indices,
+            "backward_pass": backward_pass,
+        }  # fmt: skip
+        answer, packed_gradients, size = protection.link.call(message, tensors)
+        self.backward_record.add(
+            [header for header, _ in tensors], [header for header, _ in packed_gradients], size
+        )
+        protection.passes.set_parameters(backward_pass, answer["parameters"])
+        remaining = iter(packed_gradients)
+        for has_gradient in answer["has_gradient"]:
+            yield unpack_tensor(*next(remaining)) if has_gradient else None
+
+    def __del__(self) -> None:
+        self.protection.dropped.append(self.number)
+
+
+@cache
+def _autograd_function() -> Any:
+    """Return the autograd function of protected ops; cached, since torch is imported when it is needed."""
+    import torch
+
+    class Protected(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, execution: ProtectedExecution, header: dict[str, Any], count: int, *tensors: Any
+        ) -> Any:
+            ctx.execution, ctx.count = execution, count
+            ctx.needs_gradient = header["trained"]
+            outputs = execution.forward(header, tensors[:count])
+            pairs = zip(outputs, execution.trained, strict=False)
+            ctx.mark_non_differentiable(*(output for output, is_trained in pairs if not is_trained))
+            ctx.set_materialize_grads(False)
+            return outputs
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with amanda.disabled():
+                reversed_gradients = list(ctx.execution.gradients(gradients))[::-1]
+            argument_gradients = [
+                reversed_gradients.pop() if needs_gradient else None for needs_gradient in ctx.needs_gradient
+            ]
+            # None for execution, header and count, and for stand-ins: their gradients stay in the process.
+            num_parameters = len(ctx.needs_input_grad) - 3 - len(argument_gradients)
+            return None, None, None, *argument_gradients, *[None] * num_parameters
+
+    return Protected
+
+
+class BackwardPasses:
+    """The backward passes that are under way, by the numbers of autograd's graph tasks.
+
+    paths: of the parameters that have gradients in each pass.
+    failed: passes that ended with an error, whose gradients the process has not forgotten yet.
+    """
+
+    def __init__(self) -> None:
+        self.failed: list[int] = []
+        self.paths: dict[int, Sequence[str]] = {}
+        self.accumulation_lock = Lock()
+
+    def enter(self, number: int, protection: Protection) -> None:
+        """Record a pass, which runs on this thread, when it reaches its first protected op."""
+        import torch
+
+        if number not in self.paths:
+            self.paths[number] = ()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(_PassEnd(number, protection).end)
+
+    def set_parameters(self, number: int, paths: Sequence[str]) -> None:
+        """Record the parameters that have gradients in a pass so far."""
+        self.paths[number] = paths
+
+
+class _PassEnd:
+    """One backward pass.  Autograd calls `end` if it succeeds, and drops this object in any case."""
+
+    def __init__(self, number: int, protection: Protection) -> None:
+        self._number, self._protection = number, protection
+
+    def end(self) -> None:
+        """Add the pass's gradients to those of the parameters."""
+        passes, protection = self._protection.passes, self._protection
+        stand_ins = {stand_in.path: stand_in for stand_in in protection.stand_ins}
+        with passes.accumulation_lock:  # passes of several threads may end at once
+            replaces_gradient = {
+                path: stand_ins[path].is_gradient_replaced for path in passes.paths.pop(self._number)
+            }
+            protection.link.call(
+                {"kind": "accumulate", "backward_pass": self._number, "replaces": replaces_gradient}
+            )
+            for path in replaces_gradient:
+                stand_ins[path].fill_gradient()
+
+    def __del__(self) -> None:
+        passes = self._protection.passes
+        if passes.paths.pop(self._number, None) is not None:
+            passes.failed.append(self._number)

@@ -1,0 +1,306 @@
+"""Records of storages and of the ops that made them, and an account of live bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from amanda.errors import AmandaError
+from amanda.tools.kit import leaves
+from amanda.tools.remat._heuristics import join_neighbours
+
+if TYPE_CHECKING:
+    from amanda.tools.remat._heuristics import Cluster
+
+
+class RematError(AmandaError, RuntimeError):
+    """An evicted tensor cannot be computed again as it was."""
+
+
+class BudgetError(AmandaError, MemoryError):
+    """The budget cannot be held, and the tool is strict."""
+
+
+@dataclass(eq=False, slots=True)
+class OpCounts:
+    """An op of the program, with counts of evictions and repeated runs.
+
+    seconds: spent in repeated runs.  evicted_bytes: sum over the evictions of its storages.
+    """
+
+    type: str
+    module: str
+    source: str
+    evictions: int = 0
+    evicted_bytes: int = 0
+    rematerialisations: int = 0
+    seconds: float = 0.0
+
+
+class _WeaklyReferenced:
+    """Base of records that are referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+RecordT = TypeVar("RecordT")
+
+
+class WeakList(Generic[RecordT]):
+    """Records by weak references, in the order in which they were added; far cheaper than a WeakSet."""
+
+    __slots__ = ("_capacity", "_references")
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[RecordT]] = []
+        self._capacity = 8
+
+    def add(self, record: RecordT) -> None:
+        """Add a record; now and then drop the references of those that are gone."""
+        if len(self._references) >= self._capacity:
+            self._references = [reference for reference in self._references if reference() is not None]
+            self._capacity = 2 * len(self._references) + 8
+        self._references.append(weakref.ref(record))
+
+    def alive(self) -> list[RecordT]:
+        """Return the records that are not gone."""
+        return [record for reference in self._references if (record := reference()) is not None]
+
+    def __bool__(self) -> bool:
+        return any(reference() is not None for reference in self._references)
+
+
+@dataclass(eq=False, slots=True)
+class Storage(_WeaklyReferenced):
+    """Memory that tensors share; evicted memory is made again by running `maker`.
+
+    address, memory: of the framework's storage, by a weak reference; `memory` is None after eviction.
+    maker: the op that made the storage; None if the op cannot be run again.
+    slot: index of the storage among the op's results, or, with True, among the tensors that autograd saved.
+    handles: by which autograd holds the storage.  copy: a tensor by which this tool holds it.
+    version: of `copy` when it was taken, to detect writes.
+    last_read: the clock at the last read.  locks: number of recomputations under way that need the storage.
+    """
+
+    size: int
+    address: int = 0
+    memory: weakref.ref[Any] | None = None
+    maker: Operation | None = None
+    slot: tuple[int, bool] = (0, False)
+    handles: WeakList[Handle] = field(default_factory=WeakList)
+    consumers: WeakList[Operation] = field(default_factory=WeakList)
+    copy: Any = None
+    version: int | None = None
+    last_read: float = 0.0
+    locks: int = 0
+    cluster: Cluster | None = None
+
+    @property
+    def live_memory(self) -> Any:
+        """The framework's storage; None if it was freed."""
+        return None if self.memory is None else self.memory()
+
+    @property
+    def is_gone(self) -> bool:
+        """True for a storage without memory that a backward op may still read."""
+        if self.maker is None or self.live_memory is not None:
+            return False
+        return bool(self.handles) or not self.maker.backward_is_over
+
+    @property
+    def cost(self) -> float:
+        """Cost of making the storage again from its inputs."""
+        return 0.0 if self.maker is None else self.maker.cost
+
+
+@dataclass(eq=False, slots=True)
+class Handle(_WeaklyReferenced):
+    """The object that autograd saves instead of a tensor.
+
+    tensor: the saved tensor, None while its storage is evicted.  version: of the tensor when it was saved.
+    storage: None for a tensor that is never evicted.
+    """
+
+    tensor: Any
+    version: int | None
+    storage: Storage | None
+    geometry: Any
+
+
+@dataclass(eq=False, slots=True)
+class InputRef:
+    """An input of a recorded op.  tensor: a weak reference to it; version: at the call."""
+
+    storage: Storage
+    geometry: Any
+    requires_grad: bool
+    version: int
+    tensor: weakref.ref[Any]
+
+
+@dataclass(eq=False, slots=True)
+class ScratchInput:
+    """An input that the op writes and does not read, so that any memory of the geometry serves."""
+
+    geometry: Any
+    device: Any
+
+
+@dataclass(eq=False, slots=True)
+class Operation(_WeaklyReferenced):
+    """An execution of an op, which can run again.
+
+    compute: function of the inputs that returns the op's result.  inputs: with an InputRef for each tensor.
+    settings: at the execution.  cost: seconds, or 1.  size: bytes of all storages that the op made.
+    committed: the generation in which `Eviction.commit` ensured that the op can run again.
+    saved: weak references to the handles that autograd saved for the backward op.
+    """
+
+    number: int
+    counts: OpCounts
+    compute: Callable[[Sequence[Any]], Any]
+    inputs: Sequence[Any]
+    settings: Any
+    cost: float = 0.0
+    size: int = 0
+    committed: int = -1
+    refs: list[InputRef] = field(default_factory=list)
+    saved: list[weakref.ref[Handle]] = field(default_factory=list)
+    _products: list[weakref.ref[Storage]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.refs += [value for value in leaves(self.inputs) if isinstance(value, InputRef)]
+        for ref in self.refs:
+            ref.storage.consumers.add(self)
+
+    @property
+    def products(self) -> list[Storage]:
+        """The storages that the op made and that are still referred to."""
+        return [storage for product in self._products if (storage := product()) is not None]
+
+    def add_product(self, size: int, slot: tuple[int, bool]) -> Storage:
+        """Record a storage that the op has made, and return it."""
+        storage = Storage(size, maker=self, slot=slot)
+        self._products.append(weakref.ref(storage))
+        return storage
+
+    def cut_history(self) -> None:
+        """Mark the storages of this op as ones that cannot be made again."""
+        for storage in self.products:
+            storage.maker = None
+
+    @property
+    def backward_is_over(self) -> bool:
+        """True if autograd has freed the tensors that it saved for the backward op.
+
+        The backward ops of all readers of the results have then run too.
+        """
+        return bool(self.saved) and all(handle() is None for handle in self.saved)
+
+
+@dataclass(slots=True)
+class MemoryEntry:
+    """Live memory in the account.
+
+    size: bytes that count towards the budget.  record: the storage in this memory, None after a write.
+    """
+
+    memory: weakref.ref[Any]
+    size: int
+    record: Storage | weakref.ref[Storage] | None = None
+
+    @property
+    def storage(self) -> Storage | None:
+        """The storage in the memory; None after a write, or if the record has gone."""
+        record = self.record
+        return record if record is None or isinstance(record, Storage) else record()
+
+
+@dataclass(slots=True)
+class MemoryTotals:
+    """Maxima of a run.  peak: bytes alive at once.  short: bytes by which the budget was exceeded."""
+
+    peak: int = 0
+    short: int = 0
+
+
+class Ledger:
+    """The account of live bytes, by weak references whose callbacks report freed memory.
+
+    totals: are kept up to date.  bytes: alive now.  clock: sum of the costs of all ops that ran.
+    """
+
+    def __init__(self, totals: MemoryTotals) -> None:
+        self._entries: dict[int, MemoryEntry] = {}
+        self._deaths: deque[tuple[int, weakref.ref[Any]]] = deque()
+        self.totals, self.bytes, self.clock = totals, 0, 0.0
+
+    def find(self, memory: Any) -> MemoryEntry | None:
+        """Return the entry of memory, or None."""
+        entry = self._entries.get(memory._cdata)
+        return entry if entry is not None and entry.memory() is memory else None
+
+    def add(self, memory: Any, storage: Storage, counts: bool) -> None:
+        """Enter the memory of a storage in the account; counts: its bytes count towards the budget."""
+        address, deaths = memory._cdata, self._deaths
+        self.process_deaths()
+        entry = self.find(memory)
+        if entry is None:
+
+            def on_death(reference: weakref.ref[Any]) -> None:
+                # Memory dies at any time, on any thread, also within this class: only queue it here.
+                deaths.append((address, reference))
+
+            entry = MemoryEntry(weakref.ref(memory, on_death), memory.nbytes() if counts else 0)
+            self._entries[address] = entry
+            self.bytes += entry.size
+            self.update_peak()
+        entry.record = storage
+        storage.address, storage.memory = address, entry.memory
+
+    def update_peak(self, more: int = 0) -> None:
+        """Raise the peak to the live bytes and `more` bytes, which an op holds besides."""
+        live_bytes = self.bytes + more
+        if live_bytes > self.totals.peak:
+            self.totals.peak = live_bytes
+
+    def process_deaths(self) -> None:
+        """Remove memory from the account that was freed since the last call."""
+        while self._deaths:
+            address, reference = self._deaths.popleft()
+            entry = self._entries.get(address)
+            if entry is not None and entry.memory is reference:
+                del self._entries[address]
+                self.bytes -= entry.size
+                if (storage := entry.storage) is not None:
+                    storage.memory = None
+                    join_neighbours(storage)
+
+    def forget_written(self, memory: Any) -> Storage | None:
+        """Drop and return the record of memory that is about to be written."""
+        entry = self.find(memory)
+        storage = None if entry is None else entry.storage
+        if entry is not None and storage is not None:
+            entry.record = storage.memory = None
+        return storage
+
+    def keep_alive(self, storage: Storage, tensor: Any) -> None:
+        """Keep the memory of a storage alive by a tensor in it."""
+        storage.copy, storage.version = tensor, tensor._version
+        entry = self._entries.get(storage.address)
+        if entry is not None and entry.record is storage:
+            # The record holds the memory now, so the account of that memory must not hold the record.
+            entry.record = weakref.ref(storage)
+
+    def storages(self) -> list[Storage]:
+        """Return the storages that are alive."""
+        storages = [entry.storage for entry in list(self._entries.values())]
+        return [storage for storage in storages if storage is not None]
+
+    def clear(self) -> None:
+        """Remove all memory from the account."""
+        self._entries.clear()
+        self.bytes = 0
