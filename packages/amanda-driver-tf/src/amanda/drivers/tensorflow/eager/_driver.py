@@ -17,7 +17,7 @@ from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
 from ._datasets import REPORTED, Datasets
 from ._interception import Interception, call_execute
-from ._modules import Modules
+from ._modules import ModuleCalls
 from ._schema import flatten
 from ._state import Marking, TapeMark
 from ._tape import Tape
@@ -35,7 +35,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def __init__(self) -> None:
         self._datasets = Datasets()
-        self._modules = Modules()
+        self._modules = ModuleCalls()
         self._attached = False
 
     @cached_property

@@ -14,7 +14,7 @@ from amanda.interceptor import Enclosure
 from .._layers import LAYERS, attribute_path
 
 
-class Modules:
+class ModuleCalls:
     """Encloses calls of modules and layers while the driver is attached."""
 
     def __init__(self) -> None:
