@@ -343,7 +343,8 @@ def test_a_mask_of_blocks_drops_those_of_the_smallest_norm(norm: int) -> None:
     assert torch.equal(masks(tool)[0].float(), expected)
     odd = PruneTool(pattern="block", block=(3, 2))
     odd.prepare(layer, torch.rand(2, 12))
-    assert "8x12 has no whole number of blocks (3, 2)" in str(odd.result)
+    (reason,) = odd.result.left.values()
+    assert "8x12 has no whole number of blocks (3, 2)" in reason
 
 
 def test_what_is_not_met_is_told() -> None:

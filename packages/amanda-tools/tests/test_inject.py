@@ -458,7 +458,7 @@ def test_the_word_of_an_op_selects_one_of_its_backward_ops(target: Any) -> None:
 
 
 def test_multi_bit_flips_adjacent_bits() -> None:
-    x = torch.zeros(200, dtype=torch.int32)
+    x = torch.zeros(2_000, dtype=torch.int32)  # of which each start is hit
     for flips in (2, 5):
         y, tool = injected(lambda: x.clone(), fault="multi_bit", flips=flips, probability=1.0)
         assert all(

@@ -1,4 +1,4 @@
-"""Primitives that are run in another form: loops whose condition calls Python, maps outside of jit."""
+"""Primitives that run in another form: loops with routines in the condition, and `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Primitives of JAX's arrays, and of the symbols that stand for arrays while code is traced."""
+"""Operations for the core on JAX's arrays, and on the symbols of arrays in traced code."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any

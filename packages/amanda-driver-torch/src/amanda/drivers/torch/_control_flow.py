@@ -1,4 +1,4 @@
-"""Higher-order ops that torch compiles by itself, run op by op."""
+"""The higher-order op `map`, which torch compiles by itself, made to run op by op in scopes."""
 
 import functools
 import sys

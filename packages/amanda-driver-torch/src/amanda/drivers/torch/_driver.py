@@ -227,8 +227,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
-            kind = CollectiveCall if site.key.startswith("c10d::") else TorchCall
-            return kind(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
+            call_class = CollectiveCall if site.key.startswith("c10d::") else TorchCall
+            return call_class(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
         head, own_args = args[:1], args[1:]
         op = ScriptedOp(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(

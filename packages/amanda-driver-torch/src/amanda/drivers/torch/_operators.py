@@ -1,4 +1,4 @@
-"""Operators that torch wraps in Python, which take a TypeError from within for "not my operand"."""
+"""Operators of Tensor that torch wraps in Python, whose wrapper turns any TypeError into NotImplemented."""
 
 from types import CodeType, FunctionType
 from typing import Any

@@ -1,4 +1,4 @@
-"""The reader of tensors for native code: C functions of torch's own libraries, where all are found."""
+"""The reader by which native code reads tensors: addresses of C functions and offsets in this torch."""
 
 import ctypes
 import logging

@@ -1,4 +1,4 @@
-"""Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
+"""Operations on tensors for the core: isolated calls, straight-through values, writes, signatures."""
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""torch.compile in scopes: dynamo captures graphs, and a backend instruments them for the user's."""
+"""torch.compile in scopes: a backend instruments the graphs of dynamo, then the user's compiles them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control of observed compiled code: whether its numbers are those of the same code without tools."""
+"""`control`: whether compiled code computes the same numbers with tools as without."""
 
 from __future__ import annotations
 

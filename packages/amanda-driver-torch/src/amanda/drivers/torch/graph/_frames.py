@@ -1,4 +1,4 @@
-"""Frames that dynamo leaves to Python: Amanda at ops that run on their own, and the routines of tools."""
+"""Frames that dynamo must skip: Amanda's own code, and the routines of tools."""
 
 from __future__ import annotations
 

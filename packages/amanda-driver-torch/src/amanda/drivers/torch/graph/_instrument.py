@@ -1,4 +1,4 @@
-"""One FX graph with the routines of tools in it."""
+"""`instrument`: a copy of one FX graph with the routines of tools in it."""
 
 from __future__ import annotations
 

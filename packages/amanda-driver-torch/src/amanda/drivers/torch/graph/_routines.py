@@ -83,9 +83,8 @@ class NodeRoutines:
                 tensor_ops(), action, inputs, facts, {}, call.targets, call.computation()
             )
             return result if result is NotImplemented else call.formed(result)
-        values = PlaceValues(
-            with_clones(inputs, call.targets)
-        )  # what autograd saves is not what is written below
+        # Autograd saves the clones, so that the writes into the targets below leave saved tensors alone.
+        values = PlaceValues(with_clones(inputs, call.targets))
         compute, targets = call.computation(), call.targets
         slot = self._slot_of_call(
             action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
