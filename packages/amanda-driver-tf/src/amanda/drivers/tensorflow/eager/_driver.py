@@ -48,6 +48,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
+        # Before any patch: without one of the private names the mode stays off as a whole.
         check("eager")
         self._attached = True
         self._interception.patch(self.attributes)
@@ -118,6 +119,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         tensors = [value for value in flatten(inputs) if value.__class__ is EagerTensor]
         if not pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors):
             return None
+        # A leading 1 keeps leading zeros apart.
         bits = 1
         for tensor in tensors:
             bits = bits << 1 | pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop([tensor])

@@ -85,6 +85,7 @@ def _callable_modules(root: type) -> Iterator[type]:
         for subclass in type.__subclasses__(bases.pop()):
             if subclass not in _not_modules:
                 if subclass.__module__.startswith(("keras.", "tf_keras.")):
+                    # Remembered, since Keras has hundreds of classes and each scope asks again.
                     _not_modules.add(subclass)
                     continue
                 bases.append(subclass)
