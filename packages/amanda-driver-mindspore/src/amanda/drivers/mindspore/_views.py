@@ -188,6 +188,7 @@ class TensorTie(Tie):
             return True
         if self._held_value is not None or value.asnumpy().tobytes() != self._view.asnumpy().tobytes():
             return False
+        # Afterwards both share memory, as the program expects, and the tie is not needed any more.
         value.assign_value(self._view)
         return True
 

@@ -85,6 +85,8 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
             raise Uninstrumented(f"the ops of {name}", RUNS_IN_XLA_ALONE)
         rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
         rewriting.runs_without_xla = compiled
+        # A backward function may run after the scope; then it is rewritten for the saved values alone,
+        # without plans for its ops.
         analysis.closed = _is_closed(analysis.state, forward_record)
         # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"

@@ -52,6 +52,7 @@ class BodyRewriter(RoutineRewriter):
         self.returned_refs: dict[Edge, str] = {}
         self.call_numbers: dict[str, str] = {}
         self.forward = {op: forward for op in body.ops if (forward := body.forward_of(op)) is not None}
+        # A file has no backward pass that could read saved values.
         if self.forward and not rewriting.written:
             rewriting.differentiated = True
         self.gradients = GradientEdges(body, self.forward)

@@ -56,8 +56,9 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return the group of a routine; traceable routines of a group become one function."""
         # In a file each tool has functions of its own, so that an error names the tool.
         tool = id(action.tool) if self.rewriting.written else 0
-        restless = self.rewriting.volatile_name(action) if action.traceable else ""
-        return action.observer, self._is_in_autodiff(action), action.traceable, restless, tool
+        # Routines that read changing values run as Python, so they must not join a traced group.
+        volatile = self.rewriting.volatile_name(action) if action.traceable else ""
+        return action.observer, self._is_in_autodiff(action), action.traceable, volatile, tool
 
     def _is_in_autodiff(self, action: Action) -> bool:
         """Return True if a routine takes part in autodiff."""
@@ -126,6 +127,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         facts = place.facts
         takes_part = place.replaces or self._is_in_autodiff(place.actions[0])
         is_in_one_graph = not self.body.apart and facts.op.name not in self.body.stacked
+        # Gradients in the same graph read the changed tensors directly.
         if is_in_one_graph and not takes_part:
             return
         side_name = "instead" if place.replaces else "before" if side.ahead else "after"

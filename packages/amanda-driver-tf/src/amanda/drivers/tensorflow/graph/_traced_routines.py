@@ -37,6 +37,7 @@ class TracedRoutine:
             graph.outputs = self._outputs(place, placeholders, rewriting)
         self.constants = []
         for external, _ in graph.captures:  # the graph has appended them to its inputs
+            # Captured tensors become constants of the graph, which a variable cannot be.
             if not isinstance(external, ops.EagerTensor) or external.dtype in (tf.resource, tf.variant):
                 raise NotImplementedError("it reads a variable")
             self.constants.append(external)
