@@ -216,8 +216,8 @@ def test_the_others_see_every_node(session: Any, tmp_path: Path) -> None:
     assert sorted(column(profile, "type")) == sorted(TYPES)
 
 
-def ran(kind: str, given: dict[str, np.ndarray], **attributes: Any) -> Any:
-    """What the flops tool counts of one operator of ONNX, or of Microsoft's."""
+def ran(tool: Any, kind: str, given: dict[str, np.ndarray], **attributes: Any) -> Any:
+    """Return the result of a tool for one operator of ONNX, or of Microsoft's."""
     types = {np.dtype(np.float32): onnx.TensorProto.FLOAT, np.dtype(np.uint8): onnx.TensorProto.UINT8}
     node = helper.make_node(kind, list(given), ["made"], **attributes)
     inputs = [helper.make_tensor_value_info(name, types[one.dtype], one.shape) for name, one in given.items()]
@@ -226,7 +226,6 @@ def ran(kind: str, given: dict[str, np.ndarray], **attributes: Any) -> Any:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    tool = FlopsTool()
     with amanda.apply(tool):
         session.run(None, given)
     return tool.result
@@ -254,9 +253,15 @@ PRODUCTS: list[tuple[str, dict[str, Any], dict[str, np.ndarray], int]] = [
 def test_a_product_of_any_name_is_counted(
     kind: str, attributes: dict[str, Any], given: dict[str, np.ndarray], macs: int
 ) -> None:
-    result = ran(kind, given, **attributes)
+    result = ran(FlopsTool(), kind, given, **attributes)
     assert result.total("macs") == macs
     assert not result.unsupported
+
+
+def test_queries_keys_and_values_alone_are_quantised_of_attention() -> None:
+    given = ones(q=(1, 6, 8), k=(1, 5, 8), v=(1, 5, 8), bias=(24,))
+    result = ran(QuantizeTool("dynamic"), "MultiHeadAttention", given, num_heads=2, **MICROSOFT)
+    assert [row.tensor for row in result] == ["input 0", "input 1", "input 2"]
 
 
 def test_nan_in_a_weight_of_a_session_is_told() -> None:

@@ -20,7 +20,6 @@ else:
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-DUE = re.compile(r"is deprecated since (?P<whose>[\w-]+) \d+\.\d+ and goes in (?P<gone>\d+\.\d+): use ")
 
 
 def settings(distribution: Path) -> dict[str, Any]:
@@ -123,20 +122,35 @@ def test_the_citation_is_of_the_paper() -> None:
         assert settings(path)["project"]["urls"]["Paper"].endswith(paper["doi"])
 
 
-def deprecations() -> Iterator[tuple[Path, str]]:
-    """Where sources warn of what is deprecated, and in which words."""
+MECHANISM = ("deprecated", "renamed", "warn_deprecated")
+
+
+def deprecations() -> Iterator[tuple[Path, Any, Any]]:
+    """Yield where sources say what is deprecated, since when, and the version that removes it."""
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)) if "DeprecationWarning" in text else ():
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-                words, *kind = map(ast.unparse, node.args)
-                if any("DeprecationWarning" in one for one in kind):
-                    yield path, words
+        for call in ast.walk(ast.parse(text)) if "deprecated" in text or "renamed(" in text else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in MECHANISM:
+                values = {keyword.arg: keyword.value for keyword in call.keywords}
+                values |= dict(zip(("name", "use", "since", "gone"), call.args, strict=False))
+                yield path, values["since"], values["gone"]
 
 
 def test_what_is_deprecated_says_when_it_goes_and_is_not_due() -> None:
     versions = {path.name: Version(settings(path)["project"]["version"]) for path in DISTRIBUTIONS}
-    for path, words in deprecations():
-        found = DUE.search(words)
-        assert found, f"{path} warns in other words than docs/deprecation.md has"
-        assert versions[found["whose"]] < Version(found["gone"]), f"{path}: what it warns of is to go"
+    mechanism = ROOT / "packages/amanda-core/src/amanda/options/deprecation.py"
+    for path, since, gone in deprecations():
+        if path != mechanism:
+            distribution, version = ast.literal_eval(since).split()
+            first, last = Version(version), Version(ast.literal_eval(gone))
+            assert first <= versions[distribution] < last, f"{path}: what it warns of is to go"
+            assert last.minor - first.minor >= 2, f"{path}: docs/deprecation.md promises two versions"
+
+
+def test_every_deprecation_goes_through_the_mechanism() -> None:
+    mechanism = ROOT / "packages/amanda-core/src/amanda/options/deprecation.py"
+    warned = [
+        path for path in sorted(ROOT.glob("packages/*/src/**/*.py"))
+        if "DeprecationWarning," in path.read_text()
+    ]  # fmt: skip
+    assert warned == [mechanism]

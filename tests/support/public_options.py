@@ -40,8 +40,9 @@ NOT_OPTIONS = {
     "amanda.tools.kit": "*", "amanda.tools.onnx_graph": "*", "amanda.tools.weights": "*",
     "amanda.tools.trials": "dominates",
     "amanda.tools.inject": "MemorySnapshot bits_of from_bytes to_bytes",
-    "amanda.tools.mapping": """InstalledEntries Rerun backend_of distributed is_partial itemsize local rerun
-        share spatial_axes torch_dtype torch_shape torch_word undisturbed weight_gradient whole""",
+    "amanda.tools.mapping": """InstalledEntries Rerun are_transposed backend_of distributed is_partial
+        itemsize local product_of rerun share spatial_axes torch_dtype torch_shape torch_word undisturbed
+        weight_gradient whole""",
     "amanda.tools.steps": "execution_number",
     "amanda.tools.stats": "Accumulator numbers",
     "amanda.tools.quantize": """choose_qparams extremes fake_quantize fake_quantize_gradient gradient_scale

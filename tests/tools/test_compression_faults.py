@@ -24,7 +24,6 @@ from amanda.tools.quantize.weights import (
     NearestTool,
     SmoothQuantTool,
     convert,
-    save_compressed,
     smoothing,
 )
 
@@ -140,12 +139,12 @@ def test_integers_are_not_written_over_other_values(make: Any, by: str) -> None:
     for use in (
         tool.finalize,
         lambda model: convert(model, tool),
-        lambda model: save_compressed("x", model, tool),
+        lambda model: convert(model, tool, "x"),
     ):
         with pytest.raises(QuantizeError, match=message):
             use(model)
     assert_is(model, before)
-    tool.renew()
+    tool.clear()
     met(tool, model, numbers())
     tool.finalize(model)
     assert_is(model, values(_finalized(make, network(1))))
@@ -175,7 +174,7 @@ def test_integers_of_what_another_tool_gave_are_not_written_alone() -> None:
     before = values(model)
     with amanda.apply(smooth, nearest), smooth.calibrating():
         model(x)
-    nearest.renew()
+    nearest.clear()
     with amanda.apply(smooth, nearest):
         model(x)
     for use in (nearest.finalize, lambda model: convert(model, nearest)):
@@ -189,7 +188,7 @@ def test_only_the_model_that_was_met_is_converted(tmp_path: Path) -> None:
     tool = met(NearestTool(8, None), model, numbers())
     for other in (network(1), copy.deepcopy(model)):
         before = values(other)
-        for use in (lambda one: convert(one, tool), lambda one: save_compressed(tmp_path / "x", one, tool)):
+        for use in (lambda one: convert(one, tool), lambda one: convert(one, tool, tmp_path / "x")):
             with pytest.raises(QuantizeError, match="has quantised no weight of this Sequential"):
                 use(other)
         assert_is(other, before)
@@ -250,7 +249,7 @@ def test_a_checkpoint_has_each_name_of_a_layer(tmp_path: Path) -> None:
     for name, one in (("whole", whole), ("head", whole[:4]), ("tail", whole[4:])):
         model.register_buffer(name, one)
     tool = met(NearestTool(4, 16, exclude=["computed"], type="linear"), model, torch.randn(8, 16))
-    folder = save_compressed(tmp_path / "made", model, tool)
+    folder = convert(model, tool, tmp_path / "made").model
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["idle", "computed", "right"]
     found = load_file(folder / "model.safetensors")
@@ -264,7 +263,7 @@ def test_a_checkpoint_has_each_name_of_a_layer(tmp_path: Path) -> None:
     assert torch.equal(found["tail"], whole[4:])
     met(every := NearestTool(4, 16, type="linear"), model, torch.randn(8, 16))
     with pytest.raises(QuantizeError, match="exclude linear of computed"):
-        save_compressed(tmp_path / "other", model, every)
+        convert(model, every, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -409,12 +408,12 @@ def test_an_interrupted_calibration_of_activations_is_forgotten() -> None:
 def test_an_interrupted_preparation_makes_no_masks(importance: Any) -> None:
     model = network()
     tool, clean = PruneTool(importance=importance), PruneTool(importance=importance)
-    with pytest.raises(KeyboardInterrupt), tool.preparing(), amanda.apply(tool):
+    with pytest.raises(KeyboardInterrupt), tool.calibrating(), amanda.apply(tool):
         interrupted(model, numbers(1) * torch.arange(32))
     with pytest.raises(PruneError, match="PruneTool has changed no weight"):
         tool.finalize(model)
     for one in (tool, clean):
-        with one.preparing(), amanda.apply(one):
+        with one.calibrating(), amanda.apply(one):
             model(numbers()).square().sum().backward()
     for name, one in clean.state_dict().items():
         assert np.array_equal(np.asarray(tool.state_dict()[name]), np.asarray(one)), name
@@ -441,15 +440,15 @@ def test_sparsegpt_names_a_weight_with_nan() -> None:
 def test_gradients_that_a_scaler_leaves_out_are_left_out(importance: Any) -> None:
     model = network()
     tool, clean = PruneTool(importance=importance), PruneTool(importance=importance)
-    with tool.preparing(), amanda.apply(tool):
+    with tool.calibrating(), amanda.apply(tool):
         (model(numbers()).square().sum() * torch.inf).backward()
         model(numbers()).square().sum().backward()
-    with clean.preparing(), amanda.apply(clean):
+    with clean.calibrating(), amanda.apply(clean):
         model(numbers()).square().sum().backward()
     for name, one in clean.state_dict().items():
         assert np.array_equal(np.asarray(tool.state_dict()[name]), np.asarray(one)), name
     lost = PruneTool(importance=importance)
-    with pytest.raises(PruneError, match="no finite ones came"), lost.preparing(), amanda.apply(lost):
+    with pytest.raises(PruneError, match="no finite ones came"), lost.calibrating(), amanda.apply(lost):
         (model(numbers()).square().sum() * torch.inf).backward()
 
 

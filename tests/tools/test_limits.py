@@ -127,7 +127,7 @@ def test_an_index_that_says_what_is_not_so_is_told(dump: Path, change: dict[str,
     assert crafted.files
     for entry in crafted:
         if entry.file is not None:
-            with pytest.raises(AmandaError, match=r"the index disagree|is no element type"):
+            with pytest.raises(AmandaError, match=r"index\.json disagree|is no element type"):
                 crafted.array(entry)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import amanda
-from amanda.tools.quantize import QuantizeError
+from amanda.tools.quantize import QuantizeError, QuantizeTool
 from amanda.tools.quantize.weights import (
     AWQTool,
     GPTQTool,
@@ -158,7 +158,12 @@ def test_a_checkpoint_is_read_by_compressed_tensors(
     model = network()
     tool = GPTQTool(bits, size, symmetric, act_order=act_order, exclude="2")
     met(tool, model)
-    save_compressed(tmp_path, model, tool)
+    result = convert(model, tool, tmp_path)
+    assert (result.model, result.left) == (tmp_path, {})
+    assert [row[:4] for row in result.rows()] == [
+        (layer, "pack-quantized", bits, size or model[int(layer)].in_features) for layer in ("0", "4")
+    ]
+    assert result.after < result.before
     told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert told["ignore"] == ["2"]
     config = QuantizationConfig.model_validate(told)
@@ -182,13 +187,35 @@ def test_what_the_layout_lacks_is_an_error(tmp_path: Path) -> None:
     awq = AWQTool(4, 32)
     met(awq, model)
     with pytest.raises(QuantizeError, match="no place for the scales of the inputs of 2, 4: fold them"):
-        save_compressed(tmp_path, model, awq)
+        convert(model, awq, tmp_path)
     conv = nn.Sequential(nn.Conv1d(4, 8, 1))
     tool = NearestTool(8, None)
     met(tool, conv, torch.ones(1, 4, 3))
     with pytest.raises(QuantizeError, match="linear layers alone; exclude conv1d of 0"):
-        save_compressed(tmp_path, conv, tool)
+        convert(conv, tool, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_there_is_replaced_if_asked(tmp_path: Path) -> None:
+    model, tool = network(), NearestTool(8, None)
+    met(tool, model)
+    convert(model, tool, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(QuantizeError, match=r"is there already, with a checkpoint; force=True replaces it"):
+        convert(model, tool, tmp_path)
+    convert(model, tool, tmp_path, force=True)
+    with pytest.warns(
+        DeprecationWarning, match=r"save_compressed is deprecated .* use convert\(model, tool, path\)"
+    ):
+        assert save_compressed(tmp_path, model, tool) == tmp_path
+    with pytest.warns(DeprecationWarning, match=r"convert\(out=...\) is deprecated .* use path=..."):
+        convert(model, tool, out=tmp_path, force=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    for other in (QuantizeTool(), 8.0):
+        with pytest.raises(QuantizeError, match="give a NearestTool"):
+            convert(model, other, tmp_path, force=True)
+    with pytest.raises(QuantizeError, match="which is for ONNX files; a Sequential was given"):
+        convert(model, tool, tmp_path / "model.onnx")
 
 
 class Tied(nn.Module):

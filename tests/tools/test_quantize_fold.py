@@ -15,13 +15,13 @@ import amanda
 from amanda.tools.quantize import QuantizeError
 from amanda.tools.quantize.weights import (
     AWQTool,
+    GPTQTool,
     NearestTool,
     SmoothQuantTool,
     awq_scales,
     convert,
     dequantized,
     quantized,
-    save_compressed,
 )
 
 
@@ -61,7 +61,7 @@ def block(dtype: torch.dtype = torch.float32) -> Any:
 
 def planned(tool: Any, model: nn.Module, x: Tensor) -> Tensor:
     """Plan the folds and calibrate; return what the model computes in a scope of the tool."""
-    tool.plan_fold(model, x)
+    tool.prepare(model, x)
     with torch.no_grad(), amanda.apply(tool):
         with tool.calibrating():
             model(x)
@@ -74,7 +74,7 @@ def planned(tool: Any, model: nn.Module, x: Tensor) -> Tensor:
 def test_a_folded_model_computes_the_same_without_the_tool(dtype: torch.dtype, bound: float) -> None:
     model, tool = block(dtype), SmoothQuantTool()
     wanted = planned(tool, model, X.to(dtype))
-    result = tool.fold(model)
+    result = tool.finalize(model)
     assert {row[0]: row[2] for row in result.rows()} == {
         **dict.fromkeys(["q.weight", "k.weight", "v.weight"], "norm.weight, norm.bias"),
         "o.weight": "v.weight, v.bias", **dict.fromkeys(["gate.weight", "up.weight"], "again.weight"),
@@ -94,7 +94,7 @@ def test_weights_of_one_input_have_the_factors_of_the_paper_for_all_of_them() ->
     model, tool = block(torch.float64), SmoothQuantTool(alpha=0.6)
     before = copy.deepcopy(model)
     planned(tool, model, X.double())
-    tool.fold(model)
+    tool.finalize(model)
     largest = before.norm(X.double()).abs().amax((0, 1))
     weights = torch.cat([before.q.weight, before.k.weight, before.v.weight]).abs().amax(0)
     factors = largest**0.6 / weights**0.4
@@ -138,11 +138,12 @@ def test_folded_awq_is_converted_without_scales_of_inputs_and_saved(tmp_path: Pa
     with pytest.raises(
         QuantizeError, match=r"no place for the scales of the inputs of q, k, v, .* fold them"
     ):
-        save_compressed(tmp_path / "before", model, tool)
-    assert not tool.fold(model).left
+        convert(model, tool, tmp_path / "before")
+    assert not tool.finalize(model).remarks
     with amanda.apply(tool):
         assert torch.allclose(model(X), wanted, atol=1e-5 * float(wanted.abs().max()))
-    found = load_file(save_compressed(tmp_path / "made", model, tool) / "model.safetensors")
+    convert(model, tool, tmp_path / "made")
+    found = load_file(tmp_path / "made" / "model.safetensors")
     assert torch.equal(found["norm.weight"], model.norm.weight)
     convert(model, tool)
     assert model.q.weight.act_pre_scale is None
@@ -156,8 +157,10 @@ def test_folded_awq_is_converted_without_scales_of_inputs_and_saved(tmp_path: Pa
 def test_folded_awq_is_finalized() -> None:
     model, tool = block(torch.float64), AWQTool(4, 16)
     wanted = planned(tool, model, X.double())
-    tool.fold(model)
-    tool.finalize(model)
+    result = tool.finalize(model)
+    assert [one.partition(":")[0] for one in result.remarks] == [
+        "Last.weight holds the scales of its inputs", "End.weight holds the scales of its inputs"
+    ]  # fmt: skip
     # Scales of integers whose outputs are divided are kept in float32.
     assert (model(X.double()) - wanted).abs().max() < 1e-6 * wanted.abs().max()
 
@@ -166,7 +169,7 @@ def test_folded_awq_is_finalized() -> None:
 def test_a_smoothed_model_is_quantised_and_converted() -> None:
     model, tool = block(), SmoothQuantTool()
     planned(tool, model, X)
-    tool.fold(model)
+    tool.finalize(model)
     nearest = NearestTool(8, None)
     with amanda.apply(nearest):
         wanted = model(X)
@@ -188,10 +191,10 @@ def test_queries_that_share_a_value_share_its_factors(example: Any) -> None:
     model.eval()
     ids, tool = torch.randint(64, (2, 9)), SmoothQuantTool()
     wanted = model(ids).logits
-    tool.plan_fold(model, ids)
+    tool.prepare(model, ids)
     with amanda.apply(tool), tool.calibrating():
         model(ids)
-    result = tool.fold(model)
+    result = tool.finalize(model)
     assert not result.left
     assert len(result.rows()) == 8
     assert (model(ids).logits - wanted).abs().max() < 1e-12
@@ -209,7 +212,7 @@ def test_factors_pass_through_convolutions_pooling_and_flattening() -> None:
     model.eval()
     tool = SmoothQuantTool()
     wanted = planned(tool, model, x)
-    result = tool.fold(model)
+    result = tool.finalize(model)
     assert [row[::2] for row in result.rows()] == [
         ("3.weight", "1.weight, 1.bias"), ("7.weight", "3.weight, 3.bias")
     ]  # fmt: skip
@@ -237,7 +240,7 @@ def test_factors_pass_through_means_over_places_alone() -> None:
     torch.manual_seed(0)
     model, x, tool = Pooled().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64), SmoothQuantTool()
     wanted = planned(tool, model, x)
-    result = tool.fold(model)
+    result = tool.finalize(model)
     assert [row[0] for row in result.rows()] == ["one.weight"]
     assert result.left["two.weight"] == "sum of the model reads its input too"
     assert (model(x) - wanted).abs().max() < 1e-12
@@ -277,7 +280,7 @@ def test_a_weight_that_is_read_in_two_ways_takes_no_factors() -> None:
     tool = SmoothQuantTool()
     wanted = planned(tool, model, x)
     before = copy.deepcopy(model.state_dict())
-    result = tool.fold(model)
+    result = tool.finalize(model)
     assert not result.rows()
     assert result.left["w"] == "another op reads its weight otherwise"
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
@@ -288,7 +291,7 @@ def test_a_weight_that_is_read_in_two_ways_takes_no_factors() -> None:
 def test_a_product_that_the_tool_leaves_keeps_the_others_of_its_input() -> None:
     model, tool = block(), SmoothQuantTool(exclude=["k"])
     planned(tool, model, X)
-    assert tool.fold(model).left["q.weight"] == (
+    assert tool.finalize(model).left["q.weight"] == (
         "the product with k.weight reads its input too, which has no factors"
     )
 
@@ -297,28 +300,26 @@ def test_a_model_of_chance_cannot_be_tried_and_is_refused() -> None:
     model = Random()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(QuantizeError, match="Random computes something else with factors"):
-        SmoothQuantTool().plan_fold(model, torch.randn(8, 16))
+        SmoothQuantTool().prepare(model, torch.randn(8, 16))
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
-def test_folding_out_of_turn_is_an_error_that_says_so() -> None:
+def test_a_calibration_before_prepare_is_named_in_the_result() -> None:
     model, tool = block(), SmoothQuantTool()
     with amanda.apply(tool), tool.calibrating(), torch.no_grad():
         model(X)
-    with pytest.raises(QuantizeError, match=r"call plan_fold\(model, example\) .* before its calibration"):
-        tool.fold(model)
-    tool.plan_fold(model, X)
+    tool.prepare(model, X)
     with pytest.raises(QuantizeError, match="SmoothQuantTool has calibrated no weight of this Block"):
-        tool.fold(block())
+        tool.finalize(block())
     with pytest.raises(QuantizeError, match="function has no parameters"):
-        tool.fold(lambda x: x)  # type: ignore[arg-type]
-    result = tool.fold(model)
+        tool.finalize(lambda x: x)  # type: ignore[arg-type]
+    result = tool.finalize(model)
     assert [row[0] for row in result.rows()] == ["o.weight", "down.weight"]
     assert result.left["q.weight"] == (
-        "its factors are of a calibration before plan_fold, and others of the same input differ"
+        "its factors are of a calibration before prepare, and others of the same input differ"
     )
-    with pytest.raises(QuantizeError, match="plan_fold was given a function"):
-        tool.plan_fold(lambda x: x, X)  # type: ignore[arg-type]
+    with pytest.raises(QuantizeError, match=r"SmoothQuantTool\.prepare was given a function"):
+        tool.prepare(lambda x: x, X)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [SmoothQuantTool, lambda: AWQTool(4, 16)])
@@ -336,11 +337,11 @@ def test_an_interrupted_fold_leaves_model_and_tool(make: Any, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(type(tool), "on_folded", failing)
         with pytest.raises(KeyboardInterrupt):
-            tool.fold(model)
+            tool.finalize(model)
     for found, wanted in ((model.state_dict(), before), (tool.state_dict(), state)):
         for name, one in wanted.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(one)), name
-    assert len(tool.fold(model).rows()) == 7
+    assert len(tool.finalize(model).rows()) == (9 if isinstance(tool, AWQTool) else 7)
 
 
 @torch.no_grad()
@@ -363,7 +364,7 @@ def test_finalize_without_a_plan_leaves_the_model_as_it_is() -> None:
         model(X)
     result = tool.finalize(model)
     assert torch.equal(model(X), wanted)
-    assert set(result.left.values()) == {"plan_fold(model, example) was not called before the calibration"}
+    assert set(result.left.values()) == {"prepare(model, example) was not called before the calibration"}
     with pytest.raises(QuantizeError, match="has calibrated no weight of this Block"):
         tool.finalize(block())
 
@@ -383,8 +384,47 @@ def test_factors_pass_empty_slices(make: Any) -> None:
 
     model, tool, x = Sliced(), make(), torch.randn(8, 16)
     wanted = model(x)
-    tool.plan_fold(model, x)
+    tool.prepare(model, x)
     with torch.no_grad(), amanda.apply(tool), tool.calibrating():
         model(x)
-    assert not tool.fold(model).left
-    assert torch.allclose(model(x), wanted, atol=1e-5)
+    result = tool.finalize(model)
+    assert not (result.remarks if isinstance(tool, AWQTool) else result.left)
+    assert torch.allclose(model(x), wanted, atol=1e-5 if isinstance(tool, SmoothQuantTool) else 0.05)
+
+
+@torch.no_grad()
+def test_the_former_names_of_prepare_and_finalize_warn() -> None:
+    model, tool = block(), AWQTool(8, 16)
+    early = pytest.raises(QuantizeError, match=r"call prepare\(model, example\)")
+    with pytest.warns(DeprecationWarning, match="use finalize"), early:
+        tool.fold(model)
+    with pytest.warns(DeprecationWarning, match="plan_fold is deprecated since .* use prepare"):
+        tool.plan_fold(model, X)
+    with amanda.apply(tool):
+        with pytest.warns(DeprecationWarning, match="collecting is deprecated since .* use calibrating"):
+            tool.collecting()
+        with tool.calibrating():
+            model(X)
+        wanted = model(X)
+    with pytest.warns(DeprecationWarning, match="fold is deprecated since .* use finalize"):
+        result = tool.fold(model)
+    assert set(result.left) == {"last.weight", "end.weight"}
+    with amanda.apply(tool):
+        assert torch.allclose(model(X), wanted, atol=1e-5 * float(wanted.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [SmoothQuantTool, lambda: AWQTool(8, 16), lambda: GPTQTool(8, 16)])
+def test_a_tool_is_prepared_before_its_calibration_and_with_loaded_state(make: Any) -> None:
+    model, tool = block(torch.float64), make()
+    wanted = tool.prepare(model, X.double())
+    assert torch.equal(wanted, model(X.double()))
+    with amanda.apply(tool):
+        with tool.calibrating():
+            model(X.double())
+        changed = model(X.double())
+    again = make()
+    again.load_state_dict(copy.deepcopy(tool.state_dict()))
+    assert torch.equal(again.prepare(model, X.double()), changed)
+    again.finalize(model)
+    assert torch.allclose(model(X.double()), changed, rtol=1e-5)

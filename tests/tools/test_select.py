@@ -15,8 +15,10 @@ from amanda.errors import AmandaError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.inject import InjectTool
 from amanda.tools.nan import NanTool
+from amanda.tools.patch import PatchTool
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
+from amanda.tools.search import Choice, SearchTool
 from amanda.tools.select import Phase, SelectionError, select
 from amanda.tools.steps import Steps, Window, WindowError
 
@@ -106,6 +108,18 @@ def test_a_module_is_selected_with_what_lies_in_it(module: Any) -> None:
     assert seen.analysed == ["1.0:relu", "1.1:linear"]
 
 
+@pytest.mark.parametrize("exclude", ["1.1", "*.1", ["1.1", "0.*"]])
+def test_an_excluded_module_is_left_with_what_lies_in_it(exclude: Any) -> None:
+    seen, whole = (
+        select(Seen(), module="1", exclude=exclude),
+        select(Seen(), type=["relu", "linear"], exclude="1"),
+    )
+    with amanda.apply(seen, whole):
+        mlp()(x())
+    assert seen.analysed == ["1.0:relu"]
+    assert whole.analysed == ["0:linear"]
+
+
 def test_backward_ops_go_with_their_forward_op() -> None:
     seen = select(Seen(), module="1.1")
     with amanda.apply(seen):
@@ -153,6 +167,10 @@ def test_two_selections_hold_together() -> None:
         ({"module": ["l.1", "l.2"]}, "no op was selected by module=l.1+l.2; did you mean 1.1?"),
         ({"type": "relu", "module": "1.1"}, "no op was selected by type=relu and module=1.1 together"),
         ({"phase": "optimizer"}, "no op was selected by phase=optimizer"),
+        ({"module": ["1", "2"]}, "no op was selected by module=2; there were 0"),
+        ({"exclude": ["1.o", "0"]}, "no op was excluded by exclude=1.o; did you mean 1.1 or 1.0?"),
+        ({"module": "1", "exclude": "1"}, "every op of module=1 is excluded by exclude=1"),
+        ({"module": []}, "no op was selected by module=[]; give None for all"),
         (
             {"type": "zzz", "module": "zzz"},
             "no op was selected by type=zzz; there were empty, linear, rand, relu, uniform, uniform_",
@@ -185,6 +203,38 @@ def test_a_selection_that_fitted_once_or_met_no_op_is_not_reported() -> None:
         with amanda.apply(tool) as scope:
             run()
         assert scope.report == []
+
+
+def selected_modules(tool: amanda.Tool, model: nn.Module) -> set[str]:
+    """Return the modules of the ops that a tool selects, as its result names them."""
+    with amanda.apply(tool):
+        model(x())
+    result: Any = getattr(tool, "result")  # noqa: B009
+    index = [column.name for column in result.columns].index("module")
+    return {row[index] for row in result.rows()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: PruneTool(**options),
+        lambda **options: QuantizeTool(method="dynamic", **options),
+        lambda **options: InjectTool("zero", type="linear", **options),
+        lambda **options: PatchTool(type="linear", **options),
+        lambda **options: select(FlopsTool(), type="linear", **options),
+        lambda **options: SearchTool(Choice(["keep", "skip"], type="linear", **options)),
+    ],
+    ids=["prune", "quantize", "inject", "patch", "select", "search"],
+)
+def test_a_path_is_the_module_and_all_in_it_for_every_tool(make: Any) -> None:
+    def model() -> nn.Module:
+        block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
+        return nn.Sequential(block, nn.Linear(4, 4))
+
+    assert selected_modules(make(module="0"), model()) == {"0.0", "0.1.1"}
+    assert selected_modules(make(module=["0.1", "1"]), model()) == {"0.1.1", "1"}
+    assert selected_modules(make(exclude="0"), model()) == {"1"}
+    assert selected_modules(make(module="*", exclude="0.1"), model()) == {"0.0", "1"}
 
 
 def test_a_tool_with_a_selection_of_its_own_says_what_no_op_fitted_in_its_result() -> None:
@@ -417,3 +467,14 @@ def test_a_path_selects_what_lies_in_it_in_every_tool() -> None:
             model(x).sum().backward()
         module = [column.name for column in tool.result.columns].index("module")
         assert {row[module] for row in tool.result.rows()} == {"layer1.0", "layer1.1"}, tool
+
+
+def test_restart_is_a_former_name_of_clear() -> None:
+    steps = Steps()
+    steps.step()
+    with pytest.warns(DeprecationWarning, match="restart is deprecated since .* use clear"):
+        steps.restart()
+    assert steps.number == 0
+    steps.step()
+    steps.clear()
+    assert steps.number == 0

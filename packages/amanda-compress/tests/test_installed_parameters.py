@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import amanda
 from amanda.testing import FakeDriver, attached, fake
 from amanda.tools.kit import _tensors
 from amanda.tools.mapping import _installed
+from amanda.tools.prune import PruneTool
 from amanda.tools.weights import (
     ParameterError,
     ParameterStore,
@@ -126,6 +127,36 @@ def test_finalize_of_no_model_of_the_framework_is_an_error_of_the_tool() -> None
         model(fake.tensor([[1.0, 2.0]]))
     with pytest.raises(tool.error, match="int is no module of the fake framework"):
         tool.finalize(3)
+
+
+class Handle:
+    """What a framework holds instead of a parameter, to which no weak reference is possible."""
+
+    __slots__ = ("parameter",)
+    framework = "amanda"
+
+
+class HandleDriver(FakeDriver):
+    handles: ClassVar[dict[int, Handle]] = {}
+
+    def variable_of(self, value: Any) -> Any:
+        is_parameter = isinstance(value, fake.Parameter)
+        return self.handles.setdefault(id(value), Handle()) if is_parameter else None
+
+    def path_of(self, subjects: Any) -> Any:
+        return lambda variable: None
+
+
+@pytest.mark.usefixtures("installed")
+def test_layers_whose_parameters_have_no_weak_references_have_a_mask_each() -> None:
+    numbers = [[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 4.0, 3.0, 2.0]]
+    layers = [fake.Linear(fake.Parameter(row, (2, 2))) for row in numbers]
+    prune = PruneTool(sparsity=0.5)
+    with attached(HandleDriver), amanda.apply(prune):
+        for layer in layers:
+            layer(fake.tensor([[1.0, 1.0]]))
+    masks = [weight.to_numpy(weight["mask"]).reshape(-1).tolist() for weight in prune.weights]
+    assert masks == [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]]
 
 
 @pytest.mark.parametrize(

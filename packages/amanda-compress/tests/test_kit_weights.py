@@ -215,7 +215,8 @@ def test_experts_that_data_select_are_weights_each() -> None:
     assert len([*tool.weights]) == 4
 
 
-def test_renewed_state_is_that_of_the_present_weight() -> None:
+@pytest.mark.parametrize("verb", ["clear", "renew"])
+def test_state_after_clear_is_that_of_the_present_weight(verb: str) -> None:
     model, tool = network(), Magnitude()
     with amanda.apply(tool):
         model(X)
@@ -223,7 +224,11 @@ def test_renewed_state_is_that_of_the_present_weight() -> None:
         model[0].weight.data.copy_(torch.rand(32, 16))
         model(X)
         assert torch.equal(tool.state_dict()["0.weight/mask"], before)
-        tool.renew()
+        if verb == "clear":
+            tool.clear()
+        else:
+            with pytest.warns(DeprecationWarning, match="renew is deprecated since .* use clear"):
+                tool.renew()
         model(X)
     assert not torch.equal(tool.state_dict()["0.weight/mask"], before)
 

@@ -255,6 +255,40 @@ def test_channels_and_tokens_fit_groups(transformers: Any) -> None:
             model(IDS[:, :1], past_key_values=cache)
 
 
+class Growing(nn.Module):
+    """Makes a cache of keys, and one of values."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [torch.cat([x[:, :, :0], x], 2) for _ in range(2)]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Growing(), Growing()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.first(x), self.last(x)
+
+
+@pytest.mark.parametrize("options", [{"module": "first"}, {"exclude": ["last"]}, {"exclude": "las?"}])
+def test_caches_are_selected_by_modules(options: Any) -> None:
+    model, x, tool = Model(), torch.randn(1, 2, 4, 8), KVCacheTool(2, 4, residual=0, **options)
+    with amanda.apply(tool) as scope:
+        first, last = model(x)
+    assert [one.module for one in tool.caches] == ["first", "first"]
+    assert torch.equal(first[0], quantized_states(x, 2, 4, "token"))
+    assert torch.equal(last[0], x)
+    assert scope.report == []
+
+
+def test_a_module_without_a_cache_is_named() -> None:
+    tool = KVCacheTool(2, 4, residual=0, module="middle")
+    with amanda.apply(tool):
+        Model()(torch.randn(1, 2, 4, 8))
+    assert tool.result.remarks == ["No op was selected by module=middle; there were first, last."]
+
+
 def test_equal_numbers_stay(transformers: Any) -> None:
     x = torch.full((1, 2, 4, 8), 0.3)
     assert torch.equal(quantized_states(x, 2, 4, "token"), x)

@@ -142,7 +142,7 @@ def test_weights_may_be_ranked_by_the_inputs_of_the_evaluation(
 ) -> None:
     result = SparsitySweep(lambda: loss(model, digits), [0.7], importance="wanda", progress=False).run()
     tool = PruneTool(0.7, importance="wanda")
-    with tool.preparing(), amanda.apply(tool):
+    with tool.calibrating(), amanda.apply(tool):
         loss(model, digits)
     with amanda.apply(tool):
         assert result.points[0].metric == loss(model, digits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +242,13 @@ def test_a_tool_that_prepares_sees_every_op_before_the_first_is_instrumented(
 
         total = 0
         prepares = False
+        calibrates_when_prepared = True
 
         def __init__(self) -> None:
             self.add_inst_for_op(self.analyse)
 
         @contextmanager
-        def preparing(self) -> Iterator[None]:
+        def calibrating(self) -> Iterator[None]:
             self.prepares = True
             yield
             self.prepares = False
@@ -258,9 +259,20 @@ def test_a_tool_that_prepares_sees_every_op_before_the_first_is_instrumented(
             else:
                 context.insert_before_op(amanda.traceable(lambda value: self.total))
 
+    class Former(Total):
+        """Overrides the method by its former name."""
+
+        calibrates_when_prepared = False
+
+        def preparing(self) -> AbstractContextManager[None]:
+            return self.calibrating()
+
     done = amanda.instrument(model, Total(), out=tmp_path / "out.sum")
     assert (tmp_path / "out.sum").read_text() == "6\n6\n6"
     assert done.analysed == 3
+    with pytest.warns(DeprecationWarning, match="Former.preparing is deprecated since amanda-core 0.2"):
+        amanda.instrument(model, Former(), out=tmp_path / "former.sum")
+    assert (tmp_path / "former.sum").read_text() == "6\n6\n6"
 
 
 @pytest.mark.parametrize("name", ["model.txt", "model", "folder"])

@@ -27,8 +27,10 @@ from amanda.options import (
     Share,
     Where,
     checked,
+    deprecated,
     kind_of,
     options_of,
+    renamed,
 )
 
 
@@ -144,3 +146,37 @@ def test_options_are_described_in_words() -> None:
     assert list(map(str, options_of(Sampled).values())) == [
         "share: a number from 0 to 1 = 0.5", "names: a list of texts = ()", "scale: a number from 0 on = 1",
     ]  # fmt: skip
+
+
+@deprecated(use="area", since="amanda-core 0.2", gone="0.4")
+def surface(width: float) -> float:
+    """Return the area of a square."""
+    return width**2
+
+
+@renamed(since="amanda-core 0.2", gone="0.4", out="path")
+@checked
+def written(path: str = "", count: int = 1) -> tuple[str, int]:
+    return path, count
+
+
+def test_a_former_name_works_and_warns_at_the_line_of_its_caller() -> None:
+    text = "surface is deprecated since amanda-core 0.2 and goes in 0.4: use area"
+    with pytest.warns(DeprecationWarning, match=text) as caught:
+        assert surface(3) == 9
+    assert caught[0].filename == __file__
+    assert surface.__doc__ == "Return the area of a square."
+
+
+def test_an_option_under_its_former_name_is_checked_and_warns() -> None:
+    text = r"written\(out=...\) is deprecated since amanda-core 0.2 and goes in 0.4: use path=..."
+    with pytest.warns(DeprecationWarning, match=text) as caught:
+        assert written(out="there", count=2) == ("there", 2)  # type: ignore[call-arg]
+    assert caught[0].filename == __file__
+    error = pytest.raises(OptionError, match="path is 3; give a text")
+    with pytest.warns(DeprecationWarning, match="use path"), error:
+        written(out=3)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="out is the former name of path; give path alone"):
+        written(path="here", out="there")  # type: ignore[call-arg]
+    assert list(options_of(written)) == ["path", "count"]
+    assert written("here") == ("here", 1)

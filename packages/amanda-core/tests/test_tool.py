@@ -126,6 +126,31 @@ def test_prepare_runs_the_model_and_gives_its_result() -> None:
     assert tool.prepare(lambda value, *, times: times, x(), times=3) == 3
 
 
+def test_preparing_is_a_former_name_of_calibrating() -> None:
+    class Calibrated(Scaling):
+        calibrates_when_prepared = True
+        calls = 0
+
+        def calibrating(self) -> contextlib.AbstractContextManager[Any]:
+            self.calls += 1
+            return contextlib.nullcontext()
+
+    tool, plain = Calibrated(), Scaling()
+    tool.prepare(Network(), x())
+    with pytest.warns(DeprecationWarning, match="amanda-core 0.2 and goes in 0.4: use calibrating"):
+        tool.preparing()
+    assert tool.calls == 2
+    with pytest.warns(DeprecationWarning, match="use"), plain.preparing(), plain.calibrating():
+        pass
+
+
+def test_clear_forgets_state() -> None:
+    tool = Scaling()
+    tool.prepare(Network(), x())
+    tool.clear()
+    assert tool.state_dict() == {}
+
+
 def test_parameters_reach_an_optimizer() -> None:
     tool, model = Scaling(), Network()
     tool.prepare(model, x())

@@ -74,7 +74,7 @@ def protect() -> Iterator[Callable[[str], Protecting]]:
 
     yield make
     for tool in tools:
-        tool.release()
+        tool._part.end()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -95,7 +95,9 @@ def test_training_is_the_same_to_the_bit(
         assert train(model, optimizer, accumulate) == wanted
     for name, parameter in model.named_parameters():
         assert parameter.isnan().all() == name.startswith(("classifier", "secret")), name
-    tool.release()
+    with pytest.raises(ProtectError, match="given a Net that has none of the protected parameters"):
+        tool.finalize(Net())
+    assert tool.finalize(model).model is model
     states = zip(plain.state_dict().items(), model.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for (_, one), other in states)
 
@@ -243,7 +245,7 @@ def test_gradients_of_a_pass_within_a_pass_arrive(protect: Callable[[str], Prote
     x = torch.rand(3, 4)
     with amanda.apply(tool):
         descend(model, [x, x])
-    tool.release()
+    tool.finalize(model)
     descend(plain, [x, x])
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
@@ -274,7 +276,7 @@ def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], 
         for thread in threads:
             thread.join()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    tool.release()
+    tool.finalize(model)
     passes(plain)
     passes(plain)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -318,7 +320,7 @@ def test_gradients_of_a_pass_that_failed_are_forgotten(
             model(x).sum().backward()
         model.breaks = False
         descend(model, [x, x])
-    tool.release()
+    tool.finalize(model)
     descend(plain, [x, x])
     assert len(failed) == 1
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -354,7 +356,7 @@ def test_process_ends_with_the_tool(caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert f"dropped without release(); the parameters in process {pid} are lost" in caplog.text
+    assert f"dropped without finalize(model); the parameters in process {pid} are lost" in caplog.text
     assert len(_global_optimizer_pre_hooks) == hooks
 
 
@@ -379,13 +381,14 @@ def test_nothing_is_left_of_a_process_that_was_killed(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     hooks, tool = len(_global_optimizer_pre_hooks), protect("module=0")
     with amanda.apply(tool):
-        nn.Sequential(nn.Linear(4, 4))(torch.rand(1, 4))
+        model = nn.Sequential(nn.Linear(4, 4))
+        model(torch.rand(1, 4))
     assert list(tmp_path.iterdir()) == []
     assert tool.result.pid is not None
     os.kill(tool.result.pid, signal.SIGKILL)
     with pytest.raises(ProtectError, match="the protected process is gone"):
-        tool.release()
-    tool.release()
+        tool.finalize(model)
+    tool.finalize(model)
     assert len(_global_optimizer_pre_hooks) == hooks
 
 
@@ -403,6 +406,15 @@ def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], 
 def test_text_that_selects_nothing(text: str) -> None:
     with pytest.raises(ToolError, match="protect is"):
         PartitionTool(protect=text)
+
+
+def test_finalize_is_of_protected_parts_and_release_is_its_former_name() -> None:
+    with pytest.raises(ToolError, match="this tool has no protect"):
+        PartitionTool().finalize(nn.Linear(4, 4))
+    with pytest.warns(DeprecationWarning, match=r"release is deprecated since .* use finalize\(model\)"):
+        PartitionTool().release()
+    model, tool = nn.Linear(4, 4), PartitionTool(protect="module=a")
+    assert tool.finalize(model).model is model  # nothing was protected
 
 
 def test_stages_and_protect_are_one_or_the_other() -> None:
@@ -479,7 +491,7 @@ def test_number_that_would_leave_the_process_is_an_error(read: Callable[[Tensor]
         with pytest.raises(ProtectError, match=words + ", and tensors alone leave"), amanda.apply(tool):
             model(torch.rand(2, 4))
     finally:
-        tool.release()
+        tool.finalize(model)
 
 
 class Writes(nn.Module):
@@ -522,6 +534,6 @@ def test_output_without_a_gradient_has_none_outside() -> None:
     with amanda.apply(tool):
         made = model(x)
         made.sum().backward()
-    tool.release()
+    tool.finalize(model)
     assert torch.equal(made, wanted)
     assert torch.equal(model[0].weight.grad, gradient)

@@ -123,7 +123,8 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
 
 def test_a_choice_of_no_name_is_an_error() -> None:
     for options in ({"type": 5}, {"module": 5}, {"type": [5]}):
-        with pytest.raises(SearchError, match=f"Choice: {next(iter(options))} is .*5.*; give a text"):
+        expected = f"Choice: {next(iter(options))} is .*5.*; give a list of texts, a text, or None"
+        with pytest.raises(SearchError, match=expected):
             Choice(["keep", "relu"], **options)
 
 

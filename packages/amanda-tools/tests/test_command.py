@@ -91,12 +91,12 @@ def test_a_result_with_forms_of_its_own_says_itself_what_it_can_be() -> None:
 
 
 def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
-    made = ToolSpec.parse("nan:stop,limit=3,type=conv2d+linear,module=a,module=b,out=x.json,end=5").make(
-        Steps()
-    )
+    made = ToolSpec.parse(
+        "nan:stop,limit=3,type=conv2d+linear,module=a,module=b,exclude=a.c,out=x.json,end=5"
+    ).make(Steps())
     assert isinstance(made.tool, NanTool)
     assert (made.tool._stop, made.tool._limit, made.out) == (True, 3, Path("x.json"))
-    assert str(made.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b"
+    assert str(made.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b, exclude=a.c"
 
 
 @pytest.mark.parametrize(

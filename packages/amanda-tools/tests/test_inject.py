@@ -35,6 +35,35 @@ def changed(one: Tensor, other: Tensor) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(position, one.shape)) for position in flat]
 
 
+def test_sites_are_noted_while_nothing_is_injected() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(3, 4)
+    wanted = model(x)
+    tool = InjectTool("zero", type="linear")
+    with amanda.apply(tool):
+        with tool.calibrating():
+            assert torch.equal(model(x), wanted)
+        assert [(one.module, one.elements) for one in tool.sites] == [("0", 12), ("1", 6)]
+        assert not torch.equal(model(x), wanted)
+        with pytest.warns(DeprecationWarning, match="look is deprecated since .* use calibrating"):
+            tool.look()
+        assert torch.equal(model(x), wanted)
+    assert len(tool.sites) == 2
+
+
+def test_an_excluded_module_has_no_fault() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(3, 4)
+    wanted = model(x)
+    given, tool = injected(
+        lambda: model(x), fault="zero", module=["0", "1"], exclude="1", count=12, type="linear"
+    )
+    assert torch.equal(given, model[1](torch.zeros(3, 4)))
+    tool = InjectTool("zero", target="grad_outputs", exclude="1", type="linear", count=12)
+    with amanda.apply(tool):
+        model(x).sum().backward()
+    assert {one.module for one in tool.result.injections} == {"0"}
+    assert not torch.equal(given, wanted)
+
+
 def test_a_flipped_bit_of_a_float_is_that_of_struct() -> None:
     x = torch.rand(3, 4)
     for seed in range(40):
@@ -429,7 +458,7 @@ def test_the_word_of_an_op_selects_one_of_its_backward_ops(target: Any) -> None:
 
 
 def test_multi_bit_flips_adjacent_bits() -> None:
-    x = torch.zeros(200, dtype=torch.int32)
+    x = torch.zeros(2_000, dtype=torch.int32)  # of which each start is hit
     for flips in (2, 5):
         y, tool = injected(lambda: x.clone(), fault="multi_bit", flips=flips, probability=1.0)
         assert all(

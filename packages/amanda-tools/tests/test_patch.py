@@ -159,6 +159,35 @@ def test_heads_at_the_input_of_a_module_are_ablated(model: Any, x: Any) -> None:
     assert torch.equal(under(tool, lambda: model(x)), wanted)
 
 
+def test_a_module_names_the_points_of_all_that_lies_in_it(model: Any, x: Any) -> None:
+    tool = PatchTool(module="layers.0")
+    under(tool, lambda: model(x))
+    assert sorted(tool.saved) == ["layers.0", "layers.0.inner", "layers.0.outer"]
+    tool = PatchTool(module="layers", exclude=["layers.1", "*.outer"])
+    under(tool, lambda: model(x))
+    assert sorted(tool.saved) == ["layers.0", "layers.0.inner"]
+    tool = PatchTool("layers.*", exclude="layers.1")
+    under(tool, lambda: model(x))
+    assert sorted(tool.saved) == ["layers.0"]
+    tool = PatchTool(type="linear", module="layers.0", exclude="layers.0.inner")
+    under(tool, lambda: model(x))
+    assert sorted(tool.saved) == ["layers.0.outer/linear"]
+    sweep = patch_sweep(lambda: model(x).sum(), module="layers.0", exclude="*.inner", scale=0)
+    assert [row[0] for row in sweep.rows()] == ["layers.0.outer", "layers.0"]
+
+
+def test_a_pattern_without_a_point_is_named(model: Any, x: Any) -> None:
+    tool = PatchTool(["layers.0", "layer.1"], exclude="lost")
+    with amanda.apply(tool) as scope:
+        model(x)
+    told = [
+        "no point was selected by points=layer.1; did you mean layers.1 or layers.1.outer?",
+        "no op was excluded by exclude=lost; there were layers.0",
+    ]
+    assert [entry.reason for entry in scope.report] == told
+    assert len(tool.result.remarks) == 2
+
+
 def test_ops_are_points_by_type(model: Any, x: Any) -> None:
     tool = PatchTool("layers.0", type="relu", scale=0.0)
     patched = under(tool, lambda: model(x))
@@ -232,7 +261,7 @@ def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) ->
 
 
 def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> None:
-    with pytest.raises(PatchError, match=r"module=layer\.1 .* there are the modules .*layers\.1"):
+    with pytest.raises(PatchError, match=r"points=layer\.1 .* there are the modules .*layers\.1"):
         under(PatchTool("layer.1", scale=0.0), lambda: model(x))
     with pytest.raises(ZeroDivisionError):  # not hidden by the error of the tool
         under(PatchTool("layer.1", scale=0.0), lambda: [model(x), 1 / 0])
@@ -242,7 +271,7 @@ def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give a module"),
+        ({}, "no points and no type"),
         ({"module": "a", "add": 1, "scale": 2}, "add and scale are given"),
         ({"module": "a", "heads": 0, "set": 0}, "give num_heads, the number of all heads"),
         ({"module": "a", "heads": 4, "num_heads": 4, "set": 0}, "heads has 4"),

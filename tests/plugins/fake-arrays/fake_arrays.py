@@ -57,6 +57,9 @@ class FakeTensors(Tensors):
 class FakeParameters(ParameterStore):
     """Parameters of the fake framework's modules, which ops read as a whole."""
 
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
+        return self.identity(parameter), None
+
     def read(self, parameter: Any, part: Any) -> Any:
         return parameter.detach()
 

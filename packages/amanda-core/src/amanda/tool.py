@@ -12,7 +12,7 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.errors import DependencyCycleError, ToolError
-from amanda.options import Name, checked
+from amanda.options import Name, checked, deprecated, warn_deprecated
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import forget_all, forget_ops, slots
@@ -36,6 +36,8 @@ class Tool:
     """True if its routines run only at points where a tool that depends on it has one."""
     intercepts = True
     """False for a tool that opens scopes of its own: for such tools alone no driver is attached."""
+    calibrates_when_prepared = False
+    """True if `prepare`, and `amanda.instrument` at first, run or read a model within `calibrating`."""
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 
@@ -343,12 +345,34 @@ class Tool:
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Run `model` once on an example, so that this tool's state is made; return the model's result."""
-        with self.preparing(), apply(self):
+        with preparation(self) or nullcontext(), apply(self):
             return model(*example, **kwargs)
 
-    def preparing(self) -> AbstractContextManager[Any]:
-        """Return a context for the run of `prepare`, for a tool that treats this run differently."""
+    def calibrating(self) -> AbstractContextManager[Any]:
+        """Return a context of executions by which the tool computes its state before it is used.
+
+        Has no effect unless a tool overrides it.
+        """
         return nullcontext()
+
+    def clear(self) -> None:
+        """Forget state and results; ops are analysed anew."""
+        self.load_state_dict({})
+
+    @deprecated(use="calibrating", since="amanda-core 0.2", gone="0.4")
+    def preparing(self) -> AbstractContextManager[Any]:
+        """Return `calibrating()` of a tool that needs it for `prepare`.  Deprecated: use `calibrating`."""
+        return self.calibrating() if self.calibrates_when_prepared else nullcontext()
+
+
+def preparation(tool: Tool) -> AbstractContextManager[Any] | None:
+    """Return the context in which a tool is prepared; None if it is prepared in its scope alone."""
+    if type(tool).preparing is not Tool.preparing:  # an override from before `calibrating` was the name
+        name = type(tool).__name__
+        warn_deprecated(f"{name}.preparing", f"calibrating, and calibrates_when_prepared = True, in {name}",
+                        "amanda-core 0.2", "0.4")  # fmt: skip
+        return tool.preparing()
+    return tool.calibrating() if tool.calibrates_when_prepared else None
 
 
 def _renew(tool: Tool) -> None:

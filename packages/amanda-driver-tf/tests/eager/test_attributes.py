@@ -80,7 +80,7 @@ def test_defaults_are_those_of_the_python_functions() -> None:
         for attribute in () if op_def is None else op_def.attr:
             if attribute.HasField("default_value") and attribute.name in parameters:
                 assert schema is not None
-                found = schema.completed((attribute.name, None))[attribute.name]
+                found = schema.with_defaults((attribute.name, None))[attribute.name]
                 if not _equal(found, parameters[attribute.name].default):
                     different.add(name)
     # Python says True for one attribute of these, and the registry False.

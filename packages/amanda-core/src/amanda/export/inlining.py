@@ -22,7 +22,7 @@ from amanda.plan.order import in_order
 from amanda.plan.plan import Actions, Plan
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
-from amanda.tool import Tool
+from amanda.tool import Tool, preparation
 
 if TYPE_CHECKING:
     from amanda.graph.rewriting import Rewriting
@@ -225,9 +225,7 @@ def instrument(
         return _in_parts(cutting[0], kind, source, target, force, told)
     with disabled():
         artefact = kind(source)
-        prepared = [tool for tool in ordered if _wants_preparing(tool)]
-        if prepared:
-            _prepare(artefact, prepared)
+        _prepare(artefact, ordered)
         inlining = _inlining(ordered)
         artefact.instrument(inlining)
         _tell_backward(inlining, ordered)
@@ -273,16 +271,14 @@ def _inlining(tools: Sequence[Tool]) -> Inlining:
     return Inlining(State(layer_of(tools, None), cache=False))
 
 
-def _wants_preparing(tool: Tool) -> bool:
-    return type(tool).preparing is not Tool.preparing
-
-
 def _prepare(artefact: Artefact, tools: Sequence[Tool]) -> None:
-    """Show tools every op once before, such as those whose budget is one of all weights."""
-    with ExitStack() as preparing:
-        for tool in tools:
-            preparing.enter_context(tool.preparing())
-        artefact.instrument(_inlining(in_order(tools)))
+    """Show every op once before to tools that ask for that, such as those whose budget is of all weights."""
+    prepared = [(tool, context) for tool in tools if (context := preparation(tool)) is not None]
+    if prepared:
+        with ExitStack() as stack:
+            for _, context in prepared:
+                stack.enter_context(context)
+            artefact.instrument(_inlining(in_order([tool for tool, _ in prepared])))
 
 
 def _tell_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:

@@ -1,4 +1,4 @@
-"""Options of tools and functions: their annotations say which values are right.
+"""Options of tools and functions: annotations say which values are right; former names work and warn.
 
 In: the annotations of a constructor or function, and the arguments of a call.  Out: the arguments, with
 numbers of NumPy as Python's own, or an error that names option, value and what is right; words for pages.
@@ -15,6 +15,7 @@ amanda.errors.OptionError: SampledTool: share is 2; give a number from 0 to 1
 """
 
 from amanda.options.checking import REQUIRED, Option, checked, mistake, options_of
+from amanda.options.deprecation import deprecated, renamed, warn_deprecated
 from amanda.options.kinds import Kind, Mismatch, kind_of, shown
 from amanda.options.ranges import (
     AnyFloat,
@@ -39,6 +40,6 @@ from amanda.options.ranges import (
 __all__ = [
     "REQUIRED", "AnyFloat", "File", "Folder", "Kind", "Length", "Mismatch", "Name", "NonNegativeFloat",
     "NonNegativeInt", "NotEmpty", "Option", "OutputFile", "OutputFolder", "PositiveFloat", "PositiveInt",
-    "PositiveShare", "Range", "Seed", "Share", "Where", "checked", "kind_of", "mistake", "options_of",
-    "shown",
+    "PositiveShare", "Range", "Seed", "Share", "Where", "checked", "deprecated", "kind_of", "mistake",
+    "options_of", "renamed", "shown", "warn_deprecated",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ OFFERS = {
         ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile", "sentinel",
          "standard_mapping", "stats", "trace"),
         ("diff", "instrument", "merge", "run", "view"),
-        ("kit", "libraries", "models", "notebook", "results", "select", "steps", "trials"),
+        ("kit", "libraries", "models", "notebook", "onnx_graph", "results", "select", "steps", "trials"),
     ),
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),

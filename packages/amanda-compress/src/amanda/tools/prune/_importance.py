@@ -17,8 +17,8 @@ OF_GRADIENTS = frozenset({"gradient", "movement"})
 OF_INPUTS = frozenset({"wanda", "sparsegpt"})
 
 _NEEDS = {
-    "gradient": "gradients: run a backward pass `with tool.preparing(), amanda.apply(tool)`",
-    "movement": "gradients: run backward passes `with tool.preparing(), amanda.apply(tool)`",
+    "gradient": "gradients: run a backward pass `with tool.calibrating(), amanda.apply(tool)`",
+    "movement": "gradients: run backward passes `with tool.calibrating(), amanda.apply(tool)`",
     "wanda": "the inputs of ops: call tool.prepare(model, example)",
     "sparsegpt": "the inputs of ops: call tool.prepare(model, example)",
 }

@@ -18,13 +18,13 @@ from amanda.tools.weights import WeightTool
 class Making:
     """Knows the step, and makes the masks that are due: at an op, or of all weights as a step ends.
 
-    step: the number of the present step.  is_preparing: True within `prepare`, which is no step.
+    step: the number of the present step.  is_calibrating: True within `calibrating`, which is no step.
     """
 
     def __init__(self, options: Options, tool: WeightTool[PrunedWeight]) -> None:
         self._options, self._schedule, self._tool = options, options.schedule, tool
         self.step = self._first = 0
-        self.is_preparing = self._stepped = self._for_good = False
+        self.is_calibrating = self._stepped = self._for_good = False
 
     @property
     def next_step(self) -> int:
@@ -36,9 +36,9 @@ class Making:
         self._first, self._stepped = step, False
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
+    def calibrating(self) -> Iterator[None]:
         """Context of calls of the model that are no steps, and gather for the masks of the first one."""
-        self.is_preparing = True
+        self.is_calibrating = True
         try:
             yield
             self._make_gathered(self._schedule.last if self._for_good else self._next_update)
@@ -47,18 +47,18 @@ class Making:
                 one.forget()
             raise
         finally:
-            self.is_preparing = self._for_good = False
+            self.is_calibrating = self._for_good = False
 
     def turn(self, number: int) -> None:
-        """End the step, and begin the one that is this many behind the first; not within `preparing`."""
-        if self.is_preparing:
+        """End the step, and begin the one that is this many behind the first; not within `calibrating`."""
+        if self.is_calibrating:
             return
         self._make_gathered(self._next_update)
         self.step, self._stepped = self._first + number, False
 
     def look_at(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Make the mask of a weight, or gather what it will be made of, where either is due."""
-        self._stepped = self._stepped or not self.is_preparing
+        self._stepped = self._stepped or not self.is_calibrating
         if self._options.of_gradients:
             weight.value = weight.plain(present())
         if self._is_made_at_once(weight):
@@ -85,7 +85,7 @@ class Making:
                     f"importance={self._options.importance!r} is computed while a model runs, not of a file: "
                     "prune the running model, and give tool.load_state_dict its state to write its masks"
                 )
-            self._for_good = self.is_preparing
+            self._for_good = self.is_calibrating
             if weight.magnitudes is None:
                 weight.gather(present())
 
@@ -99,7 +99,7 @@ class Making:
             weight.value = weight.plain(value) * 1
 
     def _check_prepared(self) -> None:
-        is_first = self._schedule.begin == self.step == 0 and not self.is_preparing
+        is_first = self._schedule.begin == self.step == 0 and not self.is_calibrating
         if not is_first or any(one.is_ready for one in self._tool.weights):
             return
         importance = self._options.importance
@@ -120,14 +120,14 @@ class Making:
     @property
     def _next_update(self) -> int | None:
         """The update for which this step gathers; a step of preparation for itself, another for the next."""
-        return self._schedule.latest(self.step + (not self.is_preparing))
+        return self._schedule.latest(self.step + (not self.is_calibrating))
 
     def _make_gathered(self, update: int | None) -> None:
         """Make the masks for which the step has gathered what they need."""
         waiting = [one for one in self._tool.weights if one.magnitudes is not None]
         lacking = [one for one in waiting if self._lacks(one)]
         importance = self._options.importance
-        if self.is_preparing and waiting and len(lacking) == len(waiting):
+        if self.is_calibrating and waiting and len(lacking) == len(waiting):
             raise PruneError(
                 f"importance={importance!r} is computed of {needs(importance)}; no finite ones came"
             )

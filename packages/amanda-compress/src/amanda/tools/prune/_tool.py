@@ -47,6 +47,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     """
 
     elementwise = True
+    calibrates_when_prepared = True
     error = PruneError
     weight_type = PrunedWeight
 
@@ -99,7 +100,7 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     @property
     def needs_preparation(self) -> bool:
-        """True if masks of the first step are made of what `preparing` gathers, not of each weight alone."""
+        """True if the first masks are made of what `calibrating` gathers, not of each weight alone."""
         return not self._options.of_weight_alone
 
     def step(self) -> None:
@@ -107,13 +108,16 @@ class PruneTool(WeightTool[PrunedWeight]):
         self._steps.step()
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Make the masks of the first step within `prepare`, which is no step itself."""
+    def calibrating(self) -> Iterator[None]:
+        """Return a context whose executions gather what the first masks are made of, and are no steps.
+
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  `prepare` opens it.
+        """
         try:
-            with self._making.preparing():
+            with self._making.calibrating():
                 yield
         finally:
-            self._steps.restart()
+            self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Masks by "path of the weight/mask", what else belongs to them, and "step", the next one."""
@@ -124,7 +128,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         kept = dict(state)
         self._making.begin_at(int(kept.pop("step", 0)))
         super().load_state_dict(kept, strict)
-        self._steps.restart()
+        self._steps.clear()
 
     @property
     def transforms_gradients(self) -> bool:
@@ -135,7 +139,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def is_settled(self) -> bool:
         """True if masks that are made stay."""
         options = self._options
-        return not (self._making.is_preparing or options.schedule.goes_on or options.exchanges)
+        return not (self._making.is_calibrating or options.schedule.goes_on or options.exchanges)
 
     def on_weight(self, weight: PrunedWeight) -> str | None:
         """Make the mask of a weight, unless the pattern does not fit."""

@@ -12,7 +12,7 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._result import sqnr
 from amanda.tools.results import Column, Result, shortened
-from amanda.tools.select import as_remarks
+from amanda.tools.select import Globs, Selection, as_remarks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,7 @@ class KVCacheTool(amanda.Tool):
     keys, values: "token" for groups of channels of a token; "channel" for groups of consecutive tokens of a
         channel, which are quantised once a group is complete.
     residual: number of the last tokens that stay as they are.
+    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
 
     Gradients pass rounding straight through.
     Raises QuantizeError for options that make no sense, and channels that are no multiple of the group.
@@ -54,8 +55,11 @@ class KVCacheTool(amanda.Tool):
         keys: CacheAxis = "token",
         values: CacheAxis = "token",
         residual: NonNegativeInt = 128,
+        module: Globs = None,
+        exclude: Globs = None,
     ) -> None:
         super().__init__()
+        self._selection = Selection(module=module, exclude=exclude)
         self.bits, self.group_size, self.residual = bits, group_size, residual
         self.axes: tuple[CacheAxis, CacheAxis] = (keys, values)
         self._caches: dict[str, CachedStates] = {}
@@ -80,7 +84,8 @@ class KVCacheTool(amanda.Tool):
 
     def unmatched(self) -> list[str]:
         """Return a sentence if no cache was met."""
-        return [*super().unmatched(), *([] if self._caches else [_NONE_MET])]
+        unmatched = [*super().unmatched(), *self._selection.unmatched()]
+        return [*unmatched, *([] if self._caches or unmatched else [_NONE_MET])]
 
     def clear(self) -> None:
         """Forget caches and their noise."""
@@ -89,10 +94,14 @@ class KVCacheTool(amanda.Tool):
     def _analyse(self, context: amanda.OpContext) -> None:
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
+        is_cat = context["type"] == "cat" and context.get_input_names() == ("tensors", "dim")
+        is_write = context.get_op_type() == "index_copy_" and context.get_inputs()[0].dim() == 4
+        if not (is_cat or is_write) or not self._selection.fits(context):
+            return
         place, module = self.place(context), context.get_scope()
-        if context["type"] == "cat" and context.get_input_names() == ("tensors", "dim"):
+        if is_cat:
             context.replace_op(partial(self._cat, place, module))
-        elif context.get_op_type() == "index_copy_" and context.get_inputs()[0].dim() == 4:
+        else:
             self._left[place] = "it writes into a cache of fixed size; give generate a DynamicCache"
 
     def _cat(self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any) -> Tensor:

@@ -17,7 +17,7 @@ from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._options import TYPES, Method, Options, operands
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
-from amanda.tools.select import Globs, Paths, Patterns, as_remarks, listed, unmatched
+from amanda.tools.select import Globs, Patterns, Selection, as_remarks, listed
 from amanda.tools.weights import SharedState, WeightReads
 
 
@@ -32,7 +32,7 @@ class QuantizeTool(amanda.Tool):
         first that fits counts; an op that none fits is not quantised.
     type: globs of StandardMapping's words or the framework's names; by default convolutions, linear layers,
         products of matrices and attention.
-    module, exclude: globs of paths of modules; what lies in a module is selected with it.
+    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
     observer, weight_observer: the method by which a calibration finds ranges: "minmax", "percentile"
         (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as torch.ao's).
     per_channel: whether each output channel of a weight has a scale.
@@ -72,9 +72,8 @@ class QuantizeTool(amanda.Tool):
     ) -> None:
         super().__init__()
         wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
-        self._types, self._asks_for_types = Patterns("type", wanted), type is not None
-        self._modules = Paths("module", listed("module", module, QuantizeError))
-        self._exclude = Paths("exclude", listed("exclude", exclude, QuantizeError) or ())
+        self._types = Patterns("type", wanted)
+        self._selection = Selection(type, module, exclude=exclude)
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
             group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
@@ -132,8 +131,7 @@ class QuantizeTool(amanda.Tool):
         return [
             *super().unmatched(),
             *self.options.unmatched(),
-            *unmatched([*([self._types] if self._asks_for_types else []), self._modules]),
-            *(unmatched([self._exclude], "excluded") if self._exclude.patterns else []),
+            *self._selection.unmatched(),
         ]
 
     def clear(self) -> None:
@@ -198,21 +196,22 @@ class QuantizeTool(amanda.Tool):
             yield from place.made
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        names = (context["type"], context.get_op_type())
+        kind = context["type"]
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
-        paths = context.get_scopes()
-        if not self._modules(*paths) or self._exclude(*paths):
+        is_several = not self._selection.has_types and kind in SEVERAL_WEIGHTS
+        if not (self._selection.has_types or is_several or self._types(kind, context.get_op_type())):
             return
-        if not self._types(*names):
-            if self.options.types == TYPES and context["type"] in SEVERAL_WEIGHTS:
-                self._several[f"{context['type']} of {context.get_scope() or context.get_source()}"] = (
-                    WeightReads.several_weights
-                )
+        if not self._selection.fits(context):
+            return
+        if is_several:
+            self._several[f"{kind} of {context.get_scope() or context.get_source()}"] = (
+                WeightReads.several_weights
+            )
             return
         name = self.place(context)
         if name not in self._places:
-            options = self.options.at(paths)
+            options = self.options.at(context.get_scopes())
             if options is None:
                 return
             self._places[name] = QuantizedOp(context, self, options)

@@ -44,7 +44,7 @@ class SparsitySweep(Sweep[float]):
 
         def prepare(tool: PruneTool) -> None:
             if tool.needs_preparation:
-                with tool.preparing():
+                with tool.calibrating():
                     evaluate()
 
         mild = _ordered("sparsities", sparsities)

@@ -7,7 +7,7 @@ from typing import TypedDict
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
-from amanda.tools.select import Globs, Paths, Patterns, listed, unmatched
+from amanda.tools.select import Globs, Selection, listed
 from amanda.tools.weights._shared_state import is_adapter
 from amanda.tools.weights._weight_input import WeightReads
 
@@ -26,42 +26,36 @@ class SelectionOptions(TypedDict, total=False):
     exclude: Globs
 
 
-class WeightSelection:
-    """Ops by globs of their words or the framework's names, and of module paths.
+class WeightSelection(Selection):
+    """Ops that read weights: convolutions and products unless types are given, and no op that makes a weight.
 
-    A path selects what lies in the module too.  Without paths, LoRA adapters are left.
+    Without paths, LoRA adapters are left.  type, module, exclude: see `amanda.tools.select.Selection`.
     Raises `error` for what is no list of names.
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:
-        self._told = {"type": type, "module": module, "exclude": exclude}
-        names = {option: listed(option, value, error) for option, value in self._told.items()}
-        self._types = Patterns("type", names["type"])
-        self._modules = Paths("module", names["module"])
-        self._exclude = Paths("exclude", names["exclude"] or ())
+        self._options = {"type": type, "module": module, "exclude": exclude}
+        super().__init__(
+            listed("type", type, error), listed("module", module, error),
+            exclude=listed("exclude", exclude, error),
+        )  # fmt: skip
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the weight of an op is selected."""
-        if self._modules.patterns is None and (WeightReads.computes_weight(context) or is_adapter(context)):
+        if not self.has_modules and (WeightReads.computes_weight(context) or is_adapter(context)):
             return False
-        return self._fits(context)
+        return self.fits(context)
 
     def leaves_adapter(self, context: amanda.OpContext) -> bool:
         """Return True if the op is left because it is of an adapter, and no path asks for that."""
-        return self._modules.patterns is None and is_adapter(context) and self._fits(context)
+        return not self.has_modules and is_adapter(context) and self.fits(context)
 
-    def _fits(self, context: amanda.OpContext) -> bool:
-        if self._types.patterns is None:
-            typed = context["type"] in PRODUCTS or context["type"] in SEVERAL_WEIGHTS
-        else:
-            typed = self._types(context["type"], context.get_op_type())
-        paths = context.get_scopes()
-        return typed and self._modules(*paths) and not self._exclude(*paths)
-
-    def unmatched(self) -> list[str]:
-        """Return a sentence for each option that no op fitted."""
-        excluded = unmatched([self._exclude], "excluded") if self._exclude.patterns else []
-        return [*unmatched([self._types, self._modules]), *excluded]
+    def fits(self, context: amanda.OpContext, *names: str) -> bool:
+        """Return True if type and modules of an op are selected."""
+        kind = context["type"]
+        if not self.has_types and kind not in PRODUCTS and kind not in SEVERAL_WEIGHTS:
+            return False
+        return super().fits(context, *names)
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={given!r}" for name, given in self._told.items() if given is not None)
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items() if value is not None)

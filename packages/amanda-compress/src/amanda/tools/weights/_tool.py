@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, cast
 
 import amanda
 from amanda.errors import AmandaError, ToolError
+from amanda.options import deprecated
 from amanda.tools.kit import canonical, restored, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
@@ -109,7 +110,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     def update(self, weight: W, value: Any) -> None:
         """Make the state of a weight of its present value: `weight[name] = ...`.
 
-        It is called when a weight is read first, and again after `renew`.
+        It is called when a weight is read first, and again after `clear`.
         value: an array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order of
         outputs, inputs, window; of an elementwise tool as ops read it.
         """
@@ -160,8 +161,13 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Forget all state: weights are met anew."""
         self.load_state_dict({})
 
+    @deprecated(use="clear", since="amanda-compress 0.2", gone="0.4")
     def renew(self) -> None:
-        """Call `update` again for each weight when it is read next."""
+        """Call `update` again for each weight when it is read next.  Deprecated: use `clear`."""
+        self._expire()
+
+    def _expire(self) -> None:
+        """Have `update` called again for each weight when it is read next."""
         for weight in self.weights:
             weight.updated = -1
 

@@ -90,6 +90,8 @@ class Autograd(MindSporeTensors, EagerDriver):
         inner_nodes = [node for node in new if not node.is_leaf()]
         for place, node in enumerate(sorted(inner_nodes, key=lambda inner: inner._sequence_nr())):
             mark = NodeMark(trace, place, node._sequence_nr(), input_nodes.leaves)
+            # A weak dictionary alone would lose the mark, and an entry on the node is the only strong owner
+            # that dies with it.
             node.register_prehook(mark)
             self._marks[node._unique_id()] = mark
 
@@ -105,7 +107,7 @@ class Autograd(MindSporeTensors, EagerDriver):
             self._leaves[node._unique_id()] = original
         return super().straight_through(original, value)
 
-    def follow_backward(self, attributes: Attributes) -> None:
+    def patch_backward(self, attributes: Attributes) -> None:
         """Patch the functions that run backward passes, until `attributes` are restored."""
         attributes.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
         attributes.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())
@@ -119,6 +121,7 @@ class Autograd(MindSporeTensors, EagerDriver):
         def end_graph(executor: Any, obj: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
             if interceptor.active() is not None and self._marks:
                 values = output if isinstance(output, (list, tuple)) else [output]
+                # `grad` gets the same object, but not the results.
                 self._results[id(obj)] = [weakref.ref(tensor) for tensor in tensors_of(values)]
             return original(executor, obj, output, *args, **kwargs)
 
@@ -182,6 +185,7 @@ class _BackwardPass:
             if mark is not None:
                 marked.append((mark, node))
         leaves: dict[int, NodeMark] = {}
+        # In the order of the forward pass, so that a leaf belongs to the op that used it first.
         for mark, node in sorted(marked, key=lambda pair: pair[0].number):
             for leaf in _leaves_of(node):
                 leaves.setdefault(leaf, mark)
@@ -217,6 +221,8 @@ class _BackwardPass:
     def remove_hooks(self) -> None:
         """Remove all hooks; after an interrupt, another call removes the rest."""
         while self._remove:
+            # An entry is dropped after its hook is removed: an interrupt in between removes it twice, which
+            # is harmless.
             self._remove[-1]()
             self._remove.pop()
 

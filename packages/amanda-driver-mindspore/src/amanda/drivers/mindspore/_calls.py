@@ -10,9 +10,9 @@ from mindspore import Tensor
 
 from . import _signatures
 from ._signatures import NO_DEFAULT, Signature
-from ._targets import writes
+from ._targets import writes_first_input
 from ._views import TensorElements
-from ._writes import HAS_UNWRITTEN, Writes, unwritten, writes_of
+from ._writes import HAS_UNWRITTEN, Writes, unwritten_outputs, writes_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -41,7 +41,7 @@ class MindSporeCall(Call):
         """Return the arguments of a call with these inputs."""
 
     def _writes(self) -> Writes:
-        return _WRITES_FIRST if writes(self._site.key) else _WRITES_NOTHING
+        return _WRITES_FIRST if writes_first_input(self._site.key) else _WRITES_NOTHING
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the operator; with the original arguments if no input changed."""
@@ -61,6 +61,7 @@ class MindSporeCall(Call):
 
     def _copy_without_tensors(self) -> "MindSporeCall":
         """Return a copy of the call without its tensors, which the copy must not keep alive."""
+        # The constructor would bind arguments again.
         call = type(self).__new__(type(self))
         call._site, call._signature, call.inputs = self._site, self._signature, [None] * len(self.inputs)
         args, kwargs = self._original_arguments
@@ -94,6 +95,7 @@ class MindSporeCall(Call):
 
         def restored(changed: list[Any]) -> Any:
             pairs = zip(changed, values_for_tools, values, strict=True)
+            # What tools leave alone stays the kernel's own output, not the value that was shown instead.
             return rebuild([value if new is old else new for new, old, value in pairs])
 
         return values_for_tools, restored
@@ -137,7 +139,7 @@ class _DeclaredCall(MindSporeCall):
         if self.targets:
             return {i: inputs[self.targets[i]] for i in range(min(len(values), len(self.targets)))}
         if self._site.key in HAS_UNWRITTEN:
-            return dict.fromkeys(unwritten(self._site.key, self.attributes()))
+            return dict.fromkeys(unwritten_outputs(self._site.key, self.attributes()))
         return {}
 
 
@@ -154,7 +156,7 @@ class KernelCall(_DeclaredCall):
         primitive, values = args
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
-        count = len(values) - signature.trailing(list(values))
+        count = len(values) - signature.trailing_defaults(list(values))
         self._trailing_defaults = tuple(values[count:])
         return list(values[:count]), signature
 

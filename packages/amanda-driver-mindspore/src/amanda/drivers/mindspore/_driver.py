@@ -23,10 +23,8 @@ from ._calls import (
     NamedPrimitiveCall,
     OverloadCall,
 )
+from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
 from ._executor import PrimitiveInterception
-from ._jit import report_compiled
-from ._modules import cell_path, enclose_cells
-from ._recompute import patch_recomputation
 from ._targets import Target, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
@@ -64,9 +62,9 @@ class MindSporeDriver(Autograd):
             for site, target in self._sites.items():
                 self.attributes.set(*_place_of(target), Detour(site))
         self.attributes.set(_Function, "apply", classmethod(Detour(self._apply)))
-        self._generic.enter(self.attributes)
+        self._generic.patch(self.attributes)
         enclose_cells(self.attributes)
-        self.follow_backward(self.attributes)
+        self.patch_backward(self.attributes)
         patch_recomputation(self.attributes)
         report_compiled(self.attributes)
         # With the pipeline another thread creates the nodes, and may wait for the GIL while Python waits for
@@ -134,6 +132,7 @@ class MindSporeDriver(Autograd):
         if isinstance(value, Parameter) or not isinstance(value, Tensor):
             return value if isinstance(value, Parameter) else None
         parameter = self._memories.get(memory_of(value), _no_parameter)()
+        # The address may have been freed and used again.
         if parameter is not None and memory_of(parameter) == memory_of(value):
             return parameter
         return value if value._is_leaf and node_of(value) is not None else None

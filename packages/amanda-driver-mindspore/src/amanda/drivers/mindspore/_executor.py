@@ -21,7 +21,7 @@ class PrimitiveInterception:
         self._driver = driver
         self._detours: dict[tuple[str, str], Detour] = {}
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Patch the methods until `attributes` are restored."""
         for method in METHODS:
             attributes.set(api._PyNativeExecutor, method, self._stand_in(method))

@@ -30,7 +30,7 @@ class Signature(NamedTuple):
     positional: int
     gathered: int | None = None
 
-    def trailing(self, values: list[Any]) -> int:
+    def trailing_defaults(self, values: list[Any]) -> int:
         """Return the number of values at the end that are defaults."""
         count = 0
         for value, default in zip(reversed(values), reversed(self.defaults[: len(values)]), strict=False):

@@ -141,7 +141,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", lowered).lower()
 
 
-def writes(operator: str) -> bool:
+def writes_first_input(operator: str) -> bool:
     """Return True if an operator writes into its first input."""
     trailing = operator.endswith("_") and not operator.endswith("__")
     return trailing or operator.startswith("inplace_") or operator == "setitem"

@@ -118,6 +118,7 @@ class MindSporeTensors:
         """
         if not executor.requires_grad():
             return None
+        # A leading 1 keeps leading zeros apart.
         bits = 1
         for value in inputs:
             if isinstance(value, Tensor):

@@ -102,6 +102,7 @@ class MemoryElements:
 
     def __init__(self, tensor: Any) -> None:
         self._itemsize = tensor.itemsize
+        # Strides may be anything, so elements are compared by flags, one for each element of the storage.
         self._flags = np.zeros(tensor.untyped_storage().size() // self._itemsize, bool)
 
     def add(self, tensor: Any, marks: Flags) -> None:

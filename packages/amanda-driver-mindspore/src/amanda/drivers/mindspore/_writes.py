@@ -107,7 +107,7 @@ def is_training(attributes: Mapping[str, Any]) -> bool:
     return bool(attributes.get("is_training", attributes.get("training", True)))
 
 
-def unwritten(operator: str, attributes: Mapping[str, Any]) -> tuple[int, ...]:
+def unwritten_outputs(operator: str, attributes: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the positions of outputs that the operator's kernel leaves as memory that nobody has written."""
     if operator == "batch_norm":
         return (1, 2) if is_training(attributes) else (1, 2, 3, 4)

@@ -50,6 +50,7 @@ def word(operator: str) -> str:
 
 def _in_optimizer() -> bool:
     """Return True if an optimizer of MindSpore is among the callers."""
+    # An optimizer calls the same operators as a network, so only the stack tells them apart.
     frame: Any = sys._getframe(1)
     while frame is not None:
         if "/mindspore/nn/optim/" in frame.f_code.co_filename:

@@ -33,6 +33,7 @@ class Boundary:
             ("run_with_iobinding", _run_uninstrumented),
             ("run_with_ortvaluevector", _run_uninstrumented),
         ):
+            # Versions of ONNX Runtime differ in these methods.
             if name in vars(Session):
                 attributes.set(Session, name, _method_with_original(stand_in, vars(Session)[name]))
 
@@ -71,6 +72,7 @@ class Boundary:
                 status = f"{type(error).__name__}: {error}"
             callback(results, user_data, status)
 
+        # A Python thread inherits the scope; the native threads of `run_async` do not.
         threading.Thread(target=work, daemon=True).start()
         return None
 

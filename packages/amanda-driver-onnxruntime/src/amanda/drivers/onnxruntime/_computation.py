@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ._model import Model
 
 
-def computation(node: NodeProto, inputs: Side, model: Model) -> Callable[[], Computation] | None:
+def computation_of(node: NodeProto, inputs: Side, model: Model) -> Callable[[], Computation] | None:
     """Return a function that creates the computation of a node; None for a node with bodies."""
     if any(attribute.type in (attribute.GRAPH, attribute.GRAPHS) for attribute in node.attribute):
         return None

@@ -124,6 +124,7 @@ class RunnableControlFlow:
             def run(body_inputs: Sequence[Any], inner_rounds: Sequence[int]) -> list[Any]:
                 named = {symbol.name: value for symbol, value in zip(body.inputs, body_inputs, strict=True)}
                 present = {**outer_values, **named}
+                # The rounds of all loops around select the `run` of routines in the body.
                 return steps.run(execution, present, body.outputs, options, (*rounds, *inner_rounds))
 
             return run

@@ -36,6 +36,7 @@ class ModelCopy:
 
     def __init__(self, session: Any, rewriting: ModelRewriting) -> None:
         model, symbol = rewriting.model, rewriting.symbol
+        # The generator of a random op is in the kernel of the user's session, out of reach of the copy.
         for node in nodes_within(model.proto.graph.node):
             if node.op_type in _RANDOM_OPS:
                 state = f"the state of {node.name or node.op_type}"
@@ -99,6 +100,7 @@ def model_of(session: Any) -> Model:
         [argument.name for argument in session.get_inputs()],
         [argument.name for argument in session.get_outputs()],
     )
+    # The file may have been replaced after the session was created; its routines would be at the wrong ops.
     if names_in_model != names_in_session:
         reason = f"{names_in_model}, not {names_in_session}"
         raise Uninstrumented(

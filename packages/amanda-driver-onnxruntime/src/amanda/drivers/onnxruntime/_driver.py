@@ -11,10 +11,9 @@ from amanda.backend import Execution, GraphAnalysis, GraphDriver, State, Uninstr
 from ._boundary import Boundary
 from ._copies import ModelCopy, model_of
 from ._model import Model
-from ._reads import NumpyReads
 from ._requirements import check
 from ._rewrite import ModelRewriting
-from ._tensors import GraphTensors
+from ._tensors import GraphTensors, NumpyReads
 
 
 class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
@@ -44,6 +43,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
                 model = model_of(graph)
             except Uninstrumented as error:
                 model = error
+            # A model that cannot be read is remembered, too, so that it is not read at each run.
             self._models[graph] = model
         if isinstance(model, Uninstrumented):
             raise Uninstrumented(*model.args)
@@ -59,4 +59,5 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
         return ModelCopy(graph, rewriting)
 
     def _prepare_session(self, session: Any, state: State) -> tuple[ModelCopy, Execution] | None:
+        # `set_providers` replaces the native session, so copies are cached by providers, too.
         return self.prepare(session, state, tuple(session.get_providers()))

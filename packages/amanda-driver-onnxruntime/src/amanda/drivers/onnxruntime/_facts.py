@@ -1,20 +1,58 @@
-"""Facts of a node, for tools."""
+"""Facts of a node for tools: operation, names of arguments, attributes, module and source line."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, numpy_helper
+from onnx.defs import OpSchema, SchemaError
 
+from amanda import backend
 from amanda.backend import Namespace, OpFacts, Side
 
-from ._operation import Operation
 from ._symbols import Symbol, read_value
+
+OWN_DOMAINS = ("", "ai.onnx", "com.microsoft")
+"""Domains whose op types have no prefix."""
+
+
+class Operation(backend.Operation):
+    """A node; equal to each other object for the same node.
+
+    type: ONNX' name for the computation ("Conv"), or "domain::type" for a custom op.
+    name: the node's name, or a generated one.  domain: "" for ONNX' own ops.  __name__: the type.
+    node: the NodeProto, without the values of large constants.
+    """
+
+    __slots__ = ("domain", "name", "node", "type")
+
+    def __init__(self, node: onnx.NodeProto, name: str, key: Hashable = None) -> None:
+        self.domain = node.domain
+        is_plain_name = node.domain in OWN_DOMAINS
+        self.type = node.op_type if is_plain_name else f"{node.domain}::{node.op_type}"
+        self.name = name
+        self.node = node
+        super().__init__(self.type, name, key)
+
+    def get_attr(self, name: str) -> Any:
+        """Return an attribute of the node.
+
+        Raises ValueError if the node has none of that name.
+        """
+        for attribute in self.node.attribute:
+            if attribute.name == name:
+                return onnx.helper.get_attribute_value(attribute)
+        raise ValueError(f"{self!r} has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"<{self.type} {self.name!r}>"
+
 
 _FRAMEWORK = re.compile(r"/(?:site|dist)-packages/torch/")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -104,3 +142,46 @@ def python_value(attribute: AttributeProto) -> Any:
     if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
         return value
     return [element.decode(errors="replace") if isinstance(element, bytes) else element for element in value]
+
+
+Opsets = Mapping[str, int]
+Layout = tuple[tuple[str, ...], tuple[int | None, ...]]
+"""Names of the values of a side, and for each its length where it is a list, else None."""
+
+
+def input_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
+    """Return names and lengths of a node's inputs; a variadic input is a list."""
+    schema = schema_of(node.op_type, node.domain, opsets.get(node.domain, 0))
+    return _layout(schema.inputs if schema else (), len(node.input))
+
+
+def output_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
+    """Return names and lengths of a node's outputs; a variadic output is a list."""
+    schema = schema_of(node.op_type, node.domain, opsets.get(node.domain, 0))
+    return _layout(schema.outputs if schema else (), len(node.output))
+
+
+@cache
+def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
+    """Return the schema of an op type; None if ONNX has none, as for custom ops."""
+    try:
+        schema: OpSchema = onnx.defs.get_schema(op_type, version, domain)
+    except SchemaError:
+        return None
+    return schema
+
+
+def _layout(parameters: Sequence[Any], count: int) -> Layout:
+    """Return names and lengths of `count` values, with numbers as names of those without a parameter."""
+    names: list[str] = []
+    sizes: list[int | None] = []
+    for parameter in parameters:
+        remaining = count - len(sizes)
+        if parameter.option == OpSchema.FormalParameterOption.Variadic:
+            return (*names, parameter.name), (*sizes, remaining)
+        if remaining <= 0:
+            break
+        names.append(parameter.name)
+        sizes.append(None)
+    extra = count - len(sizes)
+    return (*names, *(f"{len(names) + i}" for i in range(extra))), (*sizes, *(None for _ in range(extra)))

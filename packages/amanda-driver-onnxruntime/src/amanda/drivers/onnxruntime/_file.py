@@ -14,11 +14,10 @@ from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 
 from ._instrument import namespace
-from ._model import Model, read_proto
+from ._model import Model, read_proto, types_by_onnxruntime
 from ._model_writing import write_model
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
-from ._types import types_by_onnxruntime
 
 ABOUT = "amanda"
 LARGE = 1 << 30
@@ -72,6 +71,8 @@ class OnnxFile(Artefact):
         """Write the model, with external data in one file if the source has external data, or large data."""
         assert self._instrumented is not None
         _append_description(self._instrumented, about)
+        # The values are copied into the new file or its data file: a copy must not refer to the source's
+        # folder.
         external_data_helper.load_external_data_for_model(self._instrumented, str(self._path.parent))
         size = sum(len(tensor.raw_data) for tensor in self._instrumented.graph.initializer)
         if not self._is_external and size < LARGE:

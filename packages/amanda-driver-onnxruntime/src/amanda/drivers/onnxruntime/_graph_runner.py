@@ -87,5 +87,6 @@ class GraphRunner:
                 with interceptor.Suspension():
                     present.update(part.run(present, options))
             for name in done:
+                # Arrays are freed as soon as no later step reads them, as a session would free them.
                 present.pop(name, None)
         return [present[name] for name in names]

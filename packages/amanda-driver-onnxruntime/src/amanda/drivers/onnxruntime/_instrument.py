@@ -14,11 +14,10 @@ from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import ArtefactError, NotTraceableError
 from amanda.options import File, checked
 
-from ._model import Model, read_proto
+from ._model import Model, read_proto, types_by_onnxruntime
 from ._model_writing import copy_model, write_model
 from ._rewrite import ModelRewriting
 from ._tensors import GraphTensors
-from ._types import types_by_onnxruntime
 
 
 @checked(error=ArtefactError)
@@ -39,6 +38,7 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
     with amanda.apply(*tools):
         activation = interceptor.active()
         assert activation is not None
+        # Routines run here once, on constants, and must not be instrumented.
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, GraphTensors())
             rewriting = ModelRewriting(

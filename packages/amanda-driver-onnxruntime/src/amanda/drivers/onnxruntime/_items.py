@@ -12,7 +12,7 @@ import onnx
 from amanda.backend import Action, Execution, Insertion
 from amanda.errors import RoutineError
 
-from ._names import reads
+from ._names import names_read
 
 
 class TypedInsertion(Insertion):
@@ -27,7 +27,9 @@ class TypedInsertion(Insertion):
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run routines on read-only views; return the flat arrays that go back into the graph."""
+        # Sessions own the memory of results and share the weights, so routines must not write into them.
         views = [_read_only(value) for value in flat]
+        # A view that a routine returns unchanged stands for the original array.
         originals = {id(view): value for view, value in zip(views, flat, strict=True)}
         results = super().run(execution, views, rounds)
         if len(results) != len(self.dtypes):
@@ -95,7 +97,7 @@ class ComputedNode:
 
     def all_reads(self) -> Iterable[str]:
         """Return the names of all values that the item reads, in its bodies too."""
-        return reads(self.node)
+        return names_read(self.node)
 
     def all_outputs(self) -> Iterable[str]:
         """Return the names of all values that the item computes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -22,9 +23,11 @@ from onnx import (
 )
 from onnx.external_data_helper import ExternalDataInfo
 
+import onnxruntime
 from amanda.files import file_beside
 
 from ._names import bodies_of, captured
+from ._options import session_options
 from ._symbols import Array, Symbol, tensor_type
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
@@ -43,6 +46,7 @@ class Model:
     """
 
     def __init__(self, proto: ModelProto, folder: str = "", overridable: Iterable[str] | None = None) -> None:
+        # A local function has one graph for all its calls, while routines differ from call to call.
         inlined = inliner.inline_local_functions(proto) if proto.functions else proto
         self.constants: dict[str, Array] = {}
         self.proto = self._copy_without_values(inlined, folder)
@@ -54,6 +58,7 @@ class Model:
         self.opsets = {entry.domain: entry.version for entry in self.proto.opset_import}
         self.opsets["ai.onnx"] = self.opsets.get("", 1)
         input_names = {entry.name for entry in graph.input}
+        # Before IR version 4 each initializer is an input, without being meant as a default.
         with_default = input_names & self.constants.keys() if self.proto.ir_version >= 4 else set()
         self.overridable = set(with_default if overridable is None else overridable)
         self.inputs = [entry.name for entry in graph.input if entry.name not in self.constants]
@@ -127,10 +132,12 @@ class Model:
         forget_negative_extents(model.graph)
         for tensor in model.graph.initializer:
             self.constants[tensor.name] = array = array_of(tensor, folder)
+            # Without large values a model stays below the 2 GB of protocol buffers, and sessions share the
+            # arrays.
             if array.nbytes > SMALL and is_shared(array):
                 move_values_out(tensor)
         for sparse in model.graph.sparse_initializer:
-            self.constants[sparse.values.name] = dense(sparse)
+            self.constants[sparse.values.name] = dense_array(sparse)
         return model
 
 
@@ -157,7 +164,7 @@ def array_of(tensor: TensorProto, folder: str = "") -> Array:
     return array
 
 
-def dense(tensor: SparseTensorProto) -> Array:
+def dense_array(tensor: SparseTensorProto) -> Array:
     """Return the values of a sparse tensor as a read-only array."""
     values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
     array = np.zeros(tuple(tensor.dims), values.dtype)
@@ -173,6 +180,7 @@ def _map_external(tensor: TensorProto, folder: str) -> Array:
         return np.array(numpy_helper.to_array(tensor, folder))
     location = ExternalDataInfo(tensor)
     path = Path(folder, location.location)
+    # Mapped values take no memory until they are read.
     return np.memmap(path, dtype, "r", location.offset or 0, tuple(tensor.dims))
 
 
@@ -262,3 +270,63 @@ def is_all_typed(graph: GraphProto) -> bool:
     names = [value.name for value in graph.input]
     names += [name for node in graph.node for name in node.output if name]
     return all(is_typed(types.get(name)) for name in names)
+
+
+_ELEMENTS = {
+    "float": "FLOAT", "double": "DOUBLE", "float16": "FLOAT16", "bfloat16": "BFLOAT16", "string": "STRING",
+    "bool": "BOOL", "complex64": "COMPLEX64", "complex128": "COMPLEX128",
+    **{f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)},
+}  # fmt: skip
+_TENSOR = re.compile(r"tensor\((\w+)\)")
+
+
+def types_by_onnxruntime(
+    proto: ModelProto, names: Sequence[str], constants: Mapping[str, Any]
+) -> dict[str, TypeProto]:
+    """Return types of values of the outermost graph, from ONNX Runtime; {} for a model that it refuses.
+
+    constants: values of initializers; large ones are not in the model.
+    """
+    probe = ModelProto()
+    probe.CopyFrom(proto)
+    add_outputs(probe.graph, names)
+    settings = session_options()
+    external = {
+        tensor.name: onnxruntime.OrtValue.ortvalue_from_numpy(constants[tensor.name])
+        for tensor in probe.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+    }
+    if external:
+        settings.add_external_initializers(list(external), list(external.values()))
+    try:
+        session = onnxruntime.InferenceSession(
+            probe.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+        )
+    except Exception:  # the error comes up again when the user loads the model
+        return {}
+    return output_types(session, names)
+
+
+def add_outputs(graph: GraphProto, names: Sequence[str]) -> None:
+    """Add values of these names to the outputs of a graph."""
+    present = {output.name for output in graph.output}
+    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in present)
+
+
+def output_types(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
+    """Return the types of a session's outputs that are tensors."""
+    types = {output.name: _type_of_argument(output) for output in session.get_outputs()}
+    return {name: type for name in names if (type := types.get(name)) is not None}
+
+
+def _type_of_argument(argument: Any) -> TypeProto | None:
+    """Return the type of a session's output; None if it is no tensor."""
+    match = _TENSOR.fullmatch(argument.type)
+    if match is None or match[1] not in _ELEMENTS:
+        return None
+    element = onnx.TensorProto.DataType.Value(_ELEMENTS[match[1]])
+    extents = argument.shape or None  # ONNX Runtime reports a scalar like an unknown shape
+    shape = extents and [
+        extent if isinstance(extent, str) or (extent or 0) > -1 else None for extent in extents
+    ]
+    return onnx.helper.make_tensor_type_proto(element, shape)

@@ -11,7 +11,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, inliner, numpy_helper
 
 from ._items import ComputedNode
-from ._names import bodies_of, reads, renamed_nodes
+from ._names import bodies_of, names_read, rename_values
 from ._rearrangements import keeps_elements
 from ._rewrite import ModelRewriting
 from ._symbols import tensor_type
@@ -22,13 +22,14 @@ _INPUTS_ARE_APART = 4
 
 def write_model(source: ModelProto, rewriting: ModelRewriting) -> ModelProto:
     """Return the rewritten model, in which values of `source` keep their names."""
+    # The source, not the rewriting's model, since that lacks the large values.
     model = inliner.inline_local_functions(source) if source.functions else copy_model(source)
     graph = model.graph
     equal_names = _equal_constants(rewriting, graph)
     names, extra = _rename_outputs(rewriting, equal_names, graph)
     nodes = [item.node for item in rewriting.items if isinstance(item, ComputedNode)]
     del graph.node[:]
-    graph.node.extend(renamed_nodes(nodes, names))
+    graph.node.extend(rename_values(nodes, names))
     graph.node.extend(extra)
     new_constants = {name: array for name, array in rewriting.constants.items() if name not in equal_names}
     graph.initializer.extend(
@@ -55,6 +56,7 @@ def drop_unread(graph: GraphProto, retained: Iterable[str] = ()) -> None:
     """
     del graph.value_info[:]
     read_names = {*retained, *(output.name for output in graph.output)}
+    # In reverse order, a node that only an unread node reads is found unread, too.
     for i in reversed(range(len(graph.node))):
         node = graph.node[i]
         if _only_moves_constants(node) and read_names.isdisjoint(node.output):
@@ -62,7 +64,7 @@ def drop_unread(graph: GraphProto, retained: Iterable[str] = ()) -> None:
             continue
         for body in bodies_of(node):
             drop_unread(body)
-        read_names.update(reads(node))
+        read_names.update(names_read(node))
     unread = {tensor.name for tensor in graph.initializer} - read_names
     for field in (graph.initializer, graph.input):
         for i in reversed(range(len(field))):
@@ -79,7 +81,9 @@ def _only_moves_constants(node: NodeProto) -> bool:
 
 def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:
     """Return, for each constant of a routine that equals an initializer or an earlier constant, its name."""
+    # Digests of all weights would take long, so only those with the layout of a new constant are compared.
     layouts = {_layout(array) for array in rewriting.constants.values()}
+    # A default may be overridden at run time, and a name in a body may hide the constant.
     excluded = rewriting.model.overridable | set(_inner_names(graph))
     names = [tensor.name for tensor in graph.initializer if tensor.name not in excluded]
     initializers = {name: rewriting.model.constants[name] for name in names}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from onnx import GraphProto, NodeProto
 
 
-def reads(node: NodeProto) -> Iterator[str]:
+def names_read(node: NodeProto) -> Iterator[str]:
     """Yield the values of its graph that a node reads, also in its bodies."""
     yield from (name for name in node.input if name)
     for body in bodies_of(node):
@@ -19,12 +19,12 @@ def captured(graph: GraphProto) -> Iterator[str]:
     inner_names = {entry.name for entry in (*graph.input, *graph.initializer)}
     inner_names |= {entry.values.name for entry in graph.sparse_initializer}
     for node in graph.node:
-        yield from (name for name in reads(node) if name not in inner_names)
+        yield from (name for name in names_read(node) if name not in inner_names)
         inner_names.update(node.output)
     yield from (entry.name for entry in graph.output if entry.name not in inner_names)
 
 
-def renamed_nodes(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
+def rename_values(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
     """Return copies of nodes with renamed values."""
     copies = []
     for node in nodes:

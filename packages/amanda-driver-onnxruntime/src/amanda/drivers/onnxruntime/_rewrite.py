@@ -16,13 +16,12 @@ from onnx import GraphProto, NodeProto
 from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting, Side, Value, digest
 from amanda.errors import RoutineError
 
-from ._computation import Computation, computation
+from ._computation import Computation, computation_of
 from ._control_flow import LOOPS, ControlFlowBody, ControlFlowNode, is_runnable
-from ._facts import facts_of
+from ._facts import facts_of, input_layout, output_layout
 from ._items import ComputedNode, GraphItem, RoutineCall, TypedInsertion
 from ._model import Model, array_of, constant_of, is_all_typed, types_in
 from ._rearrangements import keeps_elements, rearrange_constant
-from ._schema import input_layout, output_layout
 from ._symbols import Array, Symbol
 from ._tracing import NodeRecorder, TracedArray
 
@@ -125,7 +124,7 @@ class GraphRewriter(Rewriter[NamedNode]):
         rewriting = self.rewriting
         place = "/".join((*self.path, node.name))
         names = input_layout(node.proto, rewriting.model.opsets)[0]
-        original = computation(node.proto, inputs, rewriting.model)
+        original = computation_of(node.proto, inputs, rewriting.model)
         return facts_of(
             node.proto, place, digest(rewriting.identity, place), rewriting.namespace, names, inputs,
             rewriting.identity, original,
@@ -156,7 +155,7 @@ class GraphRewriter(Rewriter[NamedNode]):
         if not operands or not all(symbol.root for symbol in operands):
             return
         result.root = operands[0].root
-        make_computation = computation(node.proto, inputs, self.rewriting.model)
+        make_computation = computation_of(node.proto, inputs, self.rewriting.model)
         are_static = all(symbol.constant is not None or symbol.compute for symbol in operands)
         if make_computation is not None and are_static:
             result.compute = partial(_compute_constant, make_computation, list(inputs.symbols))
@@ -226,6 +225,7 @@ class GraphRewriter(Rewriter[NamedNode]):
             results = self.results(place, arrays)
         except (NotTraceable, RoutineError):
             raise
+        # A traced array fails where a routine needs a real one; the routine may still run as Python.
         except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
         traced_results = []
@@ -251,6 +251,7 @@ class GraphRewriter(Rewriter[NamedNode]):
         shape_is_kept = not self.frees_shapes(place)
         results = [symbol.like(rewriting.new_name("given"), shape_is_kept) for symbol in symbols]
         self._symbols |= {symbol.name: symbol for symbol in results}
+        # No node reads from routines without results; they still run only when the values of their op exist.
         waits_for = [] if results else [ref for ref in (*side.before, *side.refs) if ref]
         self.items.append(
             RoutineCall(slot, [value.ref for value in values], [symbol.name for symbol in results], waits_for)
@@ -267,6 +268,7 @@ class GraphRewriter(Rewriter[NamedNode]):
             node.output[0]: value for node in self.graph.node if (value := constant_of(node)) is not None
         }
         for name in names:
+            # A value of the body hides a renamed value of the same name outside.
             self.current.pop(name, None)
             root = "/".join((*self.path, name)) if name in values else None
             self._symbols[name] = Symbol(name, types.get(name), values.get(name), root=root)

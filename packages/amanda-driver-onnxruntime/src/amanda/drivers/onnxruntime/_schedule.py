@@ -10,7 +10,7 @@ from onnx import NodeProto
 
 from ._control_flow import ControlFlowNode
 from ._items import ComputedNode, GraphItem, RoutineCall
-from ._names import reads
+from ._names import names_read
 
 BUDGET = 256 << 20
 """Limit in bytes for the values that a session outputs for observers."""
@@ -54,7 +54,7 @@ def schedule(
     first_number = 0
     for item in items:
         if isinstance(item, ComputedNode):
-            number = max((in_session.get(name, 0) for name in reads(item.node)), default=0)
+            number = max((in_session.get(name, 0) for name in names_read(item.node)), default=0)
             number = max(number, first_number)
             steps[number].nodes.append(item.node)
             in_session.update(dict.fromkeys(item.node.output, number))
@@ -67,6 +67,7 @@ def schedule(
         in_python.update(dict.fromkeys(item.outputs, number))
         observed_nbytes[number] += 0 if item.outputs else sum(nbytes(name) for name in item.reads)
         if observed_nbytes[number] > budget:
+            # Later nodes go to later sessions, so that observers run, and the values they keep are freed.
             first_number = max(first_number, number)
     ordered = [steps[number] for number in sorted(steps)]
     _find_passed_values(ordered, constants, fetched)
@@ -80,7 +81,7 @@ def _find_passed_values(
     read_later = set(fetched)
     for step in reversed(steps):
         computed = {name for node in step.nodes for name in node.output}
-        read = dict.fromkeys(name for node in step.nodes for name in reads(node) if name not in computed)
+        read = dict.fromkeys(name for node in step.nodes for name in names_read(node) if name not in computed)
         step.outputs = [name for name in dict.fromkeys(_output_names(step.nodes)) if name in read_later]
         step.constants = [name for name in read if name in constants]
         step.inputs = [name for name in read if name not in constants]

@@ -12,11 +12,10 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 
 import onnxruntime
 
-from ._model import Model, array_of, initializer_of
+from ._model import Model, add_outputs, array_of, initializer_of, output_types
 from ._names import bodies_of
 from ._schedule import ScheduledStep
 from ._symbols import Symbol, tensor_type
-from ._types import add_outputs, output_types
 from ._values import as_array
 
 _BUILT_IN = frozenset(
@@ -51,7 +50,8 @@ class PartSession:
         feed = {}
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])
-            feed[session_name] = value if dtype is None else value.astype(carrier(dtype))
+            feed[session_name] = value if dtype is None else value.astype(carrier_dtype(dtype))
+        # The native session is called, since the stand-ins would take this run for one of the user's.
         results = self._session._sess.run(self._fetched, feed, options)
         return {
             name: value if dtype is None else value.astype(dtype)
@@ -91,14 +91,18 @@ class SessionFactory:
         inputs, outputs = passed_values(step.inputs, symbol), passed_values(step.outputs, symbol)
         for name, (session_name, dtype) in inputs.items():
             passed_symbol = symbol(name).like(name, shape_is_kept=not free or name in input_names)
-            type = passed_symbol.type if dtype is None else tensor_type(carrier(dtype), passed_symbol.shape)
+            type = (
+                passed_symbol.type
+                if dtype is None
+                else tensor_type(carrier_dtype(dtype), passed_symbol.shape)
+            )
             graph.input.append(ValueInfoProto(name=session_name, type=type))
             if dtype is not None:
                 graph.node.append(_cast_node(session_name, name, dtype))
         graph.node.extend(step.nodes)
         for name, (session_name, dtype) in outputs.items():
             if dtype is not None:
-                graph.node.append(_cast_node(name, session_name, carrier(dtype)))
+                graph.node.append(_cast_node(name, session_name, carrier_dtype(dtype)))
             graph.output.append(ValueInfoProto(name=session_name))
         session, weights = self._create_session(graph, {name: constants.get(name) for name in step.constants})
         return PartSession(session, inputs, outputs, weights)
@@ -151,6 +155,7 @@ class SessionFactory:
         """Return the OrtValue of a weight, which all sessions share."""
         cached = self._values.get(name)
         if cached is None or cached[0] is not array:
+            # The OrtValue shares the memory of the array, which is kept beside it.
             value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
             cached = self._values[name] = array, value
         return cached[1]
@@ -187,7 +192,7 @@ def passed_values(names: Sequence[str], symbol: Callable[[str], Symbol]) -> Pass
     }
 
 
-def carrier(dtype: Any) -> Any:
+def carrier_dtype(dtype: Any) -> Any:
     """Return a dtype of NumPy that represents all values of a dtype that NumPy lacks."""
     integer_kind = next(
         (candidate for candidate in ("uint", "int") if dtype.name.startswith(candidate)), None

@@ -1,13 +1,13 @@
-"""Tensor primitives of symbols at analysis, of NumPy arrays at execution, and of traced arrays."""
+"""Tensor primitives of symbols, NumPy arrays and traced arrays, and the values that routines read."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from amanda.backend import UnwrittenTensors
+from amanda.backend import Reads, UnwrittenTensors
 from amanda.errors import MutationError, RoutineError
 
 from ._symbols import Symbol
@@ -87,3 +87,10 @@ def _shapes_agree(shape: Any, other_shape: Any) -> bool:
         extent is None or other_extent is None or extent == other_extent
         for extent, other_extent in zip(shape, other_shape, strict=True)
     )
+
+
+class NumpyReads(Reads):
+    """Reads with the plain values of NumPy."""
+
+    plain: ClassVar[Any] = (*Reads.plain, np.dtype, np.generic)
+    opaque: ClassVar[frozenset[str]] = Reads.opaque | {"ml_dtypes", "onnx", "onnxruntime"}

@@ -29,6 +29,8 @@ def without_fusion() -> Iterator[None]:
     ...         assert (model(x) == expected).numpy().all()
     """
     _check_that_onednn_does_not_fuse()
+    # The options are of the process: functions that other threads call in the meantime run without fusion,
+    # too.
     before = tf.config.optimizer.get_experimental_options().get(_OPTION, False)
     tf.config.optimizer.set_experimental_options({_OPTION: True})
     try:
@@ -52,6 +54,7 @@ def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
 
 
 def _check_that_onednn_does_not_fuse() -> None:
+    # The optimizer's options do not reach oneDNN, which fuses in a pass of its own.
     if _pywrap_util_port.IsMklEnabled():
         raise DriverError(
             "oneDNN fuses operators in a pass of its own; set TF_ENABLE_ONEDNN_OPTS=0 in the environment, "

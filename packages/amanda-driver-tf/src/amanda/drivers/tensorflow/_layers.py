@@ -25,6 +25,7 @@ def is_of_keras_3(layer: Any) -> bool:
 
 def handles_of(layer: Any) -> list[Any]:
     """Return the handles of a layer's variables."""
+    # A variable of Keras 3 wraps a tf.Variable; one of another backend has no handle.
     variables = (getattr(variable, "_value", variable) for variable in layer.weights)
     return [variable.handle for variable in variables if hasattr(variable, "handle")]
 
@@ -55,6 +56,7 @@ def attribute_path(outer: Any, inner: Any) -> str:
     if inner is outer:
         return ""
     try:
+        # The search visits all submodules, so its result is cached, weakly in both objects.
         paths = _attribute_paths.get(outer)
         if paths is None:
             paths = _attribute_paths[outer] = WeakKeyDictionary()

@@ -28,6 +28,7 @@ class Operation(backend.Operation):
         super().__init__(type, name or type, key)
         self.type = type
         self.name = name or type
+        # Weak, since plans hold operations, and would keep the user's graph alive.
         self._graph_op = None if graph_op is None else weakref.ref(graph_op)
         self._attributes = attributes
 

@@ -49,12 +49,15 @@ def allow_tapes_in_routines(attributes: Attributes) -> None:
     the routine's ops, too; these do not count, since the routine's result is cut off from the ops that
     computed it.
     """
+    # Recording is stopped in native code, which has no switch for a single tape.
     push, pop = backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
 
     @functools.wraps(push)
     def _push_tape(tape: Any) -> None:
         if _unrecorded.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+            # The tape remembers that it restarted recording: tapes may be closed in another order than they
+            # were opened.
             tape._amanda_restarted = True
         push(tape)
 

@@ -26,6 +26,7 @@ class TensorFlowTensors:
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine while no tape records; a hot path."""
+        # Two native calls cost less than entering a context, and most routines run without a tape.
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty() or pywrap_tfe.TFE_Py_TapeSetIsStopped():
             return func(*values, **kwargs)
         with Unrecorded():

@@ -12,6 +12,7 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.partition import _pytorch, _pytorch_ops
+from amanda.tools.partition._channel import ProtectError
 from amanda.tools.partition._parts import PartsResult
 from amanda.tools.results import Column, Result, amount, shortened
 from amanda.tools.select import Selection, as_remarks
@@ -23,9 +24,13 @@ logger = logging.getLogger("amanda")
 
 
 class ProtectedResult(Result):
-    """A row for each op in the protected process, and what crossed for it."""
+    """A row for each op in the protected process, and what crossed for it.
+
+    model: after `finalize`, the model that has its parameters back.
+    """
 
     name: ClassVar[str] = "partition_protected"
+    model: Any = None
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=32)),
         Column("source", show=partial(shortened, width=32)),
@@ -82,8 +87,9 @@ class ProtectTool(amanda.Tool):
 
     This separates processes; it is no defence against programs of the same user, which can read their memory.
 
-    protect: "module=a|b.*" or "type=linear", or both, apart by a space; see `amanda.tools.select.Selection`.
-    `release` brings the parameters back.  Raises ToolError for another text; ProtectError where an op
+    protect: "module=a|b.*", "type=linear", "exclude=a.b" or several of them, apart by a space; see
+    `amanda.tools.select.Selection`.
+    `finalize` brings the parameters back.  Raises ToolError for another text; ProtectError where an op
     cannot run there.
     """
 
@@ -114,7 +120,19 @@ class ProtectTool(amanda.Tool):
             for one in self._protection.crossed.values():
                 one.calls = one.bytes = 0
 
-    def release(self) -> None:
+    def finalize(self, model: Any) -> ProtectedResult:
+        """Bring the parameters back into a model, see `PartitionTool.finalize`."""
+        if self._protection is not None and not self._protection.is_of(model):
+            raise ProtectError(
+                f"PartitionTool.finalize was given a {type(model).__name__} that has none of the protected "
+                "parameters; give the model that ran in the scope"
+            )
+        result = self.result
+        self.end()
+        result.model = model
+        return result
+
+    def end(self) -> None:
         """Bring the parameters back into the program, and end the process, with its optimizers' state."""
         protection, self._protection = self._protection, None
         if protection is not None:
@@ -154,16 +172,15 @@ class ProtectTool(amanda.Tool):
 
 def _selection(text: str) -> Selection:
     """Return the selection that a text asks for.  Raises ToolError for another text."""
+    form = "module=NAME|NAME, type=NAME|NAME or exclude=NAME|NAME, or several, apart by a space"
     if not isinstance(text, str):
         raise ToolError(f"protect is {text!r}; it is a text such as 'module=NAME|NAME' or 'type=NAME|NAME'")
     found: dict[str, list[str]] = {}
     for part in text.split():
         name, _, patterns = part.partition("=")
-        if name not in ("module", "type") or not patterns:
-            raise ToolError(
-                f"protect is {text!r}; it is module=NAME|NAME, type=NAME|NAME, or both, apart by a space"
-            )
+        if name not in ("module", "type", "exclude") or not patterns:
+            raise ToolError(f"protect is {text!r}; it is {form}")
         found[name] = patterns.split("|")
     if not found:
         raise ToolError("protect is empty; give module=NAME|NAME or type=NAME|NAME")
-    return Selection(found.get("type", ()), found.get("module", ()))
+    return Selection(found.get("type"), found.get("module"), exclude=found.get("exclude"))

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import amanda
-from amanda.tools.kit import RequiredNames
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.partition._channel import Bytes, Form, Link
 from amanda.tools.partition._crossed import Crossed
 from amanda.tools.partition._pytorch_bytes import unpacked
@@ -33,7 +33,7 @@ logger = logging.getLogger("amanda")
 class Protection:
     """The parameters that were moved, and the process that holds them.
 
-    Where it is dropped without `release`, the process ends, and the parameters are lost with it.
+    Where it is dropped without `finalize`, the process ends, and the parameters are lost with it.
     dropped: numbers of executions whose backward pass nobody can ask for any more.
     """
 
@@ -107,6 +107,13 @@ class Protection:
             _, _, size = self.link.call(header)
             self.place("optimizer", header["optimizer"], header["name"], "", "").add([], [], size)
 
+    def is_of(self, model: Any) -> bool:
+        """Return True if a module, or a list of parameters, has what is protected, if anything is."""
+        is_module = hasattr(model, "named_modules")
+        own = {id(one) for one in ([*model.parameters(), *model.buffers()] if is_module else leaves([model]))}
+        stand_ins = list(self.stand_ins)
+        return not stand_ins or any(id(one.tensor) in own for one in stand_ins)
+
     def release(self) -> None:
         """Bring the values back, and end the process.  Raises ProtectError where it is gone already."""
         import torch
@@ -126,7 +133,8 @@ class Protection:
 def _lose(link: Link, hook: Any) -> None:
     """End a process that nobody can reach any more."""
     logger.warning(
-        "protect: the tool was dropped without release(); the parameters in process %s are lost", link.pid
+        "protect: the tool was dropped without finalize(model); the parameters in process %s are lost",
+        link.pid,
     )
     _end(link, hook)
 

@@ -36,7 +36,7 @@ class StandIn:
         if self.tensor.requires_grad != self.trained:
             raise ProtectError(
                 f"{where} reads {self.path}, whose requires_grad was changed after it was protected: freeze "
-                "parameters before, or release and protect anew"
+                "parameters before, or finalize and protect anew"
             )
 
     @property

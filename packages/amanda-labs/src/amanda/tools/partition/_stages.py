@@ -61,7 +61,7 @@ class StagesTool(amanda.Tool):
         """Forget what was executed."""
         self._trace.clear()
         self._measure.clear()
-        self._steps.restart()
+        self._steps.clear()
 
 
 def _check(request: Request) -> None:

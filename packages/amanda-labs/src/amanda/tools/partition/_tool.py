@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
 import amanda
-from amanda.errors import ArtefactError, OptionError
-from amanda.options import Name, PositiveInt, Range, Share, checked
+from amanda.errors import ArtefactError, OptionError, ToolError
+from amanda.options import Name, PositiveInt, Range, Share, checked, deprecated
 from amanda.tools.partition._cut import Request, Schedule
 from amanda.tools.partition._parts import PartsResult
 from amanda.tools.partition._protect import ProtectedResult, ProtectTool
@@ -126,10 +126,22 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         self._written = None
         self._part.clear()
 
-    def release(self) -> None:
-        """Bring protected parameters back into the program, and end the process that holds them.
+    def finalize(self, model: Any) -> ProtectedResult:
+        """Bring protected parameters back into a model, and end the process that holds them.
 
-        The state of their optimizers ends with it.  Without `protect` there is nothing to do.
+        The state of their optimizers ends with it.  Returns `result`, whose `model` is the model.
+        Raises ProtectError for a model without protected parameters, and ToolError without `protect`, as
+        stages are a plan that changes no parameter.
         """
+        if not isinstance(self._part, ProtectTool):
+            raise ToolError(
+                "PartitionTool.finalize brings protected parameters back, and this tool has no protect; "
+                "result.pipeline, or amanda.instrument of an ONNX file, makes the stages"
+            )
+        return self._part.finalize(model)
+
+    @deprecated(use="finalize(model)", since="amanda-labs 0.2", gone="0.4")
+    def release(self) -> None:
+        """Bring protected parameters back into the program.  Deprecated: use `finalize`."""
         if isinstance(self._part, ProtectTool):
-            self._part.release()
+            self._part.end()

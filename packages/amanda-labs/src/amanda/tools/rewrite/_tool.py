@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,9 @@ class RewriteTool(amanda.Tool):
     matches, with the number of replacements or the reason why there are none; `clear` starts anew.
     """
 
+    calibrates_when_prepared = (
+        True  # all ops of a file, and so all matches, are known before the first op changes
+    )
     is_copied_when_used = False
 
     @checked(error=PatternError)
@@ -59,10 +62,6 @@ class RewriteTool(amanda.Tool):
         self.load_state_dict({})
         self._program = Program(self.rules)
         self._steps: dict[str, Steps] = {}
-
-    def preparing(self) -> AbstractContextManager[Any]:
-        """Return a context without effect: all ops of a file, and so all matches, are known before."""
-        return nullcontext()
 
     def scope_left(self) -> None:
         """Compute the delayed ops whose outputs are still referred to, before their inputs change."""

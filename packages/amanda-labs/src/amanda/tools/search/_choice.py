@@ -10,7 +10,7 @@ from amanda.options import Length, Name, checked
 from amanda.tools.search._candidates import ACTIVATIONS, Activation, Candidate, Function, Keep, Skip
 from amanda.tools.search._errors import SearchError
 from amanda.tools.search._weight_candidates import Bits, Convolution, Width
-from amanda.tools.select import Selection
+from amanda.tools.select import Globs, Selection
 
 _FORMS = "keep, skip, conv5, conv3g2 (kernel 3, 2 groups), width0.5, bits4"
 _SHARED = "all "
@@ -23,7 +23,7 @@ class Choice:
         input of the block; an activation, such as "gelu"; "conv5", another kernel size, and "conv3g2", other
         groups too; "width0.5", the half of the output channels, the others masked; "bits4", the weight
         quantised; or a function that gets the op's inputs and gives its output.
-    type, module: words of `amanda.tools.select`.
+    type, module, exclude: see `amanda.tools.select.Selection`.
     shared: whether all the ops have the same candidate, one of those that each of them can have; `name` is
         then what architectures call the decision. Otherwise each op chooses for itself.
 
@@ -36,11 +36,12 @@ class Choice:
     def __init__(
         self,
         candidates: Annotated[Sequence[Name | Callable[..., Any]], Length(2)],
-        type: Name | Sequence[Name] = (),
-        module: Name | Sequence[Name] = (),
+        type: Globs = None,
+        module: Globs = None,
         shared: bool = False,
+        exclude: Globs = None,
     ) -> None:
-        self.selection, self.shared = Selection(type, module), shared
+        self.selection, self.shared = Selection(type, module, exclude=exclude), shared
         self.name = f"all {self.selection}"
         where = f"the choice at {self.selection}"
         self.candidates = [candidate(one, where) for one in candidates]
@@ -61,7 +62,7 @@ class Choice:
         type, _, module = selection.removeprefix(_SHARED).partition("@")
         if not found or not (type or module) or "|" not in candidates:
             raise SearchError(f"SearchTool: choices has {text!r}; write type@module=candidate|candidate")
-        return cls(candidates.split("|"), [type] if type else (), [module] if module else (), shared)
+        return cls(candidates.split("|"), type or None, module or None, shared)
 
 
 def candidate(given: str | Callable[..., Any], where: str) -> Candidate:

@@ -43,6 +43,7 @@ class SearchTool(amanda.Tool):
     >>> search = SearchTool(["conv2d=keep|conv5", "sigmoid=keep|relu"])
     """
 
+    calibrates_when_prepared = True
     is_copied_when_used = False
 
     @checked(error=SearchError)
@@ -219,8 +220,8 @@ class SearchTool(amanda.Tool):
         self._refused = set()
         super().load_state_dict(state, strict)
 
-    def preparing(self) -> AbstractContextManager[Any]:
-        """Return a scope that measures what each op costs."""
+    def calibrating(self) -> AbstractContextManager[Any]:
+        """Return a scope that measures what each op costs; `prepare` opens it."""
         self.costs = Costs()
         return amanda.apply(self.costs)
 

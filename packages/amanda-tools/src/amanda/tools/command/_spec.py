@@ -25,8 +25,8 @@ from amanda.tools.steps import Steps, Window
 SELECTORS: Mapping[str, Option] = {
     one.name: one
     for one in (
-        Option("type", list[str], ()), Option("module", list[str], ()),
-        Option("phase", Phase | None, None), Option("start", int, 0),
+        Option("type", list[str], None), Option("module", list[str], None),
+        Option("exclude", list[str], None), Option("phase", Phase | None, None), Option("start", int, 0),
         Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
     )
 }  # fmt: skip
@@ -108,7 +108,8 @@ class ToolSpec:
         chosen = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
         try:
             tool = kind(**values)
-            selection = Selection(chosen.get("type", ()), chosen.get("module", ()), chosen.get("phase"))
+            selected = {key: chosen[key] for key in ("type", "module", "exclude", "phase") if key in chosen}
+            selection = Selection(**selected)
             window = None
             if {"start", "end", "frequency"} & chosen.keys():
                 window = Window(steps, chosen.get("start", 0), chosen.get("end"), chosen.get("frequency", 1))

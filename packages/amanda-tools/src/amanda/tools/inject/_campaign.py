@@ -103,10 +103,10 @@ class Campaign:
 
     def _golden(self, program: Program) -> tuple[Any, list[Site]]:
         """Return the output without faults, and the sites at which faults fit."""
-        self._tool.look()
         self._watch.limit = float("inf")
         self._memory.clear()
-        golden = self._run(program, arrays, self._memory)
+        with self._tool.calibrating():
+            golden = self._run(program, arrays, self._memory)
         if self._hang_factor is not None:
             self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
         sites = self._tool.sites
@@ -114,8 +114,8 @@ class Campaign:
             raise InjectError(
                 "the program executes nothing in which a fault fits; " + " ".join(self._tool.result.notes())
             )
-        self._tool.look()
-        again = self._run(program, arrays)
+        with self._tool.calibrating():
+            again = self._run(program, arrays)
         if self._compare(golden, again) or not_finite(golden, again):
             raise InjectError(
                 "the program gives another output each time, also without faults; let it seed its random "

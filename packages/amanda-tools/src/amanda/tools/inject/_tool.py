@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, get_args
 
 import amanda
 from amanda.options import (
     AnyFloat,
-    Name,
     NonNegativeFloat,
     NonNegativeInt,
     NotEmpty,
@@ -18,6 +18,7 @@ from amanda.options import (
     Seed,
     Share,
     checked,
+    deprecated,
 )
 from amanda.tools.inject._faults import Fault, InjectError, Kind
 from amanda.tools.inject._formats import BitField, from_bytes
@@ -26,7 +27,7 @@ from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import parameter_inputs, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping, weight_gradient
-from amanda.tools.select import Paths, Patterns, as_remarks, listed, unmatched
+from amanda.tools.select import Globs, Selection, as_remarks
 from amanda.tools.steps import execution_number
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
@@ -42,10 +43,10 @@ class InjectTool(amanda.Tool):
     target: "outputs"; "inputs" but parameters; "weights", the parameters as the op reads them, while the
         parameters themselves stay unchanged; "grad_outputs" that enter a backward op, "grad_inputs" that
         leave it; "weight_grads", the gradient of the weight among these.
-    type, module: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of module
-        paths ("layer1.*"); None for all.  A backward op is selected by its own word ("linear_backward"); the
-        word of a forward op selects the first of that op's backward ops, which the gradient enters, or for
-        "weight_grads" the one that makes the weight's gradient.
+    type, module, exclude: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of
+        module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op is selected by its own
+        word ("linear_backward"); the word of a forward op selects the first of that op's backward ops, which
+        the gradient enters, or for "weight_grads" the one that makes the weight's gradient.
     index: position of the tensor among the targets; None for all of them together.
     probability: of a fault in an element, at each execution.  count: number of faults at each execution,
         by default 1.  Give one of them.
@@ -73,8 +74,8 @@ class InjectTool(amanda.Tool):
         self,
         fault: Kind = "bit_flip",
         target: Target = "outputs",
-        type: list[Name] | Name | None = None,
-        module: list[Name] | Name | None = None,
+        type: Globs = None,
+        module: Globs = None,
         index: NonNegativeInt | None = None,
         probability: Share | None = None,
         count: PositiveInt | None = None,
@@ -90,6 +91,7 @@ class InjectTool(amanda.Tool):
         end: NonNegativeInt | None = None,
         frequency: PositiveInt = 1,
         limit: NonNegativeInt = 10_000,
+        exclude: Globs = None,
     ) -> None:
         super().__init__()
         flips = 1 + (fault == "multi_bit") if flips is None else flips
@@ -101,8 +103,7 @@ class InjectTool(amanda.Tool):
         if end is not None and end < start:
             raise InjectError(f"end is {end}, start {start}; give an end that is not before the start")
         self._target, self._index = target, index
-        self._types = Patterns("type", listed("type", type, InjectError))
-        self._modules = Paths("module", listed("module", module, InjectError))
+        self._selection = Selection(type, module, exclude=exclude)
         self._probability, self._count = probability, count
         self._permanent, self._limit = permanent, limit
         self._executions = range(start, sys.maxsize if end is None else end, frequency)
@@ -131,7 +132,7 @@ class InjectTool(amanda.Tool):
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each option that no op fitted."""
-        return [*super().unmatched(), *unmatched([self._types, self._modules])]
+        return [*super().unmatched(), *self._selection.unmatched()]
 
     def clear(self) -> None:
         """Forget the injections, and count executions from 0; analysed ops stay analysed."""
@@ -149,25 +150,38 @@ class InjectTool(amanda.Tool):
     def _all_places(self) -> list[SelectedOp]:
         return [place for places in list(self._places.values()) for place in list(places.values())]
 
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Return a context without faults; `sites` lists the executions in it where faults would fit."""
+        self._begin_noting()
+        try:
+            yield
+        finally:
+            self._is_noting = False
+
+    @deprecated(use="calibrating, a context", since="amanda-tools 0.2", gone="0.4")
     def look(self) -> None:
-        """Inject nothing from now on, and note the executions in which faults would fit."""
+        """Note executions, and inject nothing, until `try_at`.  Deprecated: use `calibrating`."""
+        self._begin_noting()
+
+    def _begin_noting(self) -> None:
         self.try_at(0, None)
-        self._sites: list[tuple[tuple[int, int], Site]] | None = []
+        self._is_noting = True
 
     @property
     def sites(self) -> list[Site]:
-        """Return the executions that were noted since `look`."""
-        return _in_order(self._sites or [])
+        """Return the executions in which faults fit, of the last `calibrating`."""
+        return _in_order(self._sites)
 
     def try_at(self, trial: int, site: Site | None) -> None:
         """Inject faults at one site, or for None at all; trial: changes the random choice."""
         self.clear()
-        self._sites = None
-        self._only, self._trial = site, trial
+        self._sites: list[tuple[tuple[int, int], Site]] = []
+        self._only, self._trial, self._is_noting = site, trial, False
 
     def _forward(self, context: amanda.OpContext) -> None:
         self._met.add(context["type"])
-        if not self._fits(context, context["type"], context.get_op_type()):
+        if not self._selection.fits(context):
             return
         place = self._place(context, context.get_op_id(), context["phase"], context["type"])
         if self._target == "outputs":
@@ -185,7 +199,7 @@ class InjectTool(amanda.Tool):
         kind: str = context["backward_type"]
         self._met.add(kind)
         own_name = context.get_backward_op().__name__
-        if not self._fits(context, kind, own_name) and not self._selects_by_forward(context, kind):
+        if not self._selection.fits(context, kind, own_name) and not self._selects_by_forward(context, kind):
             return
         place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
         if self._target == "grad_outputs":
@@ -201,15 +215,12 @@ class InjectTool(amanda.Tool):
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
         """Return True if the word of the forward op selects this backward op."""
-        if kind == "accumulate_grad" or not self._fits(context, context["type"], context.get_op_type()):
+        if kind == "accumulate_grad" or not self._selection.fits(context):
             return False
         if self._target == "weight_grads" and context["weight_grad_index"] is None:
             return False
         own = context.get_backward_op_id()
         return self._backward_of.setdefault(context.get_op_id(), own) == own
-
-    def _fits(self, context: amanda.OpContext, *names: str) -> bool:
-        return self._types(*names) and self._modules(*context.get_scopes())
 
     def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
         places = self._places.setdefault(context.get_op_id(), {})
@@ -237,7 +248,7 @@ class InjectTool(amanda.Tool):
             if self._index in (None, index) and fits(index, value)
             for tensor in tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
         ]
-        if self._sites is None:
+        if not self._is_noting:
             return self._changed(values, tensors, place, execution, recomputed)
         if not recomputed and (size := sum(tensor.size for tensor in tensors)):
             self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.told)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -98,22 +99,26 @@ class _Deferred:
         return rule
 
 
-@cache
 def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by name: several where distributions have one name."""
+    return _by_name(group, tuple(sys.path))
+
+
+@cache
+def _by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
     entries: dict[str, dict[str, EntryPoint]] = {}
-    for entry in _scanned().select(group=group):
+    for entry in _scanned(path).select(group=group):
         entries.setdefault(entry.name, {})[entry.value] = entry
     return {name: tuple(one for _, one in sorted(same.items())) for name, same in entries.items()}
 
 
-@cache
-def _scanned() -> Any:
-    """Return the entry points of all distributions; a scan takes 50 ms, and three groups ask."""
+@lru_cache(1)
+def _scanned(path: tuple[str, ...]) -> Any:
+    """Return the entry points of all distributions on sys.path; a scan takes 50 ms, and three groups ask."""
     return entry_points()
 
 
 def forget_installed() -> None:
     """Scan the distributions again at the next use."""
     _scanned.cache_clear()
-    _entries_of.cache_clear()
+    _by_name.cache_clear()

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto, TensorProto
 
+# Protocol buffers are edited, not the graphs of onnx_ir: it drops sparse initializers, without which a model
+# does not load, and training information.
+
 
 def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
     """Yield the graphs that a node holds."""

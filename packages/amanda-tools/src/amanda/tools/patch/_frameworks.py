@@ -47,7 +47,7 @@ _WRAPPED = frozenset(
 """Ends of paths that the path of a module in a wrapper lacks."""
 
 
-def points() -> MappingTool:
+def point_rules() -> MappingTool:
     """Return rules that write two keys.
 
     point: side and index of a point of a module, None at other ops.

@@ -16,7 +16,7 @@ from amanda.tools.patch._tool import PatchTool
 @checked(error=PatchError)
 def patch_sweep(
     metric: Callable[[], Any],
-    module: list[str] | str,
+    points: Sequence[str] | str | None = None,
     *,
     positions: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -26,15 +26,16 @@ def patch_sweep(
 ) -> PatchSweep:
     """Return the metric with an intervention at one module at a time, and at one position or head of it.
 
-    metric: function that runs the model and returns a number.  positions, heads: places within each module;
-    None for the whole module.  options: of `PatchTool`, such as `set=clean`.
+    metric: function that runs the model and returns a number.  points: paths of modules, as of `PatchTool`.
+    positions, heads: places within each module; None for the whole module.  options: of `PatchTool`, such as
+    `set=clean`.
     Raises PatchError if both positions and heads are given, or if nothing is selected.
     """
     if positions is not None and heads is not None:
         raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
     along = "positions" if positions else "heads" if heads else None
     others: Sequence[int | None] = positions or heads or [None]
-    tool = PatchTool(module, **options)
+    tool = PatchTool(points, **options)
     tool.only = frozenset()
     rows = []
     with amanda.apply(tool):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import amanda
-from amanda.options import AnyFloat, Name, NonNegativeInt, PositiveInt, Where, checked
+from amanda.options import AnyFloat, NonNegativeInt, PositiveInt, Where, checked
 from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
@@ -18,12 +18,12 @@ from amanda.tools.patch._frameworks import (
     POINTS,
     Side,
     copied,
-    points,
+    point_rules,
     requires_gradient,
 )
 from amanda.tools.patch._region import PatchError, Region, is_value
 from amanda.tools.patch._result import Patched, PatchResult
-from amanda.tools.select import ModulePaths, Paths, Patterns, listed
+from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 
 logger = logging.getLogger("amanda")
@@ -39,11 +39,14 @@ Value: TypeAlias = (
 class PatchTool(amanda.Tool):
     """Save or change tensors at points of a model; `saved` holds saved values, `result` is a table.
 
-    module: paths of modules: "model.layers.1", "model.layers.*".  side: the "output" of their calls, or the
-        "input", their positional arguments.  index: number of the tensor, counted through nested tuples and
-        dicts; None for all.
-    type: words of StandardMapping or names of the framework.  The points are then the ops of these types in
-        the modules and their submodules.
+    points: paths of modules whose own calls are the points: "model.layers.1", "model.layers.*", where `*`
+        stands within a part; "" is the model.  side: the "output" of the calls, or the "input", their
+        positional arguments.  index: number of the tensor, counted through nested tuples and dicts; None for
+        all.
+    type: words of StandardMapping or names of the framework.  The points are then the ops of these types, in
+        the modules of `points`, where given, and in what lies in them.
+    module, exclude: globs of paths of modules: points, or ops, that are of a module or lie in it, and those
+        that are left.  Without `points` and `type` the points are the calls of all modules in `module`.
     set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
         are saved.  A value is a number, nan and inf too, a tensor that broadcasts, a list with a value for
         each execution, a dict of these by point name, or a `PatchTool` that has saved values.
@@ -59,10 +62,10 @@ class PatchTool(amanda.Tool):
     @checked(error=PatchError)
     def __init__(
         self,
-        module: list[str] | str | None = None,
+        points: Sequence[str] | str | None = None,
         side: Side = "output",
         index: NonNegativeInt | None = 0,
-        type: list[Name] | Name | None = None,
+        type: Globs = None,
         set: Value = None,
         add: Value = None,
         scale: Value = None,
@@ -72,10 +75,12 @@ class PatchTool(amanda.Tool):
         axis: int = 1,
         steps: list[NonNegativeInt] | NonNegativeInt | None = None,
         differentiable: bool = False,
+        module: Globs = None,
+        exclude: Globs = None,
     ) -> None:
         super().__init__()
-        if module is None and type is None:
-            raise PatchError("no module and no type; give a module such as 'model.layers.1', a type, or both")
+        if points is None and module is None and type is None:
+            raise PatchError("no points and no type; give a module such as 'model.layers.1', a type, or both")
         edits = {"set": set, "add": add, "scale": scale}
         given = {name: value for name, value in edits.items() if value is not None}
         if len(given) > 1:
@@ -92,11 +97,12 @@ class PatchTool(amanda.Tool):
         self._side, self._index = side, index
         self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
         self._is_point = type is None
-        kind = ModulePaths if self._is_point else Paths
-        self._modules = kind("module", module)
-        self._types = Patterns("type", listed("type", type, PatchError))
-        self._ends = tuple(one.rpartition(".")[2] for one in self._modules.patterns or ())
+        self._points = (ModulePaths if self._is_point else Paths)("points", points)
+        self._selection = Selection(type, module, exclude=exclude)
+        self._ends = tuple(one.rpartition(".")[2] for one in self._points.patterns or ("*",))
         self._differentiable = differentiable
+        self._paths: dict[str, None] = {}
+        self._is_placed = False
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = {}
@@ -105,7 +111,7 @@ class PatchTool(amanda.Tool):
             self._warn(
                 f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
             )
-        self.depends_on(StandardMapping(), points())
+        self.depends_on(StandardMapping(), point_rules())
         self.add_inst_for_op(self._analyse)
 
     @property
@@ -117,8 +123,15 @@ class PatchTool(amanda.Tool):
     def result(self) -> PatchResult:
         """Return a table of the points so far."""
         result = PatchResult(list(self._records.values()), f"Points: {self._edit}")
-        result.remarks = list(self._remarks)
+        result.remarks = [*self._remarks, *as_remarks(self.unmatched())]
         return result
+
+    def unmatched(self) -> list[str]:
+        """Return a sentence for each pattern that no point fitted; an error tells of no point at all."""
+        if not self._records:
+            return super().unmatched()
+        points = unmatched([self._points], noun="point")
+        return [*super().unmatched(), *points, *self._selection.unmatched()]
 
     def clear(self) -> None:
         """Drop saved values, and count executions from 0; analysed ops stay analysed."""
@@ -145,27 +158,35 @@ class PatchTool(amanda.Tool):
         """Remove the points; raise PatchError if ops ran, and nothing was selected."""
         if self._is_point:
             POINTS[self._side].close(self._ends, self._edit != "save")
-        if not self._records and self._modules.met and sys.exc_info()[0] is None:
+        if not self._records and self._paths and sys.exc_info()[0] is None:
             raise PatchError(self._nothing())
 
     def _nothing(self) -> str:
-        wanted = " and ".join(str(one) for one in (self._modules, self._types) if one.patterns is not None)
-        paths = sorted({path[:end] for path in self._modules.met for end in _ends(path)} - {""})
+        options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
+        wanted = " and ".join(filter(None, options))
+        paths = sorted({path[:end] for path in self._paths for end in _ends(path)} - {""})
         shown = ", ".join(paths[:_SHOWN]) + f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
-        hint = NOT_A_POINT if self._is_point and self._modules.matched else ""
-        if self._is_point and any(map(self._modules, POINTS[self._side].by_keyword)):
+        hint = NOT_A_POINT if self._is_point and self._is_placed else ""
+        if self._is_point and any(map(self._has_path, POINTS[self._side].by_keyword)):
             hint = BY_KEYWORD
         return f"PatchTool selected nothing: no op is at {wanted}{side}{hint}; there are the modules {shown}"
 
+    def _has_path(self, path: str) -> bool:
+        return self._points(path) and self._selection.has_path(path)
+
     def _analyse(self, context: amanda.OpContext) -> None:
-        placed = self._modules(*context.get_scopes())
-        self._modules.met.update(context.get_scopes())
+        paths = context.get_scopes()
+        self._paths.update(dict.fromkeys(paths))
+        is_selected = self._points(*paths) and self._selection.fits(context)
+        self._is_placed = self._is_placed or is_selected
+        if not is_selected:
+            return
         if self._is_point:
             side, index = context["point"] or ("", 0)
-            if placed and side == self._side and self._index in (None, index):
+            if side == self._side and self._index in (None, index):
                 self._insert(context, context.get_scope(), index, 0)
-        elif placed and context["point"] is None and self._types(context["type"], context.get_op_type()):
+        elif context["point"] is None:
             values = context.get_inputs() if self._side == "input" else [None] * ((self._index or 0) + 1)
             chosen = range(len(values)) if self._index is None else [self._index]
             for position in chosen:

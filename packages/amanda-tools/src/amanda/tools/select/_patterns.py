@@ -5,43 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 from amanda.errors import AmandaError
 from amanda.options import Name
 
-Globs = list[Name] | Name | None
-"""Names, in which `*` and `?` stand for letters, or a single one; None for all."""
-
 _SEEN = 10_000
 _SHOWN = 8
+
+
+Globs: TypeAlias = Sequence[Name] | Name | None
+"""Names in which `*` and `?` stand for letters, or a single one; None for all, an empty list for none."""
 
 
 class Patterns:
     """One option that selects ops by name: an op is selected if a pattern fits; None selects every op.
 
     option: how the user calls it.  patterns: names, in which `*` and `?` stand for letters; or a single one.
-    matched: whether a name was selected.  met: the names that were not.
+    met: the names that were not selected.  unused: the patterns that fitted no name, in order.
     """
 
     def __init__(self, option: str, patterns: Sequence[str] | str | None) -> None:
         listed = [patterns] if isinstance(patterns, str) else patterns
         self.option = option
         self.patterns = None if listed is None else tuple(map(self._spelt, listed))
-        self.matched = False
+        self.unused = dict.fromkeys(self.patterns or ())
         self.met: set[str] = set()
+
+    @property
+    def matched(self) -> bool:
+        """True if a name was selected by a pattern."""
+        return len(self.unused) < len(set(self.patterns or ()))
 
     def __call__(self, *names: str) -> bool:
         """Return whether an op that has these names is selected."""
         if self.patterns is None:
             return True
         spelt = [self._spelt(name) for name in names]
-        if any(self._fits(name, pattern) for name in spelt for pattern in self.patterns):
-            self.matched = True
-            return True
-        if len(self.met) < _SEEN:
+        fitting = [one for one in self.patterns if any(self._fits(name, one) for name in spelt)]
+        for pattern in fitting:
+            self.unused.pop(pattern, None)
+        if not fitting and len(self.met) < _SEEN:
             self.met.update(spelt)
-        return False
+        return bool(fitting)
 
     def _spelt(self, name: str) -> str:
         return name
@@ -50,7 +56,11 @@ class Patterns:
         return fnmatchcase(name, pattern)
 
     def __str__(self) -> str:
-        return f"{self.option}={'+'.join(self.patterns or ())}"
+        return self.text(self.patterns or ())
+
+    def text(self, patterns: Iterable[str]) -> str:
+        """Return the option with some patterns, as "module=a+b"."""
+        return f"{self.option}={'+'.join(patterns) or '[]'}"
 
 
 class Paths(Patterns):
@@ -89,8 +99,14 @@ def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | Non
 
 
 def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "op") -> list[str]:
-    """Say which options no op fitted, with the nearest names that there were; nothing if no op was met."""
-    return [f"no {noun} was {verb} by {one}{_hint(one)}" for one in options if one.met and not one.matched]
+    """Say which patterns no op fitted, with the nearest names that there were; nothing if no op was met."""
+    sentences = []
+    for option in options:
+        if option.unused and (option.met or option.matched):
+            sentences.append(f"no {noun} was {verb} by {option.text(option.unused)}{_hint(option)}")
+        elif option.patterns == () and option.met and verb == "selected":
+            sentences.append(f"no {noun} was selected by {option}; give None for all")
+    return sentences
 
 
 def as_remarks(texts: Iterable[str]) -> list[str]:
@@ -98,10 +114,9 @@ def as_remarks(texts: Iterable[str]) -> list[str]:
     return [text[0].upper() + text[1:] + "." * (not text.endswith("?")) for text in texts]
 
 
-def _hint(patterns: Patterns) -> str:
-    names = patterns.met - {""}
-    wanted = patterns.patterns or ()
-    near = [name for one in wanted for name in get_close_matches(one, names, n=2, cutoff=0.5)]
+def _hint(option: Patterns) -> str:
+    names = option.met - {""}
+    near = [name for one in option.unused for name in get_close_matches(one, names, n=2, cutoff=0.5)]
     if near:
         return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
     some = sorted(names)[:_SHOWN]

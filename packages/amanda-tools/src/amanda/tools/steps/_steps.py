@@ -9,7 +9,7 @@ from threading import get_ident
 import amanda
 from amanda import interceptor
 from amanda.action import opening
-from amanda.options import checked
+from amanda.options import checked, deprecated
 
 Listener = Callable[[int], object]
 
@@ -68,7 +68,12 @@ class Steps(amanda.Tool):
         self._explicit = True
         self._turn(self.number + 1)
 
+    @deprecated(use="clear", since="amanda-tools 0.2", gone="0.4")
     def restart(self) -> None:
+        """Count from 0 again.  Deprecated: use `clear`."""
+        self.clear()
+
+    def clear(self) -> None:
         """Count from 0 again: the next step that begins is the first."""
         self._leader = None
         for one in self._candidates.values():

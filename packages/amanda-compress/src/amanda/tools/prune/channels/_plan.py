@@ -87,18 +87,18 @@ def select(plan: Plan, choice: Choice) -> None:
         own = [one for one in families if made.issuperset(one.reshape(-1).tolist())]
         if own:
             modules.setdefault(plan.tracing.layer(name), []).extend(own)
-    for option, patterns in (("module", choice.module), ("exclude", choice.exclude)):
-        for pattern in patterns or ():
-            selection = Paths(option, pattern)
-            if not any(selection(path) for path in modules):
-                raise PruneError("".join(unmatched([selection], noun="layer with channels")))
     is_chosen, is_excluded = Paths("module", choice.module), Paths("exclude", choice.exclude or ())
+    chosen_paths = {path for path in modules if is_chosen(path)}
+    excluded_paths = {path for path in modules if is_excluded(path)}
+    noun = "layer with channels"
+    if texts := [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]:
+        raise PruneError("; ".join(texts))
     for path, own in modules.items():
-        if is_excluded(path):
+        if path in excluded_paths:
             labels.leave(own, f"{path} is excluded")
     if choice.module is not None:
         chosen = {
-            root for path, own in modules.items() for one in own if is_chosen(path)
+            root for path, own in modules.items() for one in own if path in chosen_paths
             for root in labels.roots(one).reshape(-1).tolist()
         }  # fmt: skip
         for own in modules.values():

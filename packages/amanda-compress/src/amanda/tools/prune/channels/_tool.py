@@ -140,6 +140,10 @@ class ChannelPruneTool(amanda.Tool):
         self._finalized = result
         return result
 
+    def clear(self) -> None:
+        """Forget the groups and what was chosen; call `prepare` again."""
+        self._forget()
+
     def scope_entered(self) -> None:
         """Let the model run in the ops that can be masked."""
         self._simulations.append(ExitStack())

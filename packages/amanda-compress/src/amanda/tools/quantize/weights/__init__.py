@@ -6,7 +6,7 @@ with amanda.apply(gptq), gptq.calibrating():
         model(batch)
 gptq.finalize(model)         # the weights that the integers stand for, in floating point
 convert(model, gptq)         # or integers, in torchao's tensors
-save_compressed("folder", model, gptq)
+convert(model, gptq, "folder")         # or a checkpoint of integers for vLLM
 """
 
 from amanda.tools.quantize._convert import convert

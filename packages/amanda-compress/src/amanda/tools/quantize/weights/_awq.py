@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import amanda
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
@@ -13,7 +14,8 @@ from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, tied
 from amanda.tools.quantize.weights._grouping import dequantized, quantized
 from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
-from amanda.tools.weights import SelectionOptions
+from amanda.tools.select import as_remarks
+from amanda.tools.weights import ParameterStore, SelectionOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +36,7 @@ class AWQTool(IntegerTool, FoldingTool):
     type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
 
     Ops read the integers' weight divided by the scales of the inputs again.  Each weight has its own scales,
-    or after `plan_fold` each input; `fold` writes them into the layers that make the inputs.
+    or after `prepare` each input; `finalize` writes them into the layers that make the inputs.
     Raises QuantizeError for options that make no sense.
 
     >>> awq = AWQTool(bits=4, group_size=32)
@@ -95,6 +97,23 @@ class AWQTool(IntegerTool, FoldingTool):
             if weight.layout is not None and weight.layout[axis] == "O":
                 weight["scale"] = weight["scale"] * weight.like(scale, weight["scale"])[:, None]
         weight["sums"] = sums_of(weight.plain(value))
+
+    def finalize(self, model: Any) -> Any:
+        """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
+
+        After `prepare` the scales of inputs go into the layers that make the inputs, if there are such;
+        remarks of the result name the weights that hold their scales themselves, and why.
+        Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as before.
+        """
+        if self._folds is None:
+            return super().finalize(model)
+        self.check_model(model)
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
+            folded = self.write_factors(model, undo)
+            result = super().finalize(model)
+        texts = (f"{name} holds the scales of its inputs: {why}" for name, why in folded.left.items())
+        result.remarks = [*result.remarks, *as_remarks(texts)]
+        return result
 
     def _rounded(self, matrix: Tensor, size: int) -> Tensor:
         return dequantized(*quantized(matrix, self.grid, size))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
+from amanda.options import deprecated
 from amanda.tools.kit import canonical_extents
 from amanda.tools.mapping import MATRIX_PRODUCTS
 from amanda.tools.quantize._grid import QuantizeError
@@ -96,6 +97,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
+        self._is_finding_weights = False
         self.settled: set[CalibratedWeight] = set()
         self.add_inst_for_op(self._analyse)
 
@@ -106,22 +108,40 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """
         raise NotImplementedError
 
+    def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
+        """Run `model` once on an example, so that its weights are found; return the model's result.
+
+        Before a calibration ops compute with the weights as they are, and else with those of the calibration
+        or of the state that was loaded.
+        """
+        is_made = any(weight.is_ready or weight.is_left for weight in self.weights)
+        self._is_finding_weights = not (is_made or self.waiting_state())
+        try:
+            return super().prepare(model, *example, **kwargs)
+        finally:
+            self._is_finding_weights = False
+
     @contextmanager
     def calibrating(self) -> Iterator[None]:
         """Return a context whose executions calibrate, and compute with the weights as they are.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
-        with self.collecting():
+        with self._collecting():
             yield
             for weight in self.weights:
                 self.settle(weight)
         self.calibration = "all weights by inputs from the model as it is"
 
+    @deprecated(use="calibrating", since="amanda-compress 0.2", gone="0.4")
+    def collecting(self) -> AbstractContextManager[None]:
+        """Return a context that begins a calibration anew.  Deprecated: use `calibrating`."""
+        return self._collecting()
+
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def _collecting(self) -> Iterator[None]:
         """Return a context that begins a calibration anew; `settle` makes the states within."""
-        self.renew()
+        self._expire()
         for weight in self.weights:
             weight.is_left = False
         self.is_calibrating, self.calibration, self.settled = True, "", set()
@@ -140,7 +160,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
         if self.is_calibrating and weight.is_ready and weight not in self.settled:
             weight.updated = -1
-        if not (weight.is_ready or weight.is_left or self.is_calibrating):
+        if not (weight.is_ready or weight.is_left or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
                 f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"

@@ -26,8 +26,8 @@ _TINYGEMM_GROUPS = (32, 64, 128)
 class ConvertResult(Result):
     """The layers that were converted: the type of each tensor, and bytes of its weight before and after.
 
-    model: the module, or the path of the file.  before, after: bytes of the parameters and buffers of the
-    module, or of the file.
+    model: the module, or the path of the file or folder.  before, after: bytes of the parameters and buffers
+    of the module, or of the file.
     left: weights that stay in floating point, and why: a module holds there what the integers stand for.
     """
 
@@ -83,15 +83,6 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         from torchao.quantization import Int8Tensor
     except ImportError as error:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
-    if not isinstance(model, torch.nn.Module):
-        raise QuantizeError(
-            f"a {type(model).__name__} was given; give a torch.nn.Module, or the path of an ONNX file (.onnx)"
-        )
-    if not isinstance(tool, IntegerTool):
-        raise QuantizeError(
-            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
-            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
-        )
     layers, left = linear_layers(model, tool)
     before, rows = model_bytes(model), []
     made: dict[int, tuple[nn.Linear, nn.Parameter]] = {}

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
+from amanda.options import deprecated
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
@@ -96,8 +97,8 @@ class FoldResult(Result):
 class FoldingTool(CalibratedTool):
     """A calibrated tool with a factor for each input of a weight, `smoothing`, by which inputs are divided.
 
-    `plan_fold` before the calibration finds which parameters can take the factors, and has weights that
-    multiply one input share them; `fold` after it writes them.
+    `prepare` before the calibration finds which parameters can take the factors, and has weights that
+    multiply one input share them; `finalize` after it writes them.
     """
 
     def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
@@ -115,7 +116,7 @@ class FoldingTool(CalibratedTool):
         """
         raise NotImplementedError
 
-    def plan_fold(self, model: nn.Module, *example: Any, **named: Any) -> None:
+    def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Find the parameters that make the inputs of products in a call of the model; call it at first.
 
         The weights that multiply one input share their factors in calibrations from now on: the largest
@@ -123,19 +124,33 @@ class FoldingTool(CalibratedTool):
         can take factors if products alone read what it makes: also through ReLU, pooling, a product of two
         tensors, and attention, of which it makes the values.  A cache of values that the model returns in an
         object of its own holds divided ones.
-        The model is in evaluation mode meanwhile, and as it was afterwards.
+        The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result:
+        after `load_state_dict`, with the state that was loaded.
         Raises QuantizeError for what is no torch.nn.Module, and where factors would change the results.
         """
+        result = self._plan(model, example, kwargs)
+        return super().prepare(model, *example, **kwargs) if self.waiting_state() else result
+
+    @deprecated(use="prepare", since="amanda-compress 0.2", gone="0.4")
+    def plan_fold(self, model: nn.Module, *example: Any, **named: Any) -> None:
+        """Find the parameters that can take factors.  Deprecated: use `prepare`."""
+        self._plan(model, example, named)
+
+    def _plan(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Find the parameters that can take factors, try them; return what the model returns."""
         import torch
 
         from amanda.tools.prune.channels.tracing import Module
         from amanda.tools.quantize.weights._factors import FactorTracing
 
         if not isinstance(model, torch.nn.Module):
-            raise QuantizeError(f"plan_fold was given a {type(model).__name__}; give a torch.nn.Module")
+            raise QuantizeError(
+                f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
+            )
         subject, tracing = Module(model), FactorTracing(model)
         with subject.evaluating(), amanda.disabled():
-            wanted = list(subject.floats(model(*example, **named)))
+            result = model(*example, **named)
+            wanted = list(subject.floats(result))
         with subject.evaluating():
             tracing.follow(example, named)
         identities = {
@@ -154,31 +169,35 @@ class FoldingTool(CalibratedTool):
                 )
         self._folds = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._unfolded = unfolded
+        return result
 
+    @deprecated(use="finalize", since="amanda-compress 0.2", gone="0.4")
     def fold(self, model: nn.Module) -> FoldResult:
+        """Write the factors into the parameters of a model.  Deprecated: use `finalize`."""
+        if self._folds is None:
+            raise QuantizeError(
+                f"call prepare(model, example) of this {type(self).__name__} before its calibration: it "
+                "finds the parameters that can take the factors"
+            )
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
+            return self.write_factors(model, undo)
+
+    def write_factors(self, model: nn.Module, undo: list[Callable[[], Any]]) -> FoldResult:
         """Multiply weights of a model by their factors, and divide the parameters that make their inputs.
 
         The model computes the same within the rounding of its parameters, and no op divides by a factor that
-        is folded.  Weights whose factors have no such place stay, and ops go on dividing their inputs in a
+        is written.  Weights whose factors have no such place stay, and ops go on dividing their inputs in a
         scope of the tool: see `left` of the result.
-        Raises QuantizeError before `plan_fold`, and for another model; after an exception the model and the
-        tool are as they were.
+        undo: what undoes the changes is added to it.  Raises QuantizeError for another model.
         """
-        if self._folds is None:
-            raise QuantizeError(
-                f"call plan_fold(model, example) of this {type(self).__name__} before its calibration: it "
-                "finds the parameters that can take the factors"
-            )
-        return self.written(model)
-
-    def written(self, model: nn.Module) -> FoldResult:
-        """Write the factors that have a place in parameters of a model, see `fold`."""
         try:
-            return self._folded(model, self._folds or {})
+            return self._written(model, self._folds or {}, undo)
         except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
-    def _folded(self, model: nn.Module, folds: Mapping[int, Fold]) -> FoldResult:
+    def _written(
+        self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
+    ) -> FoldResult:
         held = {one.identity: one for one in parameter_store("torch").parameters(model)}
         weights = {one.holder: one for one in self.weights if one.is_ready and one.part is None}
         if not held.keys() & weights.keys():
@@ -186,8 +205,8 @@ class FoldingTool(CalibratedTool):
                 f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
                 "within tool.calibrating() first"
             )
-        unplanned = "plan_fold(model, example) was not called before the calibration"
-        unmet = unplanned if self._folds is None else "plan_fold met no product with the whole parameter"
+        unplanned = "prepare(model, example) was not called before the calibration"
+        unmet = unplanned if self._folds is None else "prepare met no product with the whole parameter"
         left, chosen = dict[str, str](), list[Fold]()
         for weight in self.weights:
             fold = None if weight.part is not None else folds.get(weight.holder)
@@ -205,14 +224,13 @@ class FoldingTool(CalibratedTool):
             factors = weights[fold.readers[0][0]]["smoothing"]
             for identity, axis, scale in fold.scales(factors):
                 scales[identity].append((axis, scale))
-        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
-            for identity, own in scales.items():
-                held[identity].change(partial(_scaled, scales=own), undo=undo)
-            readers = {identity for fold in chosen for identity, _ in fold.readers}
-            for identity, own in scales.items():
-                if identity in weights:
-                    undo.append(_restoring(weights[identity]))
-                    self.on_folded(weights[identity], held[identity].read(), own, identity in readers)
+        for identity, own in scales.items():
+            held[identity].change(partial(_scaled, scales=own), undo=undo)
+        readers = {identity for fold in chosen for identity, _ in fold.readers}
+        for identity, own in scales.items():
+            if identity in weights:
+                undo.append(_restoring(weights[identity]))
+                self.on_folded(weights[identity], held[identity].read(), own, identity in readers)
         return FoldResult(model, chosen, left)
 
     def on_folded(
@@ -242,9 +260,9 @@ class FoldingTool(CalibratedTool):
         weight["smoothing"] = self._shared[fold]
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def _collecting(self) -> Iterator[None]:
         """Return a context that begins a calibration anew, with factors anew."""
-        with super().collecting():
+        with super()._collecting():
             try:
                 yield
             finally:
@@ -273,7 +291,7 @@ class FoldingTool(CalibratedTool):
         first, *others = [weights[identity]["smoothing"] for identity, _ in fold.readers]
         _, places = np.unique(fold.slots, return_index=True)
         if not all(bool((one == first).all()) for one in [*others, first[places[fold.slots]]]):
-            return "its factors are of a calibration before plan_fold, and others of the same input differ"
+            return "its factors are of a calibration before prepare, and others of the same input differ"
         return None
 
 

@@ -67,7 +67,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         turn: _Turn | None = None
         calls = done = 0
         try:
-            with self.collecting(), Progress(progress) as shown:
+            with self._collecting(), Progress(progress) as shown:
                 while turn is None or turn.waiting:
                     self._turn = turn = _Turn()
                     run()
@@ -89,7 +89,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
                     if weight not in self.settled:
                         self.settle(weight)
         except BaseException:
-            self.renew()
+            self._expire()
             raise
         finally:
             self._turn = None

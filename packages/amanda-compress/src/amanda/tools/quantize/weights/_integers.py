@@ -189,7 +189,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             raise QuantizeError(
                 f"the integers of {weight.name} are of other values than it has: it was written after they "
                 "were chosen, or another tool changed what ops read; finalize that tool first, or call "
-                f"renew() of this {type(self).__name__} and run the model again"
+                f"clear() of this {type(self).__name__} and run the model again"
             )
 
     def write_rounded(self, model: Any, weights: Iterable[CalibratedWeight]) -> None:

@@ -27,7 +27,14 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
     import torch
 
     if not isinstance(model, torch.nn.Module):
-        raise QuantizeError(f"a {type(model).__name__} was given; give a torch.nn.Module")
+        raise QuantizeError(
+            f"a {type(model).__name__} was given; give a torch.nn.Module, or the path of an ONNX file (.onnx)"
+        )
+    if not isinstance(tool, IntegerTool):
+        raise QuantizeError(
+            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
+            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
+        )
     tool.check_model(model)
     owners: dict[Any, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

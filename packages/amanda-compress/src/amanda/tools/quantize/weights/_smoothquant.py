@@ -11,7 +11,7 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._fold import FoldingTool, FoldResult, tied
-from amanda.tools.weights import ParameterSlice, SelectionOptions
+from amanda.tools.weights import ParameterSlice, ParameterStore, SelectionOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class SmoothQuantTool(FoldingTool):
     """Divides the inputs of products by a factor for each channel, and multiplies weights by it.
 
     The products stay what they are, within rounding; a `QuantizeTool` that is applied after this tool
-    quantises what is smoother.  Each weight has its own factors, or after `plan_fold` each input; `finalize`
+    quantises what is smoother.  Each weight has its own factors, or after `prepare` each input; `finalize`
     writes them into the layers that make the inputs.
 
     alpha: the share of the outliers' size, as an exponent, that moves from activations into weights.
@@ -86,13 +86,15 @@ class SmoothQuantTool(FoldingTool):
         return x / factors.reshape(-1, *(1,) * (-axis - 1)), value
 
     def finalize(self, model: Any) -> FoldResult:
-        """Write the factors into a model as `fold` does; the model computes the same without the tool.
+        """Write the factors into the parameters of a model, which then computes the same without the tool.
 
         A weight whose inputs no parameter can be divided for stays as it is, and so do all weights without
-        `plan_fold` before the calibration: see `left` of the result.
-        Raises QuantizeError for a model of which no weight was calibrated.
+        `prepare` before the calibration: see `left` of the result.
+        Raises QuantizeError for a model of which no weight was calibrated; after an exception model and tool
+        are as they were.
         """
-        return self.written(model)
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
+            return self.write_factors(model, undo)
 
 
 @checked(error=QuantizeError)

@@ -19,6 +19,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     dtype: of its elements.  shape: extents, with None for one that is known at execution only.
     """
 
+    # NumPy's scalars defer to this class in mixed operations.
     __array_priority__ = 1000
 
     def __init__(self, recorder: NodeRecorder, name: str, type: TypeProto) -> None:
@@ -65,15 +66,17 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<traced {self.dtype} {self.name}>"
 
+    # The mixin defines `__eq__`, which would remove the hash.
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
         raise NotTraceable("it decides by a value that is known as it runs; numpy.where chooses in a graph")
 
-    def _number(self, *_: Any, **__: Any) -> Any:
+    def _raise_not_traceable(self, *_: Any, **__: Any) -> Any:
         raise NotTraceable("it makes a Python number, or an array, of a value that is known as it runs")
 
-    __float__ = __int__ = __index__ = __complex__ = __array__ = item = tolist = __setitem__ = _number
+    __float__ = __int__ = __index__ = __complex__ = _raise_not_traceable
+    __array__ = item = tolist = __setitem__ = _raise_not_traceable
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))

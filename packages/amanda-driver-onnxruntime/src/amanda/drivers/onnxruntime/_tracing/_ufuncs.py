@@ -75,6 +75,7 @@ def _promote_inputs(
 ) -> tuple[list[TracedArray], np.dtype[Any]]:
     """Return the inputs in the dtype in which NumPy computes, and the dtype of the result."""
     extents = (1,) * (name == "matmul")
+    # NumPy itself finds the result's dtype, on empty arrays; Python numbers are weak, as in its rules.
     samples = [
         value if isinstance(value, (bool, int, float)) else np.empty(extents, _dtype(value))
         for value in inputs

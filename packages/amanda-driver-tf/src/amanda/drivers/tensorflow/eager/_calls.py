@@ -11,7 +11,7 @@ from tensorflow.python.eager import core
 from tensorflow.python.framework import ops
 
 from .._operation import Operation
-from ._schema import Schema, flattened
+from ._schema import Schema, flatten
 from ._state import MARK, TapeMark, local
 from ._variables import variables
 
@@ -39,12 +39,13 @@ class EagerCall(Call):
         self.op = schema.op
         self.names: Sequence[str] = schema.names
         self.mutable: Sequence[int] = schema.written
+        # No op returns an input: tensors are immutable, and a write into a variable returns nothing.
         self.targets = ()
 
     def attributes(self) -> dict[str, Any]:
         """Return the op's attributes by name, including types and numbers of tensors."""
-        attributes = self.schema.completed(self.attrs)
-        return {**attributes, **self.schema.inferred(self.inputs, attributes)}
+        attributes = self.schema.with_defaults(self.attrs)
+        return {**attributes, **self.schema.infer_attributes(self.inputs, attributes)}
 
     def parameters(self) -> Sequence[int]:
         """Return the positions of the inputs that were read from a variable."""
@@ -79,9 +80,11 @@ class EagerCall(Call):
         finally:
             local.marking = marking
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
-        inferred = self.schema.inferred(inputs, attributes)
+        # Gradient functions read types and list lengths from the attributes, which the fast path infers
+        # natively.
+        inferred = self.schema.infer_attributes(inputs, attributes)
         attrs = self.attrs + tuple(value for pair in inferred.items() for value in pair)
-        record_on_tapes(self.schema.type, flattened(inputs), attrs, results, marking.mark())
+        record_on_tapes(self.schema.type, flatten(inputs), attrs, results, marking.mark())
         return result
 
     def compute(self, inputs: Sequence[Any]) -> Any:
@@ -91,23 +94,23 @@ class EagerCall(Call):
 
     def backward_op(self) -> Operation:
         """Return the op as a backward op with its attributes: a context has those of the forward op."""
-        return Operation(self.schema.type, attributes=self.schema.completed(self.attrs))
+        return Operation(self.schema.type, attributes=self.schema.with_defaults(self.attrs))
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list of outputs, and a function that gives such a list the result's form."""
-        return self.schema.output_form(result, self.attributes)
+        return self.schema.split_outputs(result, self.attributes)
 
-    def flat(self, result: Any) -> list[Any]:
+    def flatten_result(self, result: Any) -> list[Any]:
         """Return the tensors of a result."""
-        return [] if result is None else flattened(result) if isinstance(result, (list, tuple)) else [result]
+        return [] if result is None else flatten(result) if isinstance(result, (list, tuple)) else [result]
 
-    def unflat(self, result: Any, tensors: list[Any]) -> Any:
+    def restore_result(self, result: Any, tensors: list[Any]) -> Any:
         """Return tensors in the form of a result."""
         if not isinstance(result, (list, tuple)):
             return tensors[0] if tensors else None
         return with_structure_of(result, iter(tensors))
 
-    def regrouped(self, tensors: list[Any]) -> list[Any]:
+    def group_inputs(self, tensors: list[Any]) -> list[Any]:
         """Return tensors in the form of the op's inputs."""
         inputs: list[Any] = with_structure_of(self.inputs, iter(tensors))
         return inputs
@@ -142,7 +145,7 @@ class FastCall(EagerCall):
         except core._FallbackException:
             # An attribute needs conversion, such as "float32" to a type. TensorFlow's Python code would
             # convert it and call `execute`, which the driver would take for another call of the op.
-            self.attrs = self.schema.converted(self.attrs)
+            self.attrs = self.schema.convert_attributes(self.attrs)
             return self._execute((*self._head, *inputs, *self.attrs))
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
@@ -150,6 +153,7 @@ class FastCall(EagerCall):
         if pywrap_tfe.TFE_Py_TapeSetIsStopped():
             result = self.run(inputs)
         else:
+            # The fast path records the op by itself; recording is stopped to record it with the mark instead.
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
             try:
                 result = self.run(inputs)
@@ -157,7 +161,7 @@ class FastCall(EagerCall):
                 pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
         if result is None:
             return None, []
-        return result, flattened(result) if isinstance(result, list) else [result]
+        return result, flatten(result) if isinstance(result, list) else [result]
 
 
 class SlowCall(EagerCall):
@@ -173,30 +177,30 @@ class SlowCall(EagerCall):
         self._type, self._outputs, tensors, attrs, self._ctx, self._name = args
         self.attrs = tuple(attrs) if attrs else ()
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
-        self.inputs = schema.grouped_inputs(tensors, attributes)
+        self.inputs = schema.group_inputs(tensors, attributes)
 
     def formed(self, result: Any) -> Any:
         """Return a replacement's result as a flat list of tensors, which the caller unpacks."""
         local.op_is_recorded = True  # a replacement's ops record themselves
         formed = super().formed(result)
-        return [] if formed is None else flattened([formed])
+        return [] if formed is None else flatten([formed])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a flat result as a list of outputs, and a function that makes such a list flat."""
         if not isinstance(result, list):
-            result = flattened([result])
-        return self.schema.grouped_outputs(result, self.attributes), flattened
+            result = flatten([result])
+        return self.schema.group_outputs(result, self.attributes), flatten
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the op and record it."""
         result, results = self.run_unrecorded(inputs)
         if not pywrap_tfe.TFE_Py_TapeSetIsEmpty():
-            record_on_tapes(self.schema.type, flattened(inputs), self.attrs, results, None)
+            record_on_tapes(self.schema.type, flatten(inputs), self.attrs, results, None)
         return result
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         """Run the op without recording it; its caller does not record it either."""
-        tensors = flattened(inputs)
+        tensors = flatten(inputs)
         result = self._execute((self._type, self._outputs, tensors, self.attrs, self._ctx, self._name))
         local.op_is_recorded = True
         return result, list(result)
@@ -223,6 +227,8 @@ def record_on_tapes(
 ) -> None:
     """Record an op on the tapes, with a mark by which the backward pass finds the op's execution."""
     if mark is not None:
+        # A tape passes attributes to the gradient function unread, so the mark lives and dies with the tape's
+        # record.
         attrs = (*attrs, MARK, mark)
         mark.record_tensors(inputs, outputs)
     pywrap_tfe.TFE_Py_RecordGradient(type, inputs, attrs, outputs, ops.get_name_scope())

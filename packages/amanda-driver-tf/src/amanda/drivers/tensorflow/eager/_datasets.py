@@ -28,7 +28,7 @@ class Datasets:
         self._first_new_uid = 0
         self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Patch the iterators of datasets until `attributes` are restored."""
         self._first_new_uid = ops.uid()
         self._earlier_iterators.clear()
@@ -43,6 +43,7 @@ class Datasets:
         def method(iterator: Any, *args: Any) -> Any:
             result = original(iterator, *args)
             activation = interceptor.active()
+            # A dataset that is built in a scope is reported when its op is called.
             if activation is not None and self._is_earlier(iterator):
                 activation.state.report(*REPORTED)
             return result

@@ -18,7 +18,7 @@ from ._calls import EagerCall, FastCall, SlowCall
 from ._datasets import REPORTED, Datasets
 from ._interception import Interception, call_execute
 from ._modules import Modules
-from ._schema import flattened
+from ._schema import flatten
 from ._state import Marking, TapeMark
 from ._tape import Tape
 from ._variables import Variable, variables
@@ -50,22 +50,24 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
         check("eager")
         self._attached = True
-        self._interception.enter(self.attributes)
-        self._tape.enter(self.attributes)
+        self._interception.patch(self.attributes)
+        self._tape.patch(self.attributes)
         allow_tapes_in_routines(self.attributes)
-        self._datasets.enter(self.attributes)
-        self._modules.enter()
+        self._datasets.patch(self.attributes)
+        self._modules.patch()
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
-        self._modules.leave()
+        self._modules.restore()
         super().detach()
         if self._attached:
+            # Native code still holds the stand-ins until TensorFlow's functions are registered again.
             self._tape.register()
             self._attached = False
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""
+        # A site's target is a partial of one of two functions, which tell the forms of a call apart.
         kind = SlowCall if site.target.func is call_execute else FastCall
         return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 
@@ -113,7 +115,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         """Return which tensors a tape watches, as bits; None where none does."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return None
-        tensors = [value for value in flattened(inputs) if value.__class__ is EagerTensor]
+        tensors = [value for value in flatten(inputs) if value.__class__ is EagerTensor]
         if not pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors):
             return None
         bits = 1

@@ -29,13 +29,14 @@ class EarlierTapes:
         self._first_new_uid = 0
         self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Collect the tapes that are opened from now on, until `attributes` are restored."""
         self._first_new_uid = ops.uid()
         push = backprop.GradientTape._push_tape
 
         @functools.wraps(push)
         def push_tape(tape: Any) -> None:
+            # A tape gets its native tape at its first push; it is pushed again after `stop_recording`.
             if tape._tape is None:
                 self._new_tapes.add(tape)
             push(tape)

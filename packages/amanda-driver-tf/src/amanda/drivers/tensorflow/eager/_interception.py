@@ -46,6 +46,7 @@ class OpDetours:
             schema.takes_variable or schema.has_functions or any(schema.lists)
         )
         if schema is not None:
+            # Each op type has a site of its own, which needs a callable of its own.
             self.fast = interception.detour(type, partial(interception.fast_path), schema)
             self.fast_with_variables = interception.detour(
                 type, partial(_call_fast_path, interception.fast_path), schema
@@ -80,9 +81,10 @@ class Interception:
         self.execute = execute.quick_execute
         self._entries = DetoursByType(self)
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
         quick, slow = execute.quick_execute, execute.execute
+        # A program may have wrapped a stand-in of an earlier scope; the wrapper must not call itself.
         if not attributes.serves_again(pywrap_tfe, "TFE_Py_FastPathExecute"):
             self._use_functions(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
         if not attributes.serves_again(execute, "quick_execute"):
@@ -91,6 +93,7 @@ class Interception:
         attributes.set(execute, "quick_execute", self._stand_in_for_execute())
         if slow is quick:
             attributes.set(execute, "execute", self._stand_in_for_execute())
+        # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already.
         elif slow is not execute.execute_with_callbacks:  # which calls the one above
             patched = Interception(self._driver, self._backward)
             patched._use_functions(self.fast_path, slow)
@@ -282,4 +285,5 @@ def _number_as_tensor(value: Any, type: int) -> Any:
         runtime.ensure_initialized()  # a process whose first op this is would crash
         return EagerTensor(value, runtime.device_name, type)
     except (TypeError, ValueError):
+        # TensorFlow converts the value by its own rules, or raises its own error.
         raise core._FallbackException from None

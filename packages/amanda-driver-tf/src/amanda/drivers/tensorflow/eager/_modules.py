@@ -20,21 +20,25 @@ class Modules:
     def __init__(self) -> None:
         self._attributes = Attributes()
 
-    def enter(self) -> None:
+    def patch(self) -> None:
         """Make each call of a module or layer a region."""
         for module, name in LAYERS:
             self._attributes.when_imported(module, partial(self._enclose_layer, module, name))
+        # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is
+        # created.
         for kind in _callable_modules(tf.Module):
             self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
 
         def enclosed(kind: Any, /, **kwargs: Any) -> None:
+            # The stand-in is no method of a class, so it names the class after which the search for a method
+            # begins.
             super(tf.Module, kind).__init_subclass__(**kwargs)
             if isinstance(vars(kind).get("__call__"), types.FunctionType):
                 self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
 
         self._attributes.set(tf.Module, "__init_subclass__", classmethod(enclosed))
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Restore the `__call__` of the classes."""
         self._attributes.restore()
 

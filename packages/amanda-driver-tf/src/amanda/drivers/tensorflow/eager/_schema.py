@@ -34,6 +34,7 @@ class Schema:
         self.count = len(self.inputs)
         self.takes_variable = any(arg.type == tf.resource.as_datatype_enum for arg in self.inputs)
         handles = [i for i, arg in enumerate(self.inputs) if arg.type == tf.resource.as_datatype_enum]
+        # An OpDef does not say which resources an op writes, but the names of writing ops follow a pattern.
         self.written = tuple(handles) if self.type.startswith(_WRITING) else ()
         self.has_functions = any(attr.type in ("func", "list(func)") for attr in op_def.attr)
         self.lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)
@@ -60,7 +61,7 @@ class Schema:
                         return int(tensor._datatype_enum())
         return int(self._types.get(arg.type_attr, 0))
 
-    def completed(self, attrs: Sequence[Any]) -> dict[str, Any]:
+    def with_defaults(self, attrs: Sequence[Any]) -> dict[str, Any]:
         """Return attributes by name, with the op's default where a value is None."""
         attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
         for name, value in attributes.items():
@@ -68,13 +69,13 @@ class Schema:
                 attributes[name] = attribute_value(self._defaults[name])
         return attributes
 
-    def converted(self, attrs: Sequence[Any]) -> tuple[Any, ...]:
+    def convert_attributes(self, attrs: Sequence[Any]) -> tuple[Any, ...]:
         """Return names and values of attributes in the forms that `execute` takes: "float32" as a DType, ...
 
         Raises TypeError, as TensorFlow does, for a value that has no such form.
         """
         converted: list[Any] = []
-        for name, value in self.completed(attrs).items():
+        for name, value in self.with_defaults(attrs).items():
             kind = self._kinds.get(name, "")
             is_list = kind.startswith("list(") and isinstance(value, (list, tuple))
             convert = _CONVERTERS.get(kind.removeprefix("list(").removesuffix(")"))
@@ -83,11 +84,11 @@ class Schema:
             converted += [name, value]
         return tuple(converted)
 
-    def grouped_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
+    def group_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
         """Return flat tensors as the op's inputs, of which each may be a list of tensors."""
         return _group_tensors(self.inputs, tensors, attributes) if self._has_lists else list(tensors)
 
-    def output_form(
+    def split_outputs(
         self, result: Any, attributes: Callable[[], dict[str, Any]]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list of outputs, and a function that gives such a list the result's form."""
@@ -101,15 +102,15 @@ class Schema:
             return [list(result)], _single
         if any(isinstance(output, (list, tuple)) for output in result):
             return list(result), list
-        return self.grouped_outputs(result, attributes), flattened
+        return self.group_outputs(result, attributes), flatten
 
-    def grouped_outputs(self, tensors: Sequence[Any], attributes: Callable[[], dict[str, Any]]) -> list[Any]:
+    def group_outputs(self, tensors: Sequence[Any], attributes: Callable[[], dict[str, Any]]) -> list[Any]:
         """Return flat tensors as the op's outputs, of which each may be a list of tensors."""
         return (
             _group_tensors(self.outputs, tensors, attributes()) if any(self._output_lists) else list(tensors)
         )
 
-    def inferred(self, inputs: Sequence[Any], explicit: dict[str, Any]) -> dict[str, Any]:
+    def infer_attributes(self, inputs: Sequence[Any], explicit: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes that follow from the inputs, and are not explicit: DTypes, list lengths."""
         attributes: dict[str, Any] = {}
         for arg, value in zip(self.inputs, inputs, strict=True):
@@ -163,7 +164,7 @@ class Schemas(dict[str, Schema | None]):
         return schema
 
 
-def flattened(values: Sequence[Any]) -> list[Any]:
+def flatten(values: Sequence[Any]) -> list[Any]:
     """Return the values, with each list replaced by its elements; a hot path."""
     for value in values:
         kind = value.__class__

@@ -122,6 +122,7 @@ class BackwardPass:
 
         is_maker: True if the op computed the gradient's tensor, False if the op read the tensor.
         """
+
         self.claims.setdefault(gradient._id, (gradient, {}))[1][mark] = is_maker, self.calls
 
     def claim_returned(self, gradients: Iterable[Any], inputs: Iterable[int], mark: TapeMark | None) -> None:

@@ -15,9 +15,10 @@ from tensorflow.python.ops import custom_gradient
 
 from ._calls import EagerCall
 from ._earlier_tapes import EarlierTapes
-from ._schema import flattened
+from ._schema import flatten
 from ._state import UNMARKED, BackwardPass, ForwardContext, GradientCall, Marking, TapeMark, local, tensors_of
 
+# A place of a backward op is order, op and count in one number; sums of gradients count from _SUMS.
 _OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
 
 
@@ -28,16 +29,18 @@ class Tape:
         self._driver = driver
         self._earlier_tapes = EarlierTapes()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Patch the functions of tapes until `attributes` are restored; call `register` then."""
         # An interrupt of an earlier scope may have left its op, gradient function or pass here.
         local.backward_pass = local.gradient_call = local.marking = None
-        self._earlier_tapes.enter(attributes)
+        self._earlier_tapes.patch(attributes)
         attributes.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
+        # Forward accumulators get the attributes of a record, too, and use them as a cache key.
         attributes.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
         self.register()
         attributes.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
         attributes.set(record, "record_operation", self._stand_in_for_record_operation())
+        # `tf.recompute_grad` is a second reference to the function.
         for holder in (custom_gradient, tf):
             attributes.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
 
@@ -61,8 +64,10 @@ class Tape:
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
                 return original(*args, **kwargs)
+            # Without routines at backward points, a pass runs as without tools; its ops are no forward ops.
             if not any(layer.wants_backward for layer in activation.state.layer.chain):
                 return _run_unmarked(original, *args, **kwargs)
+            # With an outer tape the backward ops are recorded, and have backward ops themselves.
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
             earlier = self._earlier_tapes.may_be(args[0] if args else kwargs["tape"])
             outer_state = local.backward_pass, local.gradient_call, local.marking
@@ -156,18 +161,19 @@ class Tape:
             return self._run_backward_op(local.gradient_call, state, call)
         backward_pass = local.backward_pass
         assert backward_pass is not None
-        tensors = flattened(call.inputs)
+        tensors = flatten(call.inputs)
         mark = backward_pass.owner(tensors)
         if mark is None:
             self._earlier_tapes.report_function(call.schema.type)
             return call.run(call.inputs)
         gradient_call = GradientCall(mark, state, tensors)
+        # Ops outside of gradient functions are additions by the tape; their number per mark makes the place.
         gradient_call.count = _SUMS + backward_pass.counts.get(id(mark), 0)
         backward_pass.counts[id(mark)] = backward_pass.counts.get(id(mark), 0) + 1
         assert mark.trace is not None
         backward_pass.traces[id(mark.trace)] = mark.trace
         result = self._run_backward_op(gradient_call, state, call)
-        for tensor in tensors_of(flattened([result])):
+        for tensor in tensors_of(flatten([result])):
             backward_pass.claim(tensor, mark, True)
         return result
 
@@ -182,12 +188,12 @@ class Tape:
             gradient_call.mark.place * _OP_STEP + gradient_call.count + gradient_call.mark.order * _ORDER_STEP
         )
         gradient_call.count += 1
-        tensors = flattened(call.inputs)
+        tensors = flatten(call.inputs)
         positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]
         step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
         if not step.wanted:
             result = self._run_op(gradient_call, call, call.inputs)
-            values = call.flat(result)
+            values = call.flatten_result(result)
         else:
             result, values = self._run_routines(gradient_call, call, step, tensors, positions)
         if positions:
@@ -212,14 +218,14 @@ class Tape:
         if any(new is not old for new, old in zip(grads, incoming, strict=True)):
             for position, gradient in zip(positions, grads, strict=True):
                 tensors[position] = gradient
-            inputs = call.regrouped(tensors)
+            inputs = call.group_inputs(tensors)
         result = self._run_op(gradient_call, call, inputs)
-        values = call.flat(result)
+        values = call.flatten_result(result)
         with Suspension():
             new_values = step.after(values, grads)
         if all(new is old for new, old in zip(new_values, values, strict=True)):
             return result, values
-        return call.unflat(result, new_values), new_values
+        return call.restore_result(result, new_values), new_values
 
     def _run_op(self, gradient_call: GradientCall, call: EagerCall, inputs: list[Any]) -> Any:
         """Run the op; where a tape records it, mark it so that its backward ops belong to the same trace."""

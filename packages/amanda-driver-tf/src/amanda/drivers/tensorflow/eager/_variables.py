@@ -17,6 +17,7 @@ class Variable:
     __slots__ = ("__weakref__", "_handle")
 
     def __init__(self, handle: Any, forget: Callable[[Any], None]) -> None:
+        # An eager handle is freed with its variable; the id of a freed handle is not used again.
         self._handle = weakref.ref(handle, forget)
 
     @property

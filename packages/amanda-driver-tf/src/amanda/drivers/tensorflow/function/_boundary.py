@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import tensorflow as tf
 from amanda import interceptor
 from amanda.backend import Attributes, Execution, State
+from amanda.errors import RoutineError
 from amanda.graph import Copy
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function, concrete_function
@@ -18,10 +22,41 @@ from tensorflow.python.framework import dtypes, errors
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import gradients_util
 
-from ..graph import GraphTensors
-from ._copies import RegisteredCopy
-from ._options import unoptimized
-from ._threads import FunctionExecution, check_threads
+from ..graph import GraphTensors, running
+from ._copies import RegisteredCopy, call_unoptimized
+
+
+class FunctionExecution(Execution):
+    """An execution of a function, whose routines run on the threads that all functions share."""
+
+
+def check_threads(function: Any) -> None:
+    """Raise RoutineError if a routine calls a function while there is one thread: it would wait forever."""
+    if isinstance(running.execution, FunctionExecution) and _number_of_threads() == 1:
+        raise RoutineError(
+            f"a routine calls the function {_user_name(function)}, which would wait forever for the only "
+            "thread that TensorFlow has for ops, as the routine runs on it; before any op runs call "
+            "tf.config.threading.set_inter_op_parallelism_threads(2), or set TF_NUM_INTEROP_THREADS=2 in the "
+            "environment"
+        )
+
+
+@cache
+def _number_of_threads() -> int:
+    """Return the number of threads for ops: the configured one, or that of available processors."""
+    requested = tf.config.threading.get_inter_op_parallelism_threads()
+    environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if requested or (environment.isdigit() and int(environment)):
+        return int(requested or environment)
+    # Containers limit the processors of a process, which TensorFlow counts like this.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _user_name(function: Any) -> str:
+    name = function.decode() if isinstance(function, bytes) else str(function)
+    return name.removeprefix("__inference_").removeprefix("__forward_").rpartition("_")[0] or name
+
 
 _TENSORS = GraphTensors()
 _INT64 = dtypes.int64.as_datatype_enum
@@ -67,7 +102,7 @@ class FunctionBoundary:
         self._copy = copy
         self._thread = _ThreadCalls()
 
-    def enter(self, attributes: Attributes) -> None:
+    def patch(self, attributes: Attributes) -> None:
         """Patch the calls until `attributes` are restored."""
         self._patch_call_flat(attributes)
         self._patch_call_function(attributes)
@@ -80,6 +115,7 @@ class FunctionBoundary:
         @functools.wraps(call)
         def call_flat(atomic: Any, *args: Any) -> Any:
             activation = interceptor.active()
+            # A call within a graph is an operation of that graph, which is rewritten with it.
             if activation is None or not atomic._bound_context.executing_eagerly():
                 return call(atomic, *args)
             return self._call_instrumented(activation.state, call, atomic, args)
@@ -113,6 +149,7 @@ class FunctionBoundary:
                     outputs = call(atomic, *args)
             finally:
                 self._thread.pending = outer
+        # TensorFlow wraps the backward function after the call has ended, so the record waits for that.
         if copy.handed_on is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
         return outputs
@@ -127,6 +164,7 @@ class FunctionBoundary:
             check_threads(name)
             if pending is None or pending[0] != name:
                 return call(current, name, tensor_inputs, num_outputs)
+            # The copy may call functions itself, which are not the pending one.
             self._thread.pending = None
             _, copy, execution = pending
             return _call_copy(functools.partial(call, current), copy, execution, tensor_inputs, num_outputs)
@@ -202,6 +240,7 @@ class FunctionBoundary:
         def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
             return wrap(graph, self._with_record(functions, backward), outputs)
 
+        # An attribute of the instance hides the method for the one call of `record`.
         functions._wrap_backward_function = wrap_backward_function
         try:
             recorded.record(outputs)
@@ -228,10 +267,11 @@ def _call_copy(
     call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
     """Call a copy with the execution's number as last argument; errors name the function."""
+    # The constructor is faster than `tf.constant`.
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
     arguments = copy.name, [*args, number], count
     try:
-        return unoptimized(call, *arguments) if copy.skips_optimizer else call(*arguments)
+        return call_unoptimized(call, *arguments) if copy.skips_optimizer else call(*arguments)
     except errors.OpError as error:
-        copy.in_vanilla_terms(error)
+        copy.rename_in_error(error)
         raise

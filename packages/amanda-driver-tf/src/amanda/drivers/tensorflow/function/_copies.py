@@ -1,18 +1,22 @@
-"""Copies of functions that are registered with the runtime, and facts of forward functions."""
+"""Copies of functions that are registered with the runtime, and facts of forward functions.
+
+A copy in which no operators can be fused runs without TensorFlow's graph optimizer.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from amanda.backend import OpFacts
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
 from ..graph import Location, Rewriting
 from ..graph._facts import facts_of, grouped_outputs
-from ._options import is_torn
 
 
 class RegisteredCopy:
@@ -25,16 +29,18 @@ class RegisteredCopy:
     def __init__(self, vanilla: str, definitions: Sequence[Any]) -> None:
         """Register the copy, the last of these definitions, and the functions that it calls."""
         self._vanilla = vanilla
-        self.skips_optimizer = is_torn(definitions)
+        self.skips_optimizer = is_unfusable(definitions)
         self._handles: list[Any] = []
         current = context.context()
         for definition in definitions:
             self.name = definition.signature.name.encode()
+            # A name contains a digest of the content, so a function of that name is the same copy.
             if not current.has_function(self.name):
                 current.add_function_def(definition)
+            # The runtime drops a function with its last AtomicFunction.
             self._handles.append(atomic_function.AtomicFunction(self.name, current, None))
 
-    def in_vanilla_terms(self, error: Any) -> None:
+    def rename_in_error(self, error: Any) -> None:
         """Replace the copy's name in an operation's error by the function's."""
         error._message = error._message.replace(self.name.decode(), self._vanilla)
 
@@ -61,9 +67,10 @@ class ForwardFacts:
             }
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
+            # Graphs die with their functions; a plan must not keep them.
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
-    def hand_on(self, rewriting: Rewriting) -> None:
+    def copy_into(self, rewriting: Rewriting) -> None:
         """Copy the facts of the forward operations into the rewriting of a backward function."""
         rewriting.analysis.plans.update(self.plans)
         for name, table in self.tables.items():
@@ -82,3 +89,37 @@ class ForwardFacts:
         facts = facts_of(op, op_id, rewriting.namespace, place=locations[op_id])
         facts.outputs = grouped_outputs(op, op.node_def)
         return op_id, facts
+
+
+_CALLBACK = "EagerPyFunc"
+_DEFAULT = rewriter_config_pb2.RewriterConfig()
+
+
+def is_unfusable(definitions: Sequence[Any]) -> bool:
+    """Return True if functions have as many calls of Python as operators, so that none can be fused."""
+    types = [node.op for definition in definitions for node in definition.node_def]
+    # A call of Python for each operator is half of all nodes.
+    return 2 * types.count(_CALLBACK) >= len(types)
+
+
+def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
+    """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
+    current = context.context()
+    before = current.function_call_options
+    # The options are those of a thread, so calls on other threads keep theirs.
+    current.function_call_options = _options_without_optimizer(
+        before.config_proto_serialized, before.executor_type
+    )
+    try:
+        return call(*args)
+    finally:
+        current.function_call_options = before
+
+
+@lru_cache(maxsize=16)
+def _options_without_optimizer(serialized: bytes, executor_type: str | None) -> Any:
+    """Return these options without the optimizer, unless the user has set options of the optimizer."""
+    config = config_pb2.ConfigProto.FromString(serialized)
+    options = config.graph_options.rewrite_options
+    options.disable_meta_optimizer = options.disable_meta_optimizer or options == _DEFAULT
+    return context.FunctionCallOptions(executor_type, config)

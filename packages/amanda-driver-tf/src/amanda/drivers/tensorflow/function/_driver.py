@@ -1,13 +1,15 @@
-"""The driver of function mode."""
+"""The driver of function mode, and the ids of functions, which are the same in every process."""
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, GraphDriver, State, Uninstrumented
+from amanda.backend import GraphAnalysis, GraphDriver, State, Uninstrumented, digest
 from amanda.graph import Copy
 from tensorflow.python.eager import context, record
 
@@ -32,7 +34,6 @@ from ..graph import (
 from ._boundary import ForwardRecord, FunctionBoundary
 from ._copies import ForwardFacts, RegisteredCopy
 from ._gradient_recording import forget_gradient_function, record_gradients
-from ._identities import Identities, split_name
 
 FunctionCall = tuple[Any, Sequence[Any], ForwardRecord | None]
 """A function, its arguments, and the record of the forward call whose gradients it computes, or None."""
@@ -59,7 +60,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
     def attach(self) -> None:
         """Patch the calls of functions, and the creation of gradients."""
         check("function")
-        self._boundary.enter(self.attributes)
+        self._boundary.patch(self.attributes)
         record_gradients(self.attributes)
         allow_tapes_in_routines(self.attributes)
 
@@ -85,17 +86,19 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
         rewriting.runs_without_xla = compiled
         analysis.closed = _is_closed(analysis.state, forward_record)
+        # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
         rewriting.layers.add_variables(_live_variables(function.graph))
         forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
         if forward is not None:
-            forward.hand_on(rewriting)
+            forward.copy_into(rewriting)
             if kind == "forward" and (rewriting.saved_values or rewriting.autodiff_places):
                 rewriting.report(f"second gradients of {name}", "they take what routines gave for constants")
         body = function_body(
-            function, self._identities.of(function.graph, function.name), rewriting, args.__getitem__,
-            within=_calling_layers(function.graph), apart=kind == "forward", backward=forward_record is not
-            None, forward_identity=None if forward is None else forward.identity,
+            function, self._identities.identity_of(function.graph, function.name), rewriting,
+            args.__getitem__, within=_calling_layers(function.graph), apart=kind == "forward",
+            backward=forward_record is not None,
+            forward_identity=None if forward is None else forward.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
         rewriting.changed = rewritten.changed
@@ -111,7 +114,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
     def runnable(self, graph: FunctionCall, rewriting: Rewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
-        for name in ops_with_generators(with_callees(rewriting.library, _definition)):
+        for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
             rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
         return registered
 
@@ -124,6 +127,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
             return self.copy((atomic, args, forward_record), state, closed, atomic, forward_record.copy)
         if state.layer is None:
             return None
+        # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
         if b"__backward_" in atomic.name:
             if any(layer.wants_backward for layer in state.layer.chain):
                 name = split_name(atomic.name.decode())[1]
@@ -159,6 +163,37 @@ def _live_variables(graph: Any) -> list[Any]:
     return [variable for variable in variables if variable is not None]
 
 
-def _definition(name: str) -> Any:
+def _find_definition(name: str) -> Any:
     current = context.context()
     return current.get_function_def(name) if current.has_function(name) else None
+
+
+_RUNTIME_NAME = re.compile(r"^__(inference|forward|backward)_(.*?)(?:_\d+)*$")
+
+
+class Identities:
+    """Numbers of the graphs of functions: digests of a name without counters and a count of that name."""
+
+    def __init__(self) -> None:
+        self._by_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._counts: dict[str, int] = {}
+
+    def identity_of(self, graph: Any, name: str) -> int:
+        """Return the number of a graph, from the runtime name of its function."""
+        identity = self._by_graph.get(graph)
+        if identity is None:
+            kind, base = split_name(name)
+            # A forward function has the ops of the inference function, and the same ids.
+            key = f"backward {base}" if kind == "backward" else base
+            self._counts[key] = self._counts.get(key, 0) + 1
+            identity = self._by_graph[graph] = digest("function", key, self._counts[key])
+        return identity
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a runtime name into "inference", "forward" or "backward" and the user's name."""
+    kind, base = "inference", name
+    # Prefixes nest, as in "__inference___backward_f_12_34"; the innermost one counts.
+    while kind == "inference" and (match := _RUNTIME_NAME.match(base)):
+        kind, base = match.group(1), match.group(2)
+    return kind, base

@@ -72,7 +72,7 @@ def _patch_symbolic_gradients(attributes: Attributes) -> None:
     def create_op_internal(self: Any, *args: Any, **kwargs: Any) -> Any:
         created = create(self, *args, **kwargs)
         if _differentiated.ops and _differentiated.ops[-1] is not None:
-            records.note(created, _differentiated.ops[-1])
+            records.record(created, _differentiated.ops[-1])
         return created
 
     attributes.set(ops.Graph, "_original_op", original_op)
@@ -88,6 +88,8 @@ def _patch_tapes(attributes: Attributes) -> None:
     def record_gradient(op_name: str, inputs: Any, attrs: Any, outputs: Any) -> Any:
         first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else None
         if first is not None and not isinstance(first, ops.EagerTensor) and hasattr(first, "op"):
+            # A tape passes attributes to the gradient function unread; the stand-in below takes the mark out
+            # again.
             attrs = (*(attrs or ()), _MARK, weakref.ref(first.op))
         return record(op_name, inputs, attrs, outputs)
 
@@ -124,6 +126,7 @@ def _stand_in_for_record_operation(original: Any) -> Any:
         first = output_tensors[0] if output_tensors else None
         if first is None or isinstance(first, ops.EagerTensor) or not hasattr(first, "op"):
             return original(op_type, output_tensors, input_tensors, backward_function, *positional, **named)
+        # A strong reference would keep the graph alive as long as the tape's record.
         maker = weakref.ref(first.op)
 
         def backward(*gradients: Any) -> Any:

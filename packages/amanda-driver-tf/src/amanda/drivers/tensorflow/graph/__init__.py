@@ -10,15 +10,13 @@ from ._control_flow import loop_entries
 from ._definitions import NUMBER, edited_definition, numbered_copy
 from ._forward_map import records
 from ._function_body import function_body
-from ._functions import GraphFunction, function_named, function_of
-from ._generators import ops_with_generators, with_callees
+from ._functions import GraphFunction, function_named, function_of, ops_with_generators, with_callees
 from ._locations import Location, Locations
 from ._nodes import constant, control_trigger, new_node, placeholder
-from ._reads import TensorFlowReads
 from ._rewrite import rewrite
 from ._slots import running
 from ._syntax import Edge, GraphSyntax
-from ._values import GraphTensors, variable_of
+from ._values import GraphTensors, TensorFlowReads, variable_of
 from ._xla import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
 
 __all__ = [

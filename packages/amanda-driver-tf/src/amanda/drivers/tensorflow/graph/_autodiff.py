@@ -39,6 +39,7 @@ class SavedValues:
 
     def __init__(self, values: TapedValues, readers: int) -> None:
         self._values: TapedValues | None = values
+        # `list.pop` is atomic, so that no lock is needed.
         self._pending_reads = [None] * readers
 
     def take(self) -> TapedValues:
@@ -57,6 +58,7 @@ def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> Ta
     stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if stopped:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    # Several pullbacks may ask the tape for gradients.
     tape = tapes.push_new_tape(persistent=True)
     try:
         for tensor in inputs:

@@ -15,7 +15,7 @@ from tensorflow.python.framework import tensor_util
 
 from ._autodiff import Readers
 from ._locations import LayerIndex, Location
-from ._reads import TensorFlowReads
+from ._values import TensorFlowReads
 
 if TYPE_CHECKING:
     from amanda.backend import OpFacts

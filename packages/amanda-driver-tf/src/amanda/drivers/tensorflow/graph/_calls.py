@@ -74,12 +74,15 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
         if function is None:
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
+        # A trial needs present values, which a file does not have; below an XLA graph that passed, callees
+        # pass.
         is_untried = not rewriting.written and not rewriting.runs_without_xla
         is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
         if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, read_argument)):
             rewriting.compiled.add(op)
             rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
             return None
+        # A function that is called at several places has other ids at each.
         identity = digest(op_id(body, op.name), place)
         inner = function_body(
             function, identity, rewriting, read_argument, argument_variable, caller=(body, op),
@@ -141,5 +144,7 @@ def _add_number_argument(node: Any, kind: str, depth: int) -> None:
     node.op = kind
     node.attr["T" if kind == "While" else "Tin"].list.type.append(INT64)
     if kind == "While" and node.attr["output_shapes"].list.shape:
+        # The number is a loop variable, a vector with an element for each loop around the body.
         node.attr["output_shapes"].list.shape.add().dim.add(size=1 + depth)
+    # XLA cannot compile calls of Python.
     node.attr.pop("_XlaMustCompile", None)

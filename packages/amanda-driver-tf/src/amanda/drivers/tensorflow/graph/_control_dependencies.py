@@ -28,13 +28,13 @@ class ControlDependencies:
         self._triggers: dict[tuple[str, ...], str] = {}
         self._number_count = 0
 
-    def note(self, node: str, name: str, number: str) -> None:
+    def add_node(self, node: str, name: str, number: str) -> None:
         """Add a node that reads a number and runs where the operation `name` runs, for others to wait for."""
         self.numbers[node] = number
         if name in self.in_flow:
             self._may_be_left_out.add(node)
 
-    def after(self, nodes: Iterable[str], number: str) -> list[str]:
+    def control_inputs_after(self, nodes: Iterable[str], number: str) -> list[str]:
         """Return control inputs for a node that reads `number`, so that it runs after other nodes.
 
         Nodes in a loop of gradients get none for nodes in the forward loop: the whole loop waits.

@@ -28,6 +28,7 @@ def numbered_copy(
     needs.
     """
     copy = _replace_nodes(definition, rewritten)
+    # XLA cannot compile calls of Python.
     for attribute in ("_XlaMustCompile", "_xla_compile_id"):
         copy.attr.pop(attribute, None)
     copy.signature.input_arg.append(op_def_pb2.OpDef.ArgDef(name=NUMBER, type=INT64))
@@ -35,6 +36,8 @@ def numbered_copy(
     inserted |= dict.fromkeys(rewritten.removed.get(name, name) for name in rewritten.called_nodes)
     for name in inserted:
         key = f"amanda_{name}".replace("/", "_")
+        # TensorFlow prunes nodes that no result needs; a control output keeps a node, and the call waits for
+        # it.
         copy.control_ret[key] = name
         copy.signature.control_output.append(key)
     if step:

@@ -1,5 +1,8 @@
-"""Facts of an operation of a graph, for tools."""
+"""Facts of an operation of a graph for tools, and its eager computation for replacements."""
 
+from __future__ import annotations
+
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,10 +13,10 @@ from google.protobuf.json_format import MessageToDict
 
 import tensorflow as tf
 from amanda.backend import Namespace, OpFacts
+from amanda.errors import RoutineError
 from tensorflow.python.framework import dtypes, tensor_util
 
 from .._operation import Operation
-from ._eager_computation import eager_computation
 from ._locations import Location
 from ._syntax import input_sizes, op_def, output_sizes
 from ._values import VALUE_FORWARDING, VARIABLES
@@ -157,3 +160,42 @@ def _python_scalar(kind: str, value: Any) -> Any:
         except UnicodeDecodeError:
             return value
     return MessageToDict(value) if kind == "func" else value
+
+
+def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that computes an operation eagerly from its inputs, with its attributes."""
+    kind, definition = op.type, op.op_def
+    inferred = {
+        name
+        for argument in definition.input_arg
+        for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
+    }
+    # The attributes are read at once: the function is called when the graph may be gone.
+    attributes = {
+        attribute.name: op.get_attr(attribute.name)
+        for attribute in definition.attr
+        if attribute.name not in inferred
+    }
+    names = [argument.name for argument in definition.input_arg]
+
+    def compute(inputs: Sequence[Any]) -> Any:
+        function = getattr(tf.raw_ops, kind, None)
+        if function is None or len(inputs) != len(names):
+            raise RoutineError(
+                f"{kind} cannot be computed by itself: it is no op of tf.raw_ops"
+                if function is None
+                else f"{kind} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}"
+            )
+        arguments = {**dict(zip(names, inputs, strict=True)), **attributes}
+        python_names = _python_names(function, list(arguments))
+        return function(**{python_names.get(name, name): value for name, value in arguments.items()})
+
+    return compute
+
+
+def _python_names(function: Callable[..., Any], names: Sequence[str]) -> dict[str, str]:
+    """Return Python's names of the arguments that have other names in TensorFlow's OpDef."""
+    parameters = [name for name in inspect.signature(function).parameters if name != "name"]
+    renamed = [name for name in names if name not in parameters]
+    python_only = [name for name in parameters if name not in names]
+    return dict(zip(renamed, python_only, strict=False))

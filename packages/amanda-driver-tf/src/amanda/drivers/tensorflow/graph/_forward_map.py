@@ -24,9 +24,10 @@ class _Records:
     """Forward operations of gradient operations, recorded when TensorFlow creates the latter."""
 
     def __init__(self) -> None:
+        # Weak both ways: the records must not keep the user's graphs alive.
         self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
-    def note(self, op: tf.Operation, forward: tf.Operation) -> None:
+    def record(self, op: tf.Operation, forward: tf.Operation) -> None:
         """Record that `op` computes a gradient of `forward`."""
         if op is not forward and op not in self._forward:
             self._forward[op] = weakref.ref(forward)
@@ -34,6 +35,7 @@ class _Records:
     def get(self, op: tf.Operation) -> tf.Operation | None:
         """Return the forward operation; None where none was recorded."""
         reference = self._forward.get(op)
+        # TensorFlow itself records the forward op of `tf.gradients`, not of tapes.
         return op._original_op if reference is None else reference()
 
 
@@ -90,6 +92,7 @@ class ForwardMap:
         """Return None, then the forward operation, then the forward operation of that, and so on."""
         forward = self._forward.get(op)
         ancestors = [None, forward] if forward is not None else [None]
+        # A wrong guess from names might make a cycle.
         while forward is not None and len(ancestors) < _MAX_ORDER:
             forward = self._forward.get(forward) or records.get(forward)
             if forward is not None:
@@ -102,6 +105,7 @@ class ForwardMap:
         forward = records.get(op)
         if forward is None or forward.graph is op.graph:
             return forward
+        # The operations of a graph that TensorFlow has copied have no records; their originals have.
         twin = ops_by_name.get(forward.name)
         return forward if twin is None or twin.type != forward.type else twin
 
@@ -165,6 +169,8 @@ class ForwardMap:
             ):
                 continue
             shared = sum(_tensor_key(tensor) in reads for tensor in (*candidate.inputs, *candidate.outputs))
+            # "Conv2DBackpropInput" begins with the type of its forward op, which says more than a shared
+            # tensor.
             score = 2 * shared + 3 * op.type.startswith(candidate.type)
             if score >= max(best[0], 1):
                 best = (score, candidate)

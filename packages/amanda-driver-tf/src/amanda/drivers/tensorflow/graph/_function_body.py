@@ -10,7 +10,7 @@ from tensorflow.python.framework import ops, tensor_util
 
 from ._body import Body, Rewriting
 from ._definitions import NUMBER
-from ._eager_computation import eager_computation
+from ._facts import eager_computation
 from ._forward_map import ForwardMap
 from ._functions import GraphFunction, executed_nodes, function_named
 from ._locations import Locations
@@ -161,6 +161,7 @@ class _ValueReader:
             if not isinstance(value, ops.EagerTensor):
                 return tensor
             if op.type == "ReadVariableOp":
+                # The Variable object may be out of reach, while its handle is an argument.
                 return tf.raw_ops.ReadVariableOp(resource=value, dtype=tensor.dtype)
             return tf.cast(value, tensor.dtype)
         if op.type in ("Reshape", "Transpose"):

@@ -1,15 +1,15 @@
-"""Functions of the runtime: their definitions, and the graphs in which they were traced."""
+"""Functions of the runtime: their definitions, graphs, callees, and random ops."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import function_def_to_graph, ops
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
 
 from ._syntax import op_def
 
@@ -72,6 +72,7 @@ def function_named(name: str, graph: Any) -> GraphFunction | None:
     definition = current.get_function_def(name) if handle is None else getattr(handle, "definition", None)
     if definition is None:
         return None
+    # The new graph must not become a child of the graph that the caller is building.
     with ops.Graph().as_default():
         return GraphFunction(definition, function_def_to_graph.function_def_to_graph(definition))
 
@@ -88,6 +89,7 @@ def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
         return None
     names: dict[str, str] = {}
     for node, op in zip(definition.node_def, operations, strict=False):
+        # TensorFlow appends "_1" and the like to a name that an argument or result has, too.
         if node.op != op.type or not node.name.startswith(op.name):
             return _identical_names(operations, definition)
         names[op.name] = node.name
@@ -117,3 +119,42 @@ def executed_nodes(definition: Any) -> set[str]:
         reached.add(name)
         pending += [text.removeprefix("^").partition(":")[0] for text in nodes[name].input]
     return reached
+
+
+def ops_with_generators(functions: Iterable[Any]) -> list[str]:
+    """Return the names of nodes of functions whose kernels hold a seeded generator."""
+    return [
+        f"{node.name} ({node.op})"
+        for function in functions
+        for node in function.node_def
+        if _has_generator(node)
+    ]
+
+
+def with_callees(functions: Iterable[Any], find: Any) -> list[Any]:
+    """Return the functions and all that they call, each once; `find` returns a definition by name."""
+    definitions = {function.signature.name: function for function in functions}
+    pending = list(definitions.values())
+    while pending:
+        for name in _callee_names(pending.pop()):
+            definition = None if name in definitions else find(name)
+            if definition is not None:
+                definitions[name] = definition
+                pending.append(definition)
+    return list(definitions.values())
+
+
+def _has_generator(node: Any) -> bool:
+    definition = op_def_registry.get(node.op)
+    # Stateless random ops get their state as an input.
+    if definition is None or not definition.is_stateful or "seed2" not in node.attr:
+        return False
+    return bool(node.attr["seed"].i or node.attr["seed2"].i)  # without both, no run repeats another
+
+
+def _callee_names(function: Any) -> Iterator[str]:
+    for node in function.node_def:
+        for value in node.attr.values():
+            if value.func.name:
+                yield value.func.name
+            yield from (callee.name for callee in value.list.func)

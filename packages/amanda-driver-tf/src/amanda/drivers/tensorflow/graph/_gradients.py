@@ -164,6 +164,7 @@ class GradientEdges:
     def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
         readers = [self._forward.get(consumer) for consumer in self._consumers.get(tensor_key(gradient), ())]
         is_only_output = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
+        # The op that computed an input reads its gradient: that is worth more than any other hint.
         return 4 * (value.op in readers) + (
             is_only_output and tensor_key(value) not in self._forward_tensors_read(gradient.op, group)
         )
@@ -187,6 +188,7 @@ class GradientEdges:
             return False
         if tensor_key(tensor) in map(tensor_key, (*forward.inputs, *forward.outputs)):
             return False
+        # In a graph of gradients alone, a gradient comes in through a placeholder, or from any op before.
         if producer.graph is not forward.graph:
             return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
         later = self._order.get(producer, -1) > self._order.get(forward, -1)

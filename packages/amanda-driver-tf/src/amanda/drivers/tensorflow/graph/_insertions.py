@@ -103,12 +103,15 @@ class Insertions:
         name = self.body.node_name(op)
         forward = self.forward.get(name)
         for packed_group in [packed_group for packed_group in self._packs if packed_group != group]:
+            # Routines at a gradient op wait for the node with the routines of its forward op, so that node
+            # has to exist.
             if forward in self._packs[packed_group].names or frames.encloses(packed_group, group):
                 self._flush(packed_group)
         pack = self._packs.get(group)
         sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
         if pack is not None:
             size = sum(size for ref, size in sizes.items() if ref not in pack.tensors)
+            # A tensor that a later node reads cannot be freed or overwritten in the meantime.
             if pack.nbytes + size > self.rewriting.budget:
                 self._flush(group)
                 pack = None
@@ -141,7 +144,7 @@ class Insertions:
         node = self._add_call(
             PackedObservers(pack.members), pack.number, refs, list(dict.fromkeys(control_inputs)), types, ()
         )
-        self.dependencies.note(node.name, next(iter(pack.names)), pack.number)
+        self.dependencies.add_node(node.name, next(iter(pack.names)), pack.number)
         for name in pack.names:
             self.inserted.setdefault(name, []).append(node.name)
         self._flushed[group] = node.name
@@ -172,7 +175,7 @@ class Insertions:
             self._flush(group)
         control_inputs = list(dict.fromkeys([*control_inputs, *self._after_forward_routines(name, number)]))
         node = self._add_call(inserted, number, refs, control_inputs, input_types, result_types)
-        self.dependencies.note(node.name, name, number)
+        self.dependencies.add_node(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
         if not instead and not (ahead and (result_types or not refs or may_end_loop(op))):
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
@@ -210,7 +213,9 @@ class Insertions:
 
         They wait for the routines at its forward operation, which may put values into `run`.
         """
-        return self.dependencies.after(self.inserted.get(self.forward.get(name, ""), ()), number)
+        return self.dependencies.control_inputs_after(
+            self.inserted.get(self.forward.get(name, ""), ()), number
+        )
 
     def _control_inputs_of(self, name: str, refs: Sequence[str]) -> list[str]:
         """Return control inputs for a node that runs before an operation, and only where that runs."""

@@ -87,6 +87,7 @@ class LayerIndex:
         base_classes = layer_classes()
         is_layer_class: dict[type, bool] = {}
         layers = []
+        # Keras has no list of its layers.
         for candidate in gc.get_objects():
             candidate_class = type(candidate)
             if candidate_class not in is_layer_class:

@@ -35,6 +35,7 @@ def opaque_identity(name: str, inputs: Iterable[str], kind: int, rank: int | Non
 
     rank: None if unknown.
     """
+    # Grappler removes Identity nodes.
     node = new_node(name, "EnsureShape", inputs, T=kind)
     shape = node.attr["shape"].shape
     shape.unknown_rank = rank is None

@@ -128,6 +128,7 @@ class PackedObservers:
             try:
                 values = observer.values(flat)
                 kwargs = {**observer.kwargs, "run": run_of(observer)} if action.takes_run else observer.kwargs
+                # A tool's routines run one at a time; TensorFlow runs nodes on many threads.
                 with action.tool._amanda.lock:
                     result = action.func(*values, **kwargs)
                 if result is not None:

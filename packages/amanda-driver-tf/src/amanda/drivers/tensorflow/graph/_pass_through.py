@@ -34,7 +34,7 @@ class PassThroughOps:
         computed = self._edges.input_gradients(op) if positions and op in self._edges.groups else {}
         return [i for i in positions if i not in computed and is_differentiable(op.inputs[i])]
 
-    def follow(self, op: tf.Operation, value: Any, gradient: Any, ref: str, vanilla: str) -> None:
+    def redirect_gradient(self, op: tf.Operation, value: Any, gradient: Any, ref: str, vanilla: str) -> None:
         """Make the readers of a forward value's gradient read `ref`, also behind pass-through operations.
 
         op: the backward operation that is being edited.  vanilla: the ref of the unchanged gradient.
@@ -49,9 +49,9 @@ class PassThroughOps:
         analysed = self._rewriter.analysed_forward(maker)
         if analysed is None:
             return
-        refs = self._rewriter.pullbacks.past(op, analysed[0], gradient, ref, positions)
+        refs = self._rewriter.pullbacks.insert_past(op, analysed[0], gradient, ref, positions)
         for i in positions:
-            self.follow(op, maker.inputs[i], gradient, refs.get(i, ref), vanilla)
+            self.redirect_gradient(op, maker.inputs[i], gradient, refs.get(i, ref), vanilla)
 
     def _redirect_gradient_readers(self, maker: tf.Operation, gradient: Any, ref: str) -> None:
         """Make backward operations of `maker` read `ref`; for the last maker, also sums and results."""

@@ -31,7 +31,7 @@ class Pullbacks:
         self._entered_by_id: dict[int, dict[int, tuple[Any, str]]] = {}
         self._pulled: dict[Any, str] = {}
 
-    def at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
+    def insert_at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
         """Make a backward operation read gradients of outputs behind pullbacks of routines after its op."""
         places, read = self._rewriting.autodiff_places.get(forward_id), self._rewriter.read_at
         self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
@@ -43,15 +43,16 @@ class Pullbacks:
             ref = self._pulled.get((forward, tensor_key(tensor)))
             if ref is None:
                 ref = read(op, i)
+                # Gradients pass the routines in reverse order.
                 for place in reversed([place for place in places or () if place.side == "after"]):
-                    pulled = self._pull(op, place, {position: (tensor, ref)}, {position: tensor})
+                    pulled = self._insert_pullback(op, place, {position: (tensor, ref)}, {position: tensor})
                     ref = pulled.get(position, ref)
                 self._pulled[forward, tensor_key(tensor)] = ref
             self._entered.setdefault(forward, {})[position] = (tensor, ref)
             if ref != read(op, i):
                 self._rewriter.redirect(op, i, ref)
 
-    def at_inputs(
+    def insert_at_inputs(
         self, op: tf.Operation, forward: tf.Operation, forward_id: int, pass_through: Sequence[int] = ()
     ) -> dict[int, tuple[Any, str]]:
         """Return the gradients of a forward operation's inputs behind all pullbacks, each with its ref.
@@ -69,23 +70,25 @@ class Pullbacks:
             refs |= dict.fromkeys(pass_through, entered[0])
             gradients = {i: tensor for i, (tensor, _) in refs.items()}
         for place in instead:
-            pulled = self._pull(op, place, self._entered.get(forward, {}), gradients)
+            pulled = self._insert_pullback(op, place, self._entered.get(forward, {}), gradients)
             refs = {i: (gradients[i], ref) for i, ref in pulled.items()}
         for place in (place for place in places if place.side == "past"):
-            pulled = self._pull(op, place, self._entered_by_id.get(place.replacement_id or 0, {}), gradients)
+            pulled = self._insert_pullback(
+                op, place, self._entered_by_id.get(place.replacement_id or 0, {}), gradients
+            )
             refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
         for place in reversed(before):
-            pulled = self._pull(op, place, refs, gradients)
+            pulled = self._insert_pullback(op, place, refs, gradients)
             refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
         return refs
 
-    def past(
+    def insert_past(
         self, op: tf.Operation, forward_id: int, gradient: Any, ref: str, positions: Sequence[int]
     ) -> dict[int, str]:
         """Return refs of the gradients of inputs, behind all pullbacks of a pass-through operation."""
         places = self._rewriting.autodiff_places.get(forward_id, [])
         for place in reversed([place for place in places if place.side == "after"]):
-            ref = self._pull(op, place, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
+            ref = self._insert_pullback(op, place, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
         gradients = dict.fromkeys(positions, gradient)
         refs = dict.fromkeys(positions, ref)
         for place in reversed([place for place in places if place.side in ("before", "instead", "past")]):
@@ -96,10 +99,10 @@ class Pullbacks:
                     if place.replacement_id is None
                     else self._entered_by_id.get(place.replacement_id, {})
                 )
-            refs |= self._pull(op, place, incoming, gradients)
+            refs |= self._insert_pullback(op, place, incoming, gradients)
         return refs
 
-    def _pull(
+    def _insert_pullback(
         self,
         op: tf.Operation,
         place: AutodiffPlace,
@@ -121,10 +124,13 @@ class Pullbacks:
         is_in_body = identity == self._insertions.body.identity
         dependencies = self._insertions.dependencies
         control_inputs = (
-            dependencies.after([node_name], self._rewriter.body.number_at(op, True)) if is_in_body else []
+            dependencies.control_inputs_after([node_name], self._rewriter.body.number_at(op, True))
+            if is_in_body
+            else []
         )
         readers = self._rewriting.readers[place.values_key]
         readers.count += 1
+        # A pullback in another body, in a loop or behind a branch may run several times, or never.
         if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.in_flow:
             readers.read_once = False
         name = self._insertions.add(

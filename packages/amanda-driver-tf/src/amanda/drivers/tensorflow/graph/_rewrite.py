@@ -30,7 +30,7 @@ _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 def rewrite(body: Body, rewriting: Rewriting) -> RewrittenBody:
     """Analyse each operation of a body, and edit its nodes and the functions that they call."""
     rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
-    return BodyRewriter(body, rewriting).rewritten()
+    return BodyRewriter(body, rewriting).rewrite()
 
 
 class BodyRewriter(RoutineRewriter):
@@ -70,6 +70,8 @@ class BodyRewriter(RoutineRewriter):
             for op, forward in self.forward.items()
             if forward.graph is op.graph and op.type not in _PUSHES
         }
+        # Without frames, an op behind control flow of version 1 may not have run, so nothing waits for its
+        # routines.
         self.insertions.forward = {
             name: forward
             for op, forward_op in self.forward.items()
@@ -78,7 +80,7 @@ class BodyRewriter(RoutineRewriter):
         }
         self.insertions.dependencies.in_flow = {body.node_name(op) for op in self._in_flow}
 
-    def rewritten(self) -> RewrittenBody:
+    def rewrite(self) -> RewrittenBody:
         """Run the rewrite; return the edited nodes."""
         self.run()
         self.insertions.flush()
@@ -124,7 +126,7 @@ class BodyRewriter(RoutineRewriter):
         self.call_numbers[name] = edited_call.number
         if edited_call.backward:
             self._wait_for_calls(op, number)
-        dependencies.note(name, name, number)
+        dependencies.add_node(name, name, number)
         if op not in self._in_flow:
             self._calls.append(name)
 
@@ -146,7 +148,7 @@ class BodyRewriter(RoutineRewriter):
             ]
         else:
             calls_before, self._calls = self._calls, []
-        control_inputs = self.insertions.dependencies.after(calls_before, number)
+        control_inputs = self.insertions.dependencies.control_inputs_after(calls_before, number)
         number_read = self.call_numbers[name]
         if control_inputs and number_read:
             rank = int(self.body.depth_of(op) > 0 or number_read != number)
@@ -285,7 +287,7 @@ class BodyRewriter(RoutineRewriter):
             )
         entering = self.gradients.entering(op)
         self._read_saved_values(op, node, forward_id, entering)
-        self.pullbacks.at_outputs(op, forward, forward_id)
+        self.pullbacks.insert_at_outputs(op, forward, forward_id)
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.autodiff_places and self.gradients.last(forward) is op:
@@ -298,12 +300,12 @@ class BodyRewriter(RoutineRewriter):
     def _pull_at_inputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
         """Insert pullbacks at the last backward operation, and redirect the readers of gradients."""
         pass_through = self.passing.positions(forward)
-        pulled = self.pullbacks.at_inputs(op, forward, forward_id, pass_through)
+        pulled = self.pullbacks.insert_at_inputs(op, forward, forward_id, pass_through)
         for i, (tensor, ref) in pulled.items():
             vanilla = self.read_tensor(tensor)
             if i not in pass_through and ref != vanilla:
                 self.current[self.body.syntax.write(self.edge(tensor))] = vanilla = ref
-            self.passing.follow(op, forward.inputs[i], tensor, ref, vanilla)
+            self.passing.redirect_gradient(op, forward.inputs[i], tensor, ref, vanilla)
 
     def redirect(self, op: tf.Operation, index: int, ref: str) -> None:
         """Make an input of an operation, by its position, read `ref`."""
@@ -415,6 +417,7 @@ class BodyRewriter(RoutineRewriter):
             if list(node.input) != inputs:
                 del node.input[:]
                 node.input.extend(inputs)
+        # Inserted nodes may wait for an operation that was replaced after they were inserted.
         for node in self.insertions.nodes:
             for i, text in enumerate(node.input):
                 if text.startswith("^") and text[1:] in self.removed:

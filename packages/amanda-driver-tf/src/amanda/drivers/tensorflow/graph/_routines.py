@@ -82,6 +82,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             all_inputs = range(inputs.count)
             return bool(all_outputs) and self.put([action], inputs, all_inputs, outputs, returned, facts)
         op = op_side(inputs).op
+        # A wrong guess would send a gradient to the wrong op without a sign of it.
         if action.reads and self.body.guessed:
             self.rewriting.report(
                 f"the replacement of {op.name}",
@@ -226,6 +227,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         if not place.replaces:
             for k, value in enumerate(values):
                 insertions.sources.setdefault(value.ref, (place.saved_as, 0, k))
+            # See `may_end_loop`: the condition may read the first output of a node only.
             if op_side(side).ahead and may_end_loop(op_side(side).op):
                 refs[1:] = [
                     insertions.pass_through(name, k, dtype_enum(symbols[k])) for k in range(1, len(symbols))

@@ -54,6 +54,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def _call_routines(self, device: Any, args: Sequence[Any]) -> Any:
         """Call the routines of the execution whose number is the first tensor."""
+        # `_numpy_internal` makes no copy, and skips the checks of `numpy()`.
         number = args[0]._numpy_internal().tolist()
         number, *rounds = number if isinstance(number, list) else (number,)
         execution = Execution.of(number)
@@ -82,6 +83,7 @@ class _SlotTable:
     def token(self, index: int) -> bytes:
         """Return the token of a slot for an EagerPyFunc node; slots are created as needed."""
         with self._lock:
+            # TensorFlow holds the functions of tokens weakly, so this table keeps them alive.
             while len(self._slots) <= index:
                 slot = RoutineSlot(len(self._slots))
                 self._slots.append((slot, script_ops._py_funcs.insert(slot).encode()))

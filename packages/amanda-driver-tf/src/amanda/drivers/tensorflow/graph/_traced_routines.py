@@ -43,6 +43,8 @@ class TracedRoutine:
         self.stateful = any(op._is_stateful for op in graph.get_operations() if op.type != "Placeholder")
         atomic = atomic_function.from_func_graph(f"__amanda_routine_{id(graph)}", graph, {})
         definition = atomic.definition
+        # The name must not enter the digest of the content, which becomes the name: equal functions are
+        # shared.
         definition.signature.name = ""
         content = digest(definition.SerializeToString(deterministic=True))
         definition.signature.name = f"amanda_routine_{content:016x}"

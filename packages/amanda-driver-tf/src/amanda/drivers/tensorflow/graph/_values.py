@@ -1,10 +1,12 @@
-"""Tensors of graphs: symbols at analysis, eager tensors while a graph runs."""
+"""Tensors of graphs, and the values that traceable routines read."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 import tensorflow as tf
-from amanda.backend import TensorOps
+from amanda.backend import Reads, TensorOps
 from amanda.errors import RoutineError
 
 from .._tensors import TensorFlowTensors, cast_like
@@ -62,3 +64,15 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, tf.Tensor):
         return (value.dtype.as_datatype_enum, value.shape.rank)
     return tuple([_signature(element) for element in value]) if isinstance(value, list) else None
+
+
+class TensorFlowReads(Reads):
+    """Reads with the plain values of TensorFlow and NumPy, and with the layers of Keras."""
+
+    plain: ClassVar = (*Reads.plain, tf.DType, tf.TensorShape, np.dtype, np.generic)
+    opaque: ClassVar = Reads.opaque | {"tensorflow", "keras", "tf_keras"}
+    called: ClassVar = (*Reads.called, "call")
+
+    def look_into(self, value: Any) -> bool:
+        """Return True if routines read a value's attributes; of a framework's objects, those of layers."""
+        return super().look_into(value) or hasattr(type(value), "call")

@@ -62,6 +62,7 @@ def _try_without_xla(function: GraphFunction, values: list[Any], extent: int) ->
     try:
         pairs = zip(function.graph.inputs, values, strict=True)
         arguments = [_trial_argument(symbol, value, extent, variables) for symbol, value in pairs]
+        # The runtime is called directly, so that no tape or scope sees the trial.
         current.call_function(name.encode(), arguments, len(function.definition.signature.output_arg))
     except (errors.OpError, ValueError, TypeError):
         return False
@@ -108,6 +109,7 @@ def _trial_argument(symbol: Any, value: Any, extent: int, variables: list[Any]) 
     variable_type = handle_data.shape_and_type[0]
     dtype, shape = tf.as_dtype(variable_type.dtype), tf.TensorShape(variable_type.shape)
     with tf.device(value.device if is_value else None):
+        # Writes of the trial go to copies of the variables.
         handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=context.anonymous_name())
         variables.append(handle)
         if not is_value:

@@ -48,6 +48,7 @@ class SessionBoundary:
         """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
         prepared = self._prepare(session, request, state)
         if prepared is not None:
+            # A session takes over new nodes of the graph at its next run; here they are needed in this run.
             session._extend_graph()
         return prepared
 
@@ -69,11 +70,11 @@ class SessionBoundary:
             return run(session, options, feeds, fetches, targets, metadata)
         route, execution = prepared
         feeds = route.feeds(feeds, execution.number)
-        with self.under_way(route, execution):
+        with self.run_context(route, execution):
             return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
 
     @contextmanager
-    def under_way(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
+    def run_context(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
         """Return a context around a run, or around a part of a partial run.
 
         Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
@@ -94,6 +95,7 @@ class SessionBoundary:
 
     def _stand_in_for_do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
         """Stand-in for `_do_call`: raises an OpError of a routine as it is, and sets up partial runs."""
+        # `partial_run_setup` has no method of its own that could be patched, only this local function.
         if function.__name__ == "_setup_fn":
             return self._set_up_partial_run(call, session, function, *args)
         outer_call = getattr(self._local, "in_session_call", False)
@@ -130,7 +132,7 @@ class SessionBoundary:
             return run(session, handle, feeds, fetches)
         feeds = partial.route.feeds(feeds, None if partial.has_begun else partial.execution.number)
         try:
-            with self.under_way(partial.route, partial.execution, whole=False):
+            with self.run_context(partial.route, partial.execution, whole=False):
                 result = run(session, handle, feeds, partial.route.fetches(fetches))
         except BaseException:
             del self._partial[session][handle]  # no part comes after one that failed
@@ -154,6 +156,7 @@ class _PartialRun:
         self.has_begun = False
         self.remaining_fetches = {endpoint_of(output) for output in fetches}
         execution.begin()
+        # A partial run may be dropped before all its fetches are done.
         finalize(self, execution.end)
 
 

@@ -48,7 +48,7 @@ class Callables:
         route, execution = prepared
         stand_in = self._routed_callable(session_callable, options, route)
         args = (*args, *_extra_feeds(args, options, route), np.asarray(execution.number, np.int64))
-        with self._boundary.under_way(route, execution):
+        with self._boundary.run_context(route, execution):
             return call(stand_in, *args, **kwargs)
 
     def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:

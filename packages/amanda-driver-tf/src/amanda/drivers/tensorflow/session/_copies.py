@@ -27,13 +27,11 @@ from ..graph import (
     variable_of,
 )
 from ._execution_order import Endpoint, RunRequest, after_forward, executed_ops
-from ._forward_ops import ForwardOps
+from ._forward_ops import ForwardOps, Stacks
 from ._frames import OUTSIDE, Frames
 from ._hidden_nodes import HiddenNodes
-from ._partition import Partition, partition
-from ._random_ops import OriginalDraw, can_run_alone, draw_node
+from ._kernel_state import OriginalDraw, Partition, can_run_alone, draw_node, partition
 from ._route import Route
-from ._stacks import Stacks
 from ._values import SessionValueReader
 
 NUMBER = "amanda/number"
@@ -120,6 +118,7 @@ def _run_body(
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.by_gradient)
     frames, stacks = Frames(ops, NUMBER), Stacks(ops, forward.by_gradient)
+    # A body is cached with the graph as its weak key, so it must not hold the graph.
     reference = ref(graph)
     body = Body(
         ops,
@@ -148,6 +147,7 @@ def _keep_generators(graph: Any, parts: Partition, rewriting: Rewriting, frames:
     restarted = [f"{name} of a function" for name in ops_with_generators(rewriting.library)]
     for node in parts.restarted:
         op = graph.get_operation_by_name(node.name)
+        # In a loop or branch the original op could not run on fed values.
         if can_run_alone(op) and frames.group(op, ()) == OUTSIDE:
             slot = rewriting.add(OriginalDraw(node.name))
             stand_ins[node.name] = draw_node(node, op, slot, NUMBER)

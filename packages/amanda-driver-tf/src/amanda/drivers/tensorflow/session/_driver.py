@@ -16,7 +16,7 @@ from ..graph import GraphTensors, TensorFlowReads
 from ._boundary import SessionBoundary
 from ._copies import SessionRewriting, SessionRun, add_copy, rewrite_run
 from ._execution_order import RunRequest
-from ._random_ops import SessionExecution
+from ._kernel_state import SessionExecution
 from ._route import Route
 
 

@@ -63,6 +63,7 @@ def _sort_topologically(
         if root.name in visited:
             continue
         visited.add(root.name)
+        # Graphs may be deeper than Python's limit of recursion.
         path = [(root, _predecessors(root, feeds, pending, forward))]
         while path:
             op, reads = path[-1]

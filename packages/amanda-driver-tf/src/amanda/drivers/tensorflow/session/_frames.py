@@ -64,6 +64,7 @@ class Frames:
         is_merge = op.type in ("Merge", "RefMerge")
         guards = frozenset[Guard]().union(*waited_guards)
         if read_guards:
+            # A Merge runs if one of its inputs is alive, so only guards of all inputs hold behind it.
             guards |= frozenset.intersection(*read_guards) if is_merge else frozenset.union(*read_guards)
         if op.type in ("Enter", "RefEnter"):
             frame = (*frame, op.get_attr("frame_name").decode())
@@ -208,6 +209,7 @@ class Frames:
         for node, carrier in rewritten.numbers.items():
             inside[self._frame_by_carrier[carrier]].append(node)
         nodes: list[Any] = []
+        # Inner loops first: their ends are nodes that the loops around wait for.
         for frame in sorted(self._conditions, key=len, reverse=True):
             name = self._carrier(frame)
             if not inside[frame]:

@@ -1,11 +1,18 @@
-"""Nodes added to the C graph of a session beside the user's nodes, without Python operations."""
+"""Nodes added to the C graph of a session beside the user's nodes, and hidden from the Python graph.
+
+Hidden nodes have no Python operations, and TensorFlow fails where a node or reader has none. So the graph,
+and the tensors and operations that hidden nodes read, get patched attributes. These die with the graph; other
+graphs, and TensorFlow's classes, stay as they are.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
+from types import FunctionType
 from typing import Any, ClassVar
 
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -14,8 +21,6 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import c_api_util, ops
 
 from ..graph import placeholder
-from ._hiding import PREFIX, hide_nodes
-from ._readers import hide_readers
 
 _numbers = count(1)
 
@@ -62,6 +67,7 @@ class HiddenNodes:
         Raises OpError where a session like this one refuses the nodes.
         """
         key = _digest(nodes, functions, result_names)
+        # Nodes cannot be removed from a C graph, so each import is kept, and used again for equal nodes.
         if key not in self._imports:
             self._imports[key] = _import_nodes(session, nodes, functions, result_names)
         return self._imports[key]
@@ -84,12 +90,14 @@ def _import_nodes(
     graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
     graph_def, outputs, controls = _hide_names(nodes, prefix)
+    # The producer version decides the semantics of some ops.
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
     _try_import(session, graph_def)
     hide_nodes(graph, [definition.signature.name for definition in functions])
     names = list(result_names)
     hide_readers(graph, outputs, controls)
+    # Other threads may add operations to the graph.
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
         scoped = c_api_util.ScopedTFImportGraphDefOptions()
         options = scoped.options
@@ -200,4 +208,135 @@ def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) 
     if "shared_name" in node.attr:
         if not node.attr["shared_name"].s:
             copy.attr["shared_name"].s = node.name.encode()
+        # A resource is found by name on its own device, so the copy has to be placed there.
         copy.attr["_class"].list.s.append(f"loc:@{node.name}".encode())
+
+
+PREFIX = "amanda_hidden_"
+
+
+def is_hidden(name: str) -> bool:
+    """Return True if a node of this name is hidden."""
+    return name.startswith(PREFIX)
+
+
+def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
+    """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call."""
+    hidden_functions = getattr(graph._as_graph_def, "functions", None)
+    if hidden_functions is not None:
+        hidden_functions.update(functions)
+        return
+    hidden = set(functions)
+    reference = weakref.ref(graph)
+    as_graph_def = _with_interface(type(graph)._as_graph_def, _VisibleGraphInterface(reference, hidden))
+
+    def _as_graph_def(*args: Any, **kwargs: Any) -> Any:
+        return as_graph_def(reference(), *args, **kwargs)
+
+    def new_operations() -> list[Any]:
+        graph: Any = reference()
+        operations = type(graph).new_operations(graph)
+        return [operation for operation in operations if not is_hidden(_C_API.TF_OperationName(operation))]
+
+    _as_graph_def.functions = hidden  # type: ignore[attr-defined]
+    graph._as_graph_def = _as_graph_def
+    graph.new_operations = new_operations
+
+
+_C_API: Any = ops.pywrap_tf_session
+
+
+class _VisibleGraphInterface:
+    """TensorFlow's C API, but for two functions, which return a graph without its hidden parts."""
+
+    def __init__(self, graph: weakref.ref[Any], functions: Collection[str]) -> None:
+        self._graph = graph
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_C_API, name)
+
+    def TF_GetBuffer(self, buffer: Any) -> bytes:
+        """Return the visible part of a serialized graph."""
+        graph_def = graph_pb2.GraphDef()
+        graph_def.ParseFromString(_C_API.TF_GetBuffer(buffer))
+        return self._visible_part(graph_def).SerializeToString()  # type: ignore[no-any-return]
+
+    def TF_GraphToGraphDefPybind(self, c_graph: Any) -> Any:
+        """Return the visible part of a graph as a GraphDef."""
+        graph_def = graph_pb2.GraphDef()
+        graph_def.CopyFrom(_C_API.TF_GraphToGraphDefPybind(c_graph))
+        return self._visible_part(graph_def)
+
+    def _visible_part(self, graph_def: Any) -> Any:
+        """Return a GraphDef without hidden nodes and functions."""
+        graph: Any = self._graph()
+        # A function that the user's graph has, too, stays visible.
+        hidden = {name for name in self._functions if name not in graph._functions}
+        visible = graph_pb2.GraphDef()
+        visible.node.extend(node for node in graph_def.node if not is_hidden(node.name))
+        visible.versions.CopyFrom(graph_def.versions)
+        functions = graph_def.library.function
+        visible.library.function.extend(
+            definition for definition in functions if definition.signature.name not in hidden
+        )
+        visible.library.gradient.extend(graph_def.library.gradient)
+        return visible
+
+
+def _with_interface(method: Any, interface: _VisibleGraphInterface) -> Any:
+    """Return a method of Graph that calls another C API."""
+    # The method calls the C API as a global of TensorFlow's module, so the copy gets globals of its own.
+    names = {**method.__globals__, "pywrap_tf_session": interface}
+    return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+
+
+Readers = dict[Any, list[str]]
+
+
+class _VisibleReaders:
+    """The visible readers of each tensor and operation of a graph, updated when the graph grows."""
+
+    def __init__(self) -> None:
+        self._by_graph: weakref.WeakKeyDictionary[Any, tuple[int, Readers]] = weakref.WeakKeyDictionary()
+
+    def readers_of(self, graph: Any, read: Any) -> list[Any]:
+        """Return the operations that read a tensor (name and index), or wait for an operation (name)."""
+        version, readers = self._by_graph.get(graph, (-1, {}))
+        # The version of a graph grows with each new operation.
+        if version != graph.version:
+            readers = defaultdict(list)
+            for op in graph.get_operations():
+                for tensor in op.inputs:
+                    readers[tensor.op.name, tensor.value_index].append(op.name)
+                for control_input in op.control_inputs:
+                    readers[control_input.name].append(op.name)
+            self._by_graph[graph] = graph.version, readers
+        return [graph.get_operation_by_name(name) for name in readers.get(read, ())]
+
+
+_visible_readers = _VisibleReaders()
+
+
+class _OperationReadByHidden(ops.Operation):  # type: ignore[misc]
+    """An operation that hidden nodes wait for, whose `_control_outputs` lists visible nodes."""
+
+    @property
+    def _control_outputs(self) -> list[Any]:
+        return _visible_readers.readers_of(self.graph, self.name)
+
+
+_OperationReadByHidden.__name__ = ops.Operation.__name__
+_OperationReadByHidden.__qualname__ = ops.Operation.__qualname__
+_OperationReadByHidden.__module__ = ops.Operation.__module__
+
+
+def hide_readers(graph: Any, tensors: Iterable[tuple[str, int]], operations: Iterable[str]) -> None:
+    """Make these tensors and operations list their visible readers alone."""
+    reference = weakref.ref(graph)
+    for name, index in tensors:
+        tensor = graph.get_operation_by_name(name).outputs[index]
+        # The lambda must not hold the graph, on whose tensor it is set.
+        tensor.consumers = lambda read=(name, index): _visible_readers.readers_of(reference(), read)
+    for name in operations:
+        graph.get_operation_by_name(name).__class__ = _OperationReadByHidden

@@ -2,7 +2,7 @@
 
 Copied nodes find state that has a name, such as variables, by that name. State within a kernel (generators,
 iterators, queues, tables) cannot be copied: such nodes, and all nodes that they depend on, stay the user's,
-and copied nodes read them.
+and copied nodes read them. A random op that has to be copied draws from the user's op.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import ref
 
+import tensorflow as tf
+from amanda.backend import Execution
 from tensorflow.core.framework import types_pb2
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import op_def_registry
+
+from ..graph._slots import py_func
 
 
 class Partition(NamedTuple):
@@ -65,8 +72,10 @@ def _state_kind(type: str) -> str:
     attributes = {argument.name for argument in definition.attr}
     if type == "VarHandleOp":
         return "named"
+    # Kernels of seeded random ops hold the state of their generator.
     if {"seed", "seed2"} <= attributes:
         return "kernel"
+    # An op without inputs that returns a resource has created it in its kernel.
     handle = any(
         argument.is_ref or argument.type == types_pb2.DT_RESOURCE for argument in definition.output_arg
     )
@@ -104,3 +113,54 @@ def _ancestors(names: Iterable[str], nodes: Sequence[Any]) -> Collection[str]:
                 reached.add(name)
                 pending.append(name)
     return reached
+
+
+_OPTIONS = config_pb2.RunOptions(inter_op_thread_pool=-1).SerializeToString()
+"""Options for a run within a run: on the calling thread, since no other thread may be free."""
+
+
+class SessionExecution(Execution):
+    """An execution of a session's run.
+
+    session: a weak reference to the session.
+    """
+
+    session: ref[Any]
+
+
+class OriginalDraw:
+    """Runs a random operation of the user's graph on the inputs of its copy."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def run(self, execution: Any, values: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Return the operation's outputs."""
+        session = execution.session()
+        op = session.graph.get_operation_by_name(self._name)
+        feeds = {
+            tensor._as_tf_output(): value.numpy() for tensor, value in zip(op.inputs, values, strict=True)
+        }
+        fetches = [tensor._as_tf_output() for tensor in op.outputs]
+        options = c_api.TF_NewBufferFromString(_OPTIONS)
+        try:
+            drawn = c_api.TF_SessionRun_wrapper(session._session, options, feeds, fetches, [], None)
+        finally:
+            c_api.TF_DeleteBuffer(options)
+        return [tf.constant(value, tensor.dtype) for value, tensor in zip(drawn, op.outputs, strict=True)]
+
+
+def can_run_alone(op: Any) -> bool:
+    """Return True if an operation can run by itself, on values fed for all its inputs."""
+    plain = all(
+        tensor.dtype not in (tf.resource, tf.variant) and not tensor.dtype._is_ref_dtype
+        for tensor in (*op.inputs, *op.outputs)
+    )
+    return plain and bool(op.inputs) and not op.control_inputs
+
+
+def draw_node(node: Any, op: Any, slot: int, number: str) -> Any:
+    """Return a node that takes the place of a random op's copy: with the same name, inputs and outputs."""
+    input_types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.inputs]
+    result_types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.outputs]
+    return py_func(node.name, slot, [number, *node.input], input_types, result_types)

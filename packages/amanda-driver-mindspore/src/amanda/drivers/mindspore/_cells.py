@@ -1,0 +1,120 @@
+"""Cells: regions of the program, compiled cells and functions, and recomputed cells."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import Attributes, digest, recomputed, replayed
+from mindspore import nn
+from mindspore.graph import api
+
+_METHODS = ("__call__", "_complex_call", "_run_construct")
+
+
+def enclose_cells(attributes: Attributes) -> None:
+    """Make each call of a cell a region, to which the ops in it belong."""
+    attributes.enclose(nn.Cell, _hash_path, _METHODS)
+
+
+def cell_path(subjects: Sequence[Any]) -> str:
+    """Return the path from the first cell to the last, as in `cells_and_names`: "layer1.0.conv1"."""
+    parts = [_path_within(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
+    return ".".join(part for part in parts if part)
+
+
+def _path_within(outer: nn.Cell, inner: nn.Cell) -> str:
+    """Return the path of a cell in another cell, or "(Type)" if it is not in that cell."""
+    for name, cell in outer.cells_and_names():
+        if cell is inner:
+            return str(name)
+    return f"({type(inner).__name__})"
+
+
+def _hash_path(outer: Any, inner: Any) -> tuple[int, bool]:
+    """Return the hash of a cell's path in the calling cell, and False for a cell that is not in it."""
+    name = _path_within(outer, inner)
+    return digest(name), not name.startswith("(")
+
+
+REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it op by op"
+
+
+def report_compiled(attributes: Attributes) -> None:
+    """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
+    by_function = _stand_in_for_compiled(api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__)
+    attributes.set(api._JitExecutor, "__call__", by_function)
+    in_graph_mode = _stand_in_for_compiled(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
+    attributes.set(nn.Cell, "compile_and_run", in_graph_mode)
+
+
+def _stand_in_for_compiled(original: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
+    """Stand-in for a method that runs compiled code: reports it, and runs it uninstrumented."""
+
+    @wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is None:
+            return original(self, *args, **kwargs)
+        activation.state.report(f"inside of the compiled {name(self)}", REASON)
+        with interceptor.Suspension():
+            return original(self, *args, **kwargs)
+
+    return call
+
+
+recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
+
+
+def patch_recomputation(attributes: Attributes) -> None:
+    """Patch both forms of recomputation, so that recomputed ops have the ids of the first run."""
+    attributes.set(recompute, "recompute_without_reentrant", _stand_in_for_recompute())
+    attributes.set(recompute._RecomputeCell, "construct", _stand_in_for_construct())
+    attributes.set(recompute._RecomputeCell, "bprop", _stand_in_for_bprop())
+
+
+def _stand_in_for_recompute() -> Callable[..., Any]:
+    """Stand-in for `recompute_without_reentrant`: replays the ids of the block."""
+    original = recompute.recompute_without_reentrant
+
+    @wraps(original)
+    def recompute_without_reentrant(block: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(recomputed(block), *args, **kwargs)
+
+    return recompute_without_reentrant
+
+
+_PLACES = "_amanda_places"
+
+
+def _stand_in_for_construct() -> Callable[..., Any]:
+    """Stand-in for `_RecomputeCell.construct`: remembers the place of the call."""
+    original = recompute._RecomputeCell.construct
+
+    @wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+        at_this_place = replayed(_call)
+        self.__dict__.setdefault(_PLACES, []).append(at_this_place)
+        return at_this_place(original, self, *args, **kwargs)
+
+    return construct
+
+
+def _stand_in_for_bprop() -> Callable[..., Any]:
+    """Stand-in for `_RecomputeCell.bprop`: recomputes at the place of the last call of `construct`."""
+    original = recompute._RecomputeCell.bprop
+
+    @wraps(original)
+    def bprop(self: Any, *args: Any) -> Any:
+        places = self.__dict__.get(_PLACES)
+        # Backward passes come in reverse order of the calls.
+        at_that_place = places.pop() if places else _call
+        return at_that_place(original, self, *args)
+
+    return bprop
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
