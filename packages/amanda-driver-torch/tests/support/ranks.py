@@ -96,13 +96,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
         self.head, self.calls = nn.Linear(8, 3), 0
         self.recompute, self.skips = recompute, skips
-        self.second_head = nn.Linear(8, 3) if skips else None
+        self.alternate = nn.Linear(8, 3) if skips else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         self.calls += 1
-        return self.second_head(x) if self.second_head and self.calls % 2 == 0 else self.head(x)
+        return self.alternate(x) if self.alternate and self.calls % 2 == 0 else self.head(x)
 
 
 def hooked() -> nn.Module:
