@@ -196,6 +196,7 @@ _VARIANT: ContextVar[Variant | None] = ContextVar("variant of the function that 
 def variant_for(action: Action) -> Variant | None:
     """Return the variant that is traced; None if a traceable routine has to run as Python."""
     variant = _VARIANT.get()
+    # A routine that sets attributes of its tool must run at each execution, not once as it is traced.
     if variant is None or reads_of(action).written:
         return None
     changing = variant.history.volatile_name(action)
