@@ -26,7 +26,7 @@ from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
 from amanda.tools.partition._enclave import Enclave
 from amanda.tools.partition._ipc import ProcessLink, pack_tensor, receive, send, unpack_tensor
-from amanda.tools.partition._pytorch_stand_ins import ProtectedOptimizers, StandIns
+from amanda.tools.partition._pytorch_stand_ins import ParameterStandIns, ProtectedOptimizers
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 Protecting = PartitionTool[ProtectedResult]
@@ -360,7 +360,7 @@ def test_process_ends_with_the_tool(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
     linear = nn.Linear(2, 2)
-    stand_ins = StandIns()
+    stand_ins = ParameterStandIns()
     stand_ins.move("weight", linear.weight, lambda *_: None)
     optimizers, numbers = ProtectedOptimizers(stand_ins), []
     alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]

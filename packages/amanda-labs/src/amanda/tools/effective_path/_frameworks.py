@@ -125,6 +125,8 @@ class OpValues:
         dtype = self.dtype(value)
         if dtype is None or dtype.startswith(_NON_NUMERIC_DTYPES):
             return value
+        # A view of one zero instead of a copy: rules of moved elements read nothing but shapes.  Smaller
+        # tensors may be scores or indices, which are read.
         if self.shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
         return array(value)
@@ -354,6 +356,7 @@ def _strided_slice_index(
 
     def index(i: int) -> Any:
         masks = ("ellipsis", "new_axis", "shrink_axis", "begin", "end")
+        # Bit i of each mask is about entry i of the slice.
         masks_set = {mask for mask in masks if int(attributes.get(f"{mask}_mask", 0)) >> i & 1}
         if "ellipsis" in masks_set:
             return ...

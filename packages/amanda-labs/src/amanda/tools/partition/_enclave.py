@@ -17,8 +17,8 @@ def serve(settings: Mapping[str, Any]) -> None:
     """Answer the messages of the one program that knows the key, until it hangs up."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(settings["threads"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which hangs up when it ends
+    torch.set_num_threads(settings["threads"])  # as many threads as the program, for the same bits
     listener = Listener(settings["address"], "AF_UNIX", authkey=bytes.fromhex(settings["key"]))
     try:
         connection: Any = listener.accept()
@@ -142,7 +142,7 @@ class Enclave:
         gradients = self._torch.autograd.grad(
             [results[i] for i in outputs], [*trained_arguments, *parameters],
             [unpack_tensor(*packed_tensor) for packed_tensor in tensors],
-            retain_graph=True, allow_unused=True,
+            retain_graph=True, allow_unused=True,  # the program may differentiate again; `dropped` ends it
         )  # fmt: skip
         for path, gradient in zip(trained_paths, gradients[len(trained_arguments) :], strict=True):
             if gradient is not None:

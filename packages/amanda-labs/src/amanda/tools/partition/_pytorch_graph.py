@@ -60,6 +60,7 @@ class CutGraph:
         for node in list(self._position):
             if node.op != "get_attr":
                 self._send_to_later_stages(node)
+        # PyTorch takes the model's outputs from ops of the last stage.
         for node in output.all_input_nodes:
             if self._stage(node) != self._stage(output) or node.op != "call_function":
                 output.replace_input_with(node, self._add_node("alias", node, self._stage(output)))
@@ -71,7 +72,7 @@ class CutGraph:
                 with self._graph.inserting_before(output):
                     self._graph.call_function(aten_pipe_split_alias)
             stage = self._stage(node)
-            output.prepend(node)
+            output.prepend(node)  # moves the node to the end, so that nodes come in the order of stages
         for stage in range(self._plan.stages):
             set_module_frames(node for node in ordered if self._stage(node) == stage)
         self._graph.lint()

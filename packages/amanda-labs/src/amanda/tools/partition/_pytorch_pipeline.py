@@ -103,7 +103,7 @@ class Pipeline:
     def shared(self) -> Mapping[str, Mapping[int, str]]:
         """Return for each parameter that several stages hold, by path, its path in each of these stages."""
         paths = dict(_tensors(self._model))
-        holders = defaultdict[int, dict[int, str]](dict)
+        holders = defaultdict[int, dict[int, str]](dict)  # by id: a tied parameter has several paths
         for stage, tensors in enumerate(self._stage_tensors):
             for name in tensors:
                 if name in paths:
@@ -177,6 +177,7 @@ class Pipeline:
                 continue
             if stages not in groups:
                 ranks = [dist.get_global_rank(parent, stage_number) for stage_number in stages]
+                # Only the holders create the group; without this option all processes would have to.
                 groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
             pairs.append((parameters[names_by_stage[stage.stage_index]], groups[stages]))
         return pairs
@@ -304,6 +305,7 @@ class _SumsSharedGradients:
             parameter.grad = None
         step_output = super().step(*args, **kwargs)  # type: ignore[misc]
         for (parameter, group), earlier_gradient in zip(shared, earlier_gradients, strict=True):
+            # A stage without a gradient takes part with zeros: the others would wait for it.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=group)
             parameter.grad = gradient if earlier_gradient is None else earlier_gradient + gradient

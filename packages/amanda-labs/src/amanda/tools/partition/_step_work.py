@@ -60,6 +60,7 @@ class StepWork:
         for op in graph.ops:
             if op.phase == "backward" and self.ops:
                 forward_position = self._position.get(-1 if op.forward is None else op.forward)
+                # Without a forward op, such as the gradient of the loss, it counts at the end of the pass.
                 self._position[op.index] = len(self.ops) - 1 if forward_position is None else forward_position
         self.forward, self.backward = (
             self._sum_by_position(costs, "forward"),
@@ -85,6 +86,7 @@ class StepWork:
                     yield producer_position, self._position[op.index]
 
     def _sum_by_position(self, costs: Mapping[int, float], phase: str) -> Floats:
+        """Return the cost of a phase at the position of each forward op."""
         sums = np.zeros(len(self.ops))
         for op in self.graph.ops:
             if op.phase == phase and op.index in self._position:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
-from amanda.tools.rewrite._executions import Executions, OpExecution
+from amanda.tools.rewrite._executions import OpExecution, OpExecutions
 from amanda.tools.rewrite._program import ProgramNode
 
 if TYPE_CHECKING:
@@ -55,12 +55,13 @@ class OutputForm(NamedTuple):
     owns_memory: bool
 
 
-class TorchExecutions(Executions):
+class TorchOpExecutions(OpExecutions):
     """Executions that delay ops once the form of their outputs is known; first executions compute."""
 
     def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
         super().__init__(on_read)
         self._forms: dict[Hashable, OutputForm | None] = {}
+        # Weakly: an output that nobody refers to any more is never computed.
         self.delayed: weakref.WeakSet[DelayedExecution] = weakref.WeakSet()
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
@@ -69,6 +70,7 @@ class TorchExecutions(Executions):
         key = (node.op, _input_signature(inputs), delay.modes)
         is_known = key in self._forms
         form = self._forms.get(key)
+        # A view of a tensor of the program is computed at once, since writes to it must reach the tensor.
         if form is not None and (form.owns_memory or any(delay_of(value) for value in inputs)):
             self.delayed.add(delay)
             return delay.stand_in(form)
@@ -174,6 +176,7 @@ class DelayedExecution(OpExecution):
             return self._compute_output()
 
     def _compute_output(self) -> tuple[Any, Sequence[Any]]:
+        """Compute the op in the modes of its call; return the output and the inputs that it read."""
         import torch
 
         grad, *autocast = self.modes
@@ -278,7 +281,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
     _REQUIRED.check()
 
-    class StandIn(torch.Tensor):
+    class StandInTensor(torch.Tensor):
         # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -337,8 +340,8 @@ def _torch_classes() -> tuple[Any, Any, Any]:
             return *gradients, None
 
     for name in (*_READING_METHODS, *HOOKS):
-        setattr(StandIn, name, _reader_method(name, getattr(torch.Tensor, name)))
-    return StandIn, DelayedFunction, ComputedFunction
+        setattr(StandInTensor, name, _reader_method(name, getattr(torch.Tensor, name)))
+    return StandInTensor, DelayedFunction, ComputedFunction
 
 
 def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

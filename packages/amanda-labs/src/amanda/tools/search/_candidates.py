@@ -87,6 +87,7 @@ class SkipCandidate(Candidate):
 
     @staticmethod
     def _keeps_shape(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
+        """Return True for a product whose output has the shape of its first input."""
         extents = site.weight_shape
         product = product_of(context)
         if product is None or product.factors != (0, site.weight):  # the first input takes the op's place
@@ -237,6 +238,7 @@ class WidthCandidate(WeightCandidate):
         return reason
 
     def _mask(self, context: amanda.OpContext, site: Site) -> Any:
+        """Return 1 for the output channels with the largest weights, and 0 for the rest."""
         weight = self.original_weight(context, site)
         norms = np.abs(weight).reshape(len(weight), -1).sum(1)
         mask = np.zeros(len(weight), np.float32)

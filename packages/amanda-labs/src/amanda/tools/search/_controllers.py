@@ -119,6 +119,7 @@ class PolicyGradient:
         if not scores:
             return
         reward = scores[0]
+        # The first reward is its own baseline, and changes nothing.
         advantage = 0.0 if self._baseline is None else reward - self._baseline
         for name, chances in self.probabilities(space).items():
             drawn = np.zeros(len(chances))
@@ -192,6 +193,7 @@ class StudyTrials:
         return [trial for _, trial in sorted(self._evaluated.items())]
 
     def _read_trial(self, frozen: FrozenTrial) -> Trial:
+        """Return a trial of the study; raise SearchError if it is over another space."""
         if frozen.distributions != self._distributions:
             space = {
                 name: getattr(distribution, "choices", distribution)
