@@ -6,12 +6,12 @@ from typing import Any
 
 import amanda
 from amanda.action import Routine, has_run, marks
-from amanda.plan.order import in_order
+from amanda.plan.order import in_dependency_order
 
 
 def wrap(tool: amanda.Tool, instead: Callable[[Routine], Routine]) -> None:
     """Record `instead(routine)` for each routine of a tool and of those that it depends on."""
-    for one in in_order([tool]):
+    for one in in_dependency_order([tool]):
         one.wrap_routines(lambda context, type, routine: in_place_of(routine, instead(routine)))
 
 

@@ -7,7 +7,7 @@ import gc
 from pathlib import Path
 
 from amanda.interceptor import Mark
-from amanda.plan.lifetime import mortality
+from amanda.plan.lifetime import plan_lifetimes
 
 STATM = Path("/proc/self/statm")
 PAGE = 4096
@@ -18,12 +18,12 @@ def counts() -> dict[str, int]:
     gc.collect()
     return {
         "objects": len(gc.get_objects()),
-        "layers": len(mortality.layers),
-        "subjects": len(mortality.ops),
-        "ops": sum(map(len, mortality.ops.values())),
+        "stacks": len(plan_lifetimes.stacks),
+        "subjects": len(plan_lifetimes.ops),
+        "ops": sum(map(len, plan_lifetimes.ops.values())),
         "marks": Mark.alive(),
         "ops of tools": sum(
-            len(tool._amanda.analysed) for layer in mortality.layers for tool in layer.applied
+            len(tool._amanda.analysed_ops) for stack in plan_lifetimes.stacks for tool in stack.applied
         ),
     }
 

@@ -9,11 +9,11 @@ import pytest
 import amanda
 from amanda.interceptor.opid import FRAMEWORK, CodeRegistry
 from amanda.plan.action import Action, ActionType, InstrumentationPoint
-from amanda.plan.analysis import Draft, Drafts
+from amanda.plan.analysis import PendingPlan, PendingPlans
 from amanda.plan.context import OpContext
 from amanda.plan.facts import OpFacts
-from amanda.plan.layer import Layer
 from amanda.plan.plan import Plan
+from amanda.plan.tool_stack import ToolStack
 from amanda.plugins import manager
 from amanda.plugins.hookspecs import hookimpl
 
@@ -22,44 +22,44 @@ def facts() -> OpFacts:
     return OpFacts(len, 7, amanda.Namespace("fake/1/eager"), ("x",), [1], attributes={"a": 2}, scope="m.n")
 
 
-def draft(layer: Layer) -> Draft[Plan]:
-    context = OpContext(facts(), layer.analyse)
-    plan = Plan(layer, context)
-    return Draft(plan, context, plan)
+def pending_plan(stack: ToolStack) -> PendingPlan[Plan]:
+    context = OpContext(facts(), stack.analyse)
+    plan = Plan(stack, context)
+    return PendingPlan(plan, context, plan)
 
 
-def test_a_draft_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:
-    drafts, layer = Drafts(), Layer([], None)
-    first = drafts.share("key", lambda: None, lambda: draft(layer))
-    assert drafts.share("key", lambda: None, lambda: draft(layer)) is first
+def test_a_pending_plan_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:
+    pending_plans, stack = PendingPlans(), ToolStack([], None)
+    first = pending_plans.share("key", lambda: None, lambda: pending_plan(stack))
+    assert pending_plans.share("key", lambda: None, lambda: pending_plan(stack)) is first
     del first
     gc.collect()
-    assert not drafts._drafts
+    assert not pending_plans._pending
 
 
-def test_a_plan_that_is_known_is_shared_once_no_draft_is_left() -> None:
-    drafts, layer = Drafts(), Layer([], None)
-    known = draft(layer).plan
-    assert drafts.share("key", lambda: known, lambda: draft(layer)) is known
-    assert not drafts._drafts
+def test_a_plan_that_is_known_is_shared_once_no_pending_plan_is_left() -> None:
+    pending_plans, stack = PendingPlans(), ToolStack([], None)
+    plan = pending_plan(stack).plan
+    assert pending_plans.share("key", lambda: plan, lambda: pending_plan(stack)) is plan
+    assert not pending_plans._pending
 
 
-def test_a_draft_that_dies_late_leaves_the_next_one() -> None:
-    drafts, layer = Drafts(), Layer([], None)
-    old = drafts.share("key", lambda: None, lambda: draft(layer))
-    reference = drafts._drafts["key"]
+def test_a_pending_plan_that_dies_late_leaves_the_next_one() -> None:
+    pending_plans, stack = PendingPlans(), ToolStack([], None)
+    old = pending_plans.share("key", lambda: None, lambda: pending_plan(stack))
+    reference = pending_plans._pending["key"]
     del old
-    new = drafts.share("key", lambda: None, lambda: draft(layer))
-    assert drafts._drafts["key"] is not reference
-    assert drafts._drafts["key"]() is new
+    new = pending_plans.share("key", lambda: None, lambda: pending_plan(stack))
+    assert pending_plans._pending["key"] is not reference
+    assert pending_plans._pending["key"]() is new
 
 
 def test_nothing_is_noted_of_backward_ops_that_nobody_watches() -> None:
-    plans = [draft(Layer([], None)).plan for _ in range(2)]
+    plans = [pending_plan(ToolStack([], None)).plan for _ in range(2)]
     assert not any(plan.wants_backward(gradients) for plan in plans for gradients in (None, 3))
     assert plans[0].backward is plans[1].backward
     assert not plans[0].backward.complete
-    assert plans[0].backward.quiet == {None}
+    assert plans[0].backward.needs_nothing == {None}
     assert plans[0].is_complete(3)
 
 
@@ -124,8 +124,8 @@ def test_a_hook_that_is_registered_late_hears_of_each_analysis() -> None:
         def amanda_op_analysed(self, context: OpContext) -> None:
             told.append(context)
 
-    layer, plugin = Layer([], None), Plugin()
-    context = OpContext(facts(), layer.analyse)
+    stack, plugin = ToolStack([], None), Plugin()
+    context = OpContext(facts(), stack.analyse)
     context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP)
     assert not told
     manager.plugin_manager().register(plugin)

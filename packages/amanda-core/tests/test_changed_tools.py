@@ -13,7 +13,7 @@ import pytest
 import amanda
 from amanda import Tool
 from amanda.errors import DependencyCycleError
-from amanda.plan.lifetime import mortality
+from amanda.plan.lifetime import plan_lifetimes
 from amanda.testing import FakeDriver, attached, fake
 
 calls: Counter[str] = Counter()
@@ -150,11 +150,11 @@ def test_a_dependency_joins_the_open_scope_and_hears_of_its_end() -> None:
 
 def test_plans_of_former_routines_die_with_their_tool() -> None:
     gc.collect()
-    before, tool = len(mortality.layers), counter("tool")
+    before, tool = len(plan_lifetimes.stacks), counter("tool")
     with amanda.apply(tool):
         for _ in range(40):
             relu()
             tool.add_inst_for_op(lambda context: None)
     del tool
     gc.collect()
-    assert len(mortality.layers) <= before
+    assert len(plan_lifetimes.stacks) <= before

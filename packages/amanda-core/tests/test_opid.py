@@ -179,7 +179,7 @@ class Subject:
 @contextmanager
 def deaths() -> Iterator[list[int]]:
     from amanda.interceptor import codes
-    from amanda.plan.lifetime import mortality, slots
+    from amanda.plan.lifetime import parameter_slots, plan_lifetimes
 
     gc.collect()
     heard: list[int] = []
@@ -187,7 +187,7 @@ def deaths() -> Iterator[list[int]]:
     try:
         yield heard
     finally:
-        interceptor.configure(codes.describe, mortality.on_death, slots.adopt)
+        interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.adopt)
 
 
 def test_ordinals_grow_and_are_not_given_again() -> None:

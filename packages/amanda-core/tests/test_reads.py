@@ -170,7 +170,7 @@ def copy_of(kept: GuardedCopies[str], routine: Callable[..., Any], made: list[st
     copy = kept.find()
     if copy is None:
         reads = Reads()
-        restless = kept.history.restless(action(routine))
+        restless = kept.history.volatile_name(action(routine))
         copy = f"{restless} is read by Python" if restless else f"{tool.factor}, {tool.other}"
         with reads.tracing([] if restless else [action(routine)]):
             made.append(copy)

@@ -12,7 +12,7 @@ import pytest
 import amanda
 from amanda.plugins import drivers
 from amanda.plugins.entries import registry
-from amanda.scope.report import IN_ALL, OF_A_KIND, Report
+from amanda.scope.report import MAX_ENTRIES, MAX_PER_GROUP, Report
 
 
 def test_things_of_one_kind_and_reason_are_one_line() -> None:
@@ -45,14 +45,14 @@ def test_the_first_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_report_is_bounded_and_says_that_there_is_more() -> None:
     report = Report()
-    for i in range(OF_A_KIND + 7):
+    for i in range(MAX_PER_GROUP + 7):
         report.add(f"function f{i}", "out of reach")
     report.add("a session", "its model is gone")
-    assert len(report) == OF_A_KIND + 1
+    assert len(report) == MAX_PER_GROUP + 1
     assert "function f0, f1, f2 and more than 997 others" in str(report)
-    for i in range(IN_ALL):
+    for i in range(MAX_ENTRIES):
         report.add(f"function f{i}", f"reason {i}")
-    assert len(report) == IN_ALL
+    assert len(report) == MAX_ENTRIES
     assert str(report).endswith("\nand others")
 
 

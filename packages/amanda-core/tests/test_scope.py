@@ -31,7 +31,7 @@ def _fake() -> Iterator[None]:
     with attached(FakeDriver):
         yield
     assert attachment._scopes == []
-    assert State.current().layer is None
+    assert State.current().stack is None
     assert interceptor.active() is None
 
 

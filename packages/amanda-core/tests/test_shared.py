@@ -33,15 +33,15 @@ def test_names_that_are_not_there_are_lacking() -> None:
 
 
 def test_a_map_of_tensors_keeps_none_of_them() -> None:
-    known: TensorMap[str] = TensorMap()
+    tensor_map: TensorMap[str] = TensorMap()
     one, other = (fake.tensor([1.0]) for _ in range(2))
-    known[one] = "first"
-    assert (known.get(one), known.get(other)) == ("first", None)
-    known[one] = "second"
-    assert known.get(one) == "second"
+    tensor_map[one] = "first"
+    assert (tensor_map.get(one), tensor_map.get(other)) == ("first", None)
+    tensor_map[one] = "second"
+    assert tensor_map.get(one) == "second"
     del one
     gc.collect()
-    assert not known._known
+    assert not tensor_map._entries
 
 
 def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:

@@ -391,9 +391,9 @@ def test_what_goes_to_another_process_is_the_programs_own() -> None:
 
     kept: list[Any] = []
     with amanda.apply(Count()):
-        from amanda.scope.threads import _carried, _here
+        from amanda.scope.threads import _bound_to_scopes, _inherited_state
 
-        kept.append(pickle.loads(pickle.dumps(_carried(relu, _here()))))
+        kept.append(pickle.loads(pickle.dumps(_bound_to_scopes(relu, _inherited_state()))))
     assert kept == [relu]
 
 

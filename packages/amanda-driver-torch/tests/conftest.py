@@ -27,7 +27,9 @@ FALLBACK_GAPS = {
     **{f"test_a_tool_that_changes_values_is_found_and_no_other[{op}]": TAKEN for op in TAKEN_EARLY},
     "test_what_is_made_of_ops_computes_nothing_besides[__dlpack__]": TAKEN,
     "test_what_is_made_of_ops_computes_nothing_besides[lobpcg]": WRAPPED,
-    **{f"test_a_type_error_of_a_routine_is_not_taken_for_a_wrong_operand{one}": WRAPPED for one in POWERS},
+    **{
+        f"test_a_type_error_of_a_routine_is_not_taken_for_a_wrong_operand{power}": WRAPPED for power in POWERS
+    },
 }
 
 
@@ -144,7 +146,7 @@ class Seen(amanda.Tool):
 
 
 @pytest.fixture
-def seen() -> Seen:
+def op_log() -> Seen:
     """A tool that notes ids and names of the ops that execute."""
     return Seen()
 

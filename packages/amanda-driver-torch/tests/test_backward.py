@@ -16,13 +16,13 @@ Applied = Callable[..., Any]
 
 
 def nodes_below(root: Node) -> set[Node]:
-    found, waiting = set(), [root]
+    nodes, waiting = set(), [root]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             waiting += [child for child, _ in node.next_functions if child is not None]
-    return found
+    return nodes
 
 
 P = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
@@ -131,8 +131,8 @@ def test_a_forward_op_has_the_backward_ops_of_its_nodes(
     forward, expected = MAPPED[name]
     tool = backward_ops()
     applied(tool, lambda: GRAPHS[name]().sum().backward())
-    found = {backward for op, backward in tool.pairs if op == forward}
-    assert found - {"UnsqueezeBackward0", "TransposeBackward0"} == expected
+    backward_names = {backward for op, backward in tool.pairs if op == forward}
+    assert backward_names - {"UnsqueezeBackward0", "TransposeBackward0"} == expected
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -148,7 +148,7 @@ def test_a_tool_that_changes_nothing_leaves_gradients_bit_identical(name: str, a
 
     tool = amanda.Tool()
     tool.add_inst_for_op(record, backward=True)
-    for one, other in zip(applied(tool, program), program(), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            same(one, other)
+    for gradient, expected in zip(applied(tool, program), program(), strict=True):
+        assert (gradient is None) == (expected is None)
+        if gradient is not None:
+            same(gradient, expected)

@@ -61,7 +61,7 @@ def test_without_the_cache_values_are_let_go_of_after_the_last_pass() -> None:
         y.backward(retain_graph=True)
         y.backward()
     gc.collect()
-    assert [one() for one in values if one() is not None and one() is not y] == []
+    assert [reference() for reference in values if reference() is not None and reference() is not y] == []
 
 
 def test_nodes_of_the_second_order_belong_to_the_op_of_the_first(backward_ops: Any) -> None:
@@ -99,17 +99,17 @@ def test_gradients_differentiated_now_and_then_are_seen_like_those_always(backwa
 def test_backward_ops_that_an_op_makes_for_some_shapes_alone_are_seen_from_the_next_pass_on() -> None:
     """A product of batches is expanded unless it has the batch's size already."""
     weight = torch.randn(2, 4, 5, requires_grad=True)
-    seen: list[str] = []
+    names: list[str] = []
     tool = amanda.Tool()
 
     def look(context: amanda.OpContext) -> None:
         name = context.get_backward_op().__name__
-        context.insert_after_backward_op(lambda *_: seen.append(name), grad_inputs=[])
+        context.insert_after_backward_op(lambda *_: names.append(name), grad_inputs=[])
 
     def step(batch: int) -> list[str]:
-        seen.clear()
+        names.clear()
         torch.matmul(torch.randn(batch, 2, 6, 4), weight).backward(torch.ones(batch, 2, 6, 5))
-        return sorted(seen)
+        return sorted(names)
 
     tool.add_inst_for_op(look, backward=True)
     with amanda.apply(tool) as scope:
@@ -223,24 +223,24 @@ def test_a_graph_made_outside_the_scope_is_not_instrumented(backward_ops: Any) -
 def test_a_graph_is_instrumented_where_a_scope_with_its_tool_is_open_again(
     backward_ops: Any,
 ) -> None:
-    tool, other = backward_ops(), backward_ops()
+    tool, other_tool = backward_ops(), backward_ops()
     with amanda.apply(tool):
         y = leaf(1).exp().sum()
     y.backward(retain_graph=True)
-    with amanda.apply(other):
+    with amanda.apply(other_tool):
         y.backward(retain_graph=True)
-    assert tool.pairs == other.pairs == []
+    assert tool.pairs == other_tool.pairs == []
     with amanda.apply(tool):
         y.backward()
     assert [op for op, _ in tool.pairs] == ["sum", "exp", "exp"]
 
 
 def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_ended() -> None:
-    weight, seen = leaf(1, 2), []
+    weight, idents = leaf(1, 2), []
 
     def analyse(context: amanda.OpContext) -> None:
         if context.get_backward_op().__name__ == "AccumulateGrad":
-            context.insert_before_backward_op(lambda gradient: seen.append(threading.get_ident()))
+            context.insert_before_backward_op(lambda gradient: idents.append(threading.get_ident()))
 
     def backward(reached: threading.Event, go_on: threading.Event) -> None:
         def wait(gradient: Tensor) -> None:
@@ -257,7 +257,7 @@ def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_en
         open_way = threading.Event()
         open_way.set()
         backward(threading.Event(), open_way)  # analysed here
-        seen.clear()
+        idents.clear()
         threads, events = [], [(threading.Event(), threading.Event()) for _ in range(2)]
         for reached, go_on in events:
             threads.append(threading.Thread(target=scope.bind(backward), args=(reached, go_on)))
@@ -266,6 +266,6 @@ def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_en
         for thread, (_, go_on) in zip(threads, events, strict=True):
             go_on.set()
             thread.join()
-    assert len(seen) == len(set(seen)) == 2
+    assert len(idents) == len(set(idents)) == 2
     weight.exp().sum().backward()
-    assert len(seen) == 2
+    assert len(idents) == 2

@@ -124,13 +124,13 @@ def test_a_backward_routine_may_change_a_gradient_in_a_smaller_scope() -> None:
     x, module = leaf(2), torch.nn.Tanh()
     expected = 1 - x.detach().tanh() ** 2
     cases = [([plus], expected + 1), ([double], expected * 2), ([double, plus], expected * 2 + 1)]
-    for tools, wanted in cases * 2:
+    for tools, expected_gradient in cases * 2:
         x.grad = None
         with amanda.apply(double, plus):
             y = module(x).sum()
         with amanda.apply(*tools):
             y.backward()
-        assert torch.allclose(x.grad, wanted)
+        assert torch.allclose(x.grad, expected_gradient)
 
 
 def test_a_tool_that_opens_later_finds_what_its_dependency_put_in_the_context(
@@ -244,25 +244,25 @@ def test_a_pass_after_one_that_let_go_of_the_graph_is_reported(
 def test_a_gradient_of_a_gradient_is_seen_by_the_tools_that_are_open(
     t: Watched, u: Watched, log: list[str]
 ) -> None:
-    seen = []
+    calls = []
     for tool in (t, u):
         tool.add_inst_for_op(
             lambda context, tool=tool: context.insert_before_backward_op(
-                lambda *_: seen.append((tool.title, context.get_backward_order())), grad_outputs=[]
+                lambda *_: calls.append((tool.title, context.get_backward_order())), grad_outputs=[]
             ),
             backward=True,
         )
     x, module = leaf(2), torch.nn.Tanh()
     for _ in range(3):
-        seen.clear()
+        calls.clear()
         with amanda.apply(t, u):
             y = module(x).sum()
             (gradient,) = torch.autograd.grad(y, x, create_graph=True)
         with amanda.apply(u) as scope:
             gradient.pow(2).sum().backward()
     assert scope.report == []
-    assert {order for name, order in seen if name == "u"} == {1, 2}
-    assert seen.count(("u", 2)) > 0
+    assert {order for name, order in calls if name == "u"} == {1, 2}
+    assert calls.count(("u", 2)) > 0
 
 
 def test_disabled_tools_are_not_called_and_are_analysed_later(
@@ -309,17 +309,17 @@ def test_a_checkpoint_is_recomputed_in_the_scope_of_the_backward_pass_if_its_own
     def forward() -> Tensor:
         return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum()
 
-    together, apart, other = Executed(), Executed(), Executed()
+    together, apart, forward_tool = Executed(), Executed(), Executed()
     for _ in range(2):
         with amanda.apply(together):
             forward().backward()
-        with amanda.apply(other, apart):
+        with amanda.apply(forward_tool, apart):
             y = forward()
         with amanda.apply(apart):
             y.backward()
-        with amanda.apply(other), amanda.apply(together):
+        with amanda.apply(forward_tool), amanda.apply(together):
             y = forward()
-        with amanda.apply(other), amanda.apply(together):
+        with amanda.apply(forward_tool), amanda.apply(together):
             y.backward()
     assert apart.runs == Counter({name: count // 2 for name, count in together.runs.items()})
     assert apart.runs["TanhBackward0"] == 2

@@ -59,10 +59,10 @@ def test_a_custom_op_is_one_op_where_autograd_records_it(way: str, ops_of: OpsOf
 
 
 def test_the_inputs_of_a_custom_op_are_in_the_order_of_its_schema(acting: Any, applied: Any) -> None:
-    given: list[list[Any]] = []
-    tool = acting("insert_before_op", "scaled_sin", lambda *inputs: given.append([*inputs]))
+    calls: list[list[Any]] = []
+    tool = acting("insert_before_op", "scaled_sin", lambda *inputs: calls.append([*inputs]))
     applied(tool, lambda: CALLS["packet"](scale=3.0, x=X))
-    assert [one[0] is X and one[1] for one in given] == [3.0] * 3
+    assert [inputs[0] is X and inputs[1] for inputs in calls] == [3.0] * 3
 
 
 def test_the_backward_op_of_a_custom_op_is_mapped_to_it(backward_ops: Any, applied: Any) -> None:

@@ -20,33 +20,33 @@ import amanda
     ],
 )
 def test_ops_name_the_device_of_their_tensors(call: Callable[[], Any], device: str) -> None:
-    told: list[str] = []
+    devices: list[str] = []
     see = amanda.Tool()
-    see.add_inst_for_op(lambda context: told.append(context.get_device()), require_outputs=True)
-    see.add_inst_for_op(lambda context: told.append(context.get_device()), backward=True)
+    see.add_inst_for_op(lambda context: devices.append(context.get_device()), require_outputs=True)
+    see.add_inst_for_op(lambda context: devices.append(context.get_device()), backward=True)
     with amanda.apply(see):
         call()
-    assert set(told) == {device}
+    assert set(devices) == {device}
 
 
 def test_an_op_without_tensors_has_no_device() -> None:
-    told: list[str] = []
+    devices: list[str] = []
     see = amanda.Tool()
-    see.add_inst_for_op(lambda context: told.append(context.get_device()))
+    see.add_inst_for_op(lambda context: devices.append(context.get_device()))
     with amanda.apply(see):
         torch.zeros(2)
-    assert told == [""]
+    assert devices == [""]
 
 
 def test_ops_of_compiled_code_name_it_too() -> None:
-    told: list[str] = []
+    devices: list[str] = []
     see = amanda.Tool()
-    see.add_inst_for_op(lambda context: told.append(context.get_device()))
-    see.add_inst_for_op(lambda context: told.append(context.get_device()), backward=True)
+    see.add_inst_for_op(lambda context: devices.append(context.get_device()))
+    see.add_inst_for_op(lambda context: devices.append(context.get_device()), backward=True)
     compiled, x = (
         torch.compile(lambda x: (x * 2).sum(), backend="aot_eager"),
         torch.ones(2, requires_grad=True),
     )
     with amanda.apply(see, compiled="instrument"):
         compiled(x).backward()
-    assert set(told) == {"cpu"}
+    assert set(devices) == {"cpu"}

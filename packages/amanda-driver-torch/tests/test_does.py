@@ -44,25 +44,25 @@ CALLS: dict[str, tuple[Callable[[], Any], str, list[Any]]] = {
 @pytest.mark.parametrize("case", CALLS)
 def test_inputs_are_in_the_order_of_the_schema(case: str, acting: Act, applied: Applied) -> None:
     program, op, expected = CALLS[case]
-    given: list[tuple[Any, ...]] = []
-    applied(acting("insert_before_op", op, lambda *inputs: given.append(inputs)), program)
-    assert len(given) == 3
-    for inputs in given:
-        for one, other in zip(inputs, expected, strict=True):
-            assert one is other or type(one) is type(other)
-            if not isinstance(one, Tensor | list):
-                assert one == other
+    calls: list[tuple[Any, ...]] = []
+    applied(acting("insert_before_op", op, lambda *inputs: calls.append(inputs)), program)
+    assert len(calls) == 3
+    for inputs in calls:
+        for value, expected_value in zip(inputs, expected, strict=True):
+            assert value is expected_value or type(value) is type(expected_value)
+            if not isinstance(value, Tensor | list):
+                assert value == expected_value
 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_an_op_can_be_run_on_other_inputs_which_no_tool_sees(case: str) -> None:
     program, op, _ = CALLS[case]
     computed: list[Any] = []
-    seen: list[str] = []
+    names: list[str] = []
 
     def analyse(context: amanda.OpContext) -> None:
-        seen.append(context.get_op().__name__)
-        if seen[-1] == op:
+        names.append(context.get_op().__name__)
+        if names[-1] == op:
             compute = context.get_computation()
             context.insert_before_op(lambda *inputs: computed.append(compute(deepcopy(inputs))))
 
@@ -71,7 +71,7 @@ def test_an_op_can_be_run_on_other_inputs_which_no_tool_sees(case: str) -> None:
     with amanda.apply(tool):
         result = program()
     same(computed, [result])
-    assert seen == [op]
+    assert names == [op]
 
 
 @pytest.mark.parametrize("select", [[1], 1, "dim", ["dim"], [-1]])
@@ -98,17 +98,17 @@ def test_a_size_can_be_changed(acting: Act, applied: Applied) -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_of_tensors_is_one_input(kind: Any, acting: Act, applied: Applied) -> None:
-    tool = acting("insert_before_op", "stack", lambda tensors: [one * 2 for one in tensors], inputs=[0])
+    tool = acting("insert_before_op", "stack", lambda tensors: [tensor * 2 for tensor in tensors], inputs=[0])
     same(applied(tool, lambda: torch.stack(kind([X, WEIGHT]))), torch.stack([X, WEIGHT]) * 2)
 
 
 def test_a_routine_that_returns_what_it_was_given_changes_nothing(acting: Act, applied: Applied) -> None:
     tool = acting("insert_before_op", "relu", lambda x: x)
-    given: list[Tensor] = []
-    watch = acting("insert_before_op", "relu", given.append)
+    inputs: list[Tensor] = []
+    watch = acting("insert_before_op", "relu", inputs.append)
     with amanda.apply(tool, watch):
         torch.relu(X)
-    assert given[0] is X
+    assert inputs[0] is X
 
 
 MANY: dict[str, Callable[[], Any]] = {
@@ -156,7 +156,7 @@ def test_an_output_that_is_no_tensor_can_be_changed(
 def test_an_op_that_writes_and_returns_nothing_gives_its_routines_what_it_writes(
     acting: Act, applied: Applied
 ) -> None:
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def program() -> Tensor:
         x = torch.zeros(2)
@@ -164,20 +164,20 @@ def test_an_op_that_writes_and_returns_nothing_gives_its_routines_what_it_writes
         return x
 
     def note(*outputs: Tensor) -> None:
-        seen.append(tuple(x.tolist() for x in outputs))
+        calls.append(tuple(x.tolist() for x in outputs))
 
     result = applied(acting("insert_after_op", "__setitem__", note), program)
-    assert seen == [([1.0, 0.0],)] * 3
+    assert calls == [([1.0, 0.0],)] * 3
     same(result, torch.tensor([1.0, 0.0]))
 
 
 def test_an_op_that_neither_writes_nor_returns_gives_its_routines_nothing(
     acting: Act, applied: Applied
 ) -> None:
-    seen: list[tuple[Any, ...]] = []
-    tool = acting("insert_after_op", "_assert_async", lambda *outputs: seen.append(outputs))
+    calls: list[tuple[Any, ...]] = []
+    tool = acting("insert_after_op", "_assert_async", lambda *outputs: calls.append(outputs))
     assert applied(tool, lambda: torch._assert_async(torch.ones(1))) is None
-    assert seen == [()] * 3
+    assert calls == [()] * 3
 
 
 def test_a_factory_has_its_result_changed(acting: Act, applied: Applied) -> None:

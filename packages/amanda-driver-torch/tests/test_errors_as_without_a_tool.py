@@ -23,15 +23,15 @@ def failure(program: Callable[[], None]) -> list[Any]:
         program()
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        told: list[Any] = [(one.filename, one.lineno) for one in frames if not one.filename.startswith(OWN)][
-            -1:
-        ]
-        one: BaseException | None = error
-        while one is not None:
-            cause = one.__cause__
-            told += [type(one).__qualname__, _text(one), getattr(one, "__notes__", []), cause is None]
-            one = cause or (None if one.__suppress_context__ else one.__context__)
-        return told
+        facts: list[Any] = [
+            (link.filename, link.lineno) for link in frames if not link.filename.startswith(OWN)
+        ][-1:]
+        link: BaseException | None = error
+        while link is not None:
+            cause = link.__cause__
+            facts += [type(link).__qualname__, _text(link), getattr(link, "__notes__", []), cause is None]
+            link = cause or (None if link.__suppress_context__ else link.__context__)
+        return facts
     raise AssertionError("it does not fail")
 
 
@@ -40,7 +40,7 @@ def _text(error: BaseException) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
-@pytest.mark.parametrize("program", FAILING, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("program", FAILING, ids=lambda program: program.__name__)
 def test_an_error_is_told_as_without_a_tool(program: Callable[[], None], harmless: amanda.Tool) -> None:
     bare = failure(program)
     with amanda.apply(harmless):

@@ -69,12 +69,12 @@ def test_a_type_error_of_a_routine_is_not_taken_for_a_wrong_operand(
     name: str, executions: int, acting: Any
 ) -> None:
     op, program = PROGRAMS[name]
-    error, left = TypeError("on purpose"), executions
+    error, remaining = TypeError("on purpose"), executions
 
     def fail() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
+        nonlocal remaining
+        remaining -= 1
+        if not remaining:
             raise error
 
     @amanda.apply(acting("insert_before_op", op, fail, inputs=[]))
@@ -92,7 +92,9 @@ def test_a_wrong_operand_is_told_as_ever_after_a_type_error_of_a_routine(acting:
     def fail() -> None:
         raise TypeError("on purpose")
 
-    codes = {id(one): one.__code__ for one in vars(torch.Tensor).values() if hasattr(one, "__code__")}
+    codes = {
+        id(member): member.__code__ for member in vars(torch.Tensor).values() if hasattr(member, "__code__")
+    }
     with amanda.apply(acting("insert_before_op", "relu", fail, inputs=[])):
         with pytest.raises(TypeError, match="on purpose"):
             torch.relu(X)
@@ -100,29 +102,31 @@ def test_a_wrong_operand_is_told_as_ever_after_a_type_error_of_a_routine(acting:
             with pytest.raises(TypeError, match="unsupported operand"):
                 wrong()
         assert X.__pow__("a") is NotImplemented
-    assert codes == {id(one): one.__code__ for one in vars(torch.Tensor).values() if hasattr(one, "__code__")}
+    assert codes == {
+        id(member): member.__code__ for member in vars(torch.Tensor).values() if hasattr(member, "__code__")
+    }
 
 
 def test_an_override_is_given_the_operators_that_torch_has(acting: Any) -> None:
     class Asked(torch.Tensor):
-        known = False
+        is_operator = False
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            cls.known |= func is torch.Tensor.__pow__ is power
+            cls.is_operator |= func is torch.Tensor.__pow__ is power
             return super().__torch_function__(func, types, args, kwargs or {})
 
     power = torch.Tensor.__pow__
     with amanda.apply(acting("insert_before_op", "pow", lambda: None, inputs=[])):
         assert torch.equal(X.as_subclass(Asked) ** 2, X)
-    assert Asked.known
+    assert Asked.is_operator
 
 
 def test_a_type_error_of_a_routine_dies_with_its_thread_or_with_the_scope(acting: Any) -> None:
     class Held:
         pass
 
-    held: list[weakref.ref[Held]] = []
+    references: list[weakref.ref[Held]] = []
     ends = threading.Event()
 
     def fail() -> None:
@@ -130,7 +134,7 @@ def test_a_type_error_of_a_routine_dies_with_its_thread_or_with_the_scope(acting
 
     def run() -> None:
         mine = Held()
-        held.append(weakref.ref(mine))
+        references.append(weakref.ref(mine))
         with suppress(TypeError):
             torch.relu(X)
 
@@ -147,11 +151,11 @@ def test_a_type_error_of_a_routine_dies_with_its_thread_or_with_the_scope(acting
         ended.join()
         del ended
         gc.collect()
-        assert held[0]() is None
+        assert references[0]() is None
         waiting = threading.Thread(target=work, args=(True,))
         waiting.start()
         failed.wait(60)
     gc.collect()
-    assert held[1]() is None
+    assert references[1]() is None
     ends.set()
     waiting.join()

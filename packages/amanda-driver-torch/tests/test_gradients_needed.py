@@ -5,21 +5,21 @@ import torch
 from amanda.drivers.torch._schema import binding
 from amanda.drivers.torch._tensors import TorchTensors
 
-needed = TorchTensors().gradients
+gradients_needed = TorchTensors().gradients
 X, Y = torch.ones(4), torch.ones(4, requires_grad=True)
 
 
 def test_each_need_is_told_from_the_others() -> None:
     cases = [[Y, X], [X, Y], [Y, Y], [[X, Y], X]]
-    assert len({needed(inputs) for inputs in cases}) == len(cases)
-    assert needed([Y, 2, X]) == needed([Y, X])
-    assert needed([X, X]) is None
+    assert len({gradients_needed(inputs) for inputs in cases}) == len(cases)
+    assert gradients_needed([Y, 2, X]) == gradients_needed([Y, X])
+    assert gradients_needed([X, X]) is None
     with torch.no_grad():
-        assert needed([Y, Y]) is None
+        assert gradients_needed([Y, Y]) is None
 
 
 def test_arguments_need_what_the_inputs_made_of_them_need() -> None:
     args = (Y, 2, 2)
     inputs = binding(torch.Tensor.view, args).inputs(args)
     assert inputs[1] == (2, 2)
-    assert needed(args) == needed(inputs)
+    assert gradients_needed(args) == gradients_needed(inputs)

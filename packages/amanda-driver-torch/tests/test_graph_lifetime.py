@@ -49,7 +49,9 @@ class Changing(amanda.Tool):
 
 
 def copies(*values: Any) -> list[Any]:
-    return [one * 1 if isinstance(one, Tensor) and one.is_floating_point() else one for one in values]
+    return [
+        value * 1 if isinstance(value, Tensor) and value.is_floating_point() else value for value in values
+    ]
 
 
 class Token:
@@ -158,13 +160,13 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def marked(root: Node | None) -> list[str]:
-    waiting, found = [root], []
+    waiting, names = [root], []
     while waiting:
         node = waiting.pop()
         if node is not None:
             waiting += [child for child, _ in node.next_functions]
-            found += [node.name()] if node.metadata else []  # type: ignore[truthy-function]
-    return found
+            names += [node.name()] if node.metadata else []  # type: ignore[truthy-function]
+    return names
 
 
 def test_an_analysed_op_without_actions_has_no_hook_and_no_mark(hooked: list[str]) -> None:

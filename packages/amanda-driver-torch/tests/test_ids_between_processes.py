@@ -54,5 +54,5 @@ def test_the_ids_of_models_are_those_of_another_process() -> None:
 @pytest.mark.long
 def test_the_ids_of_models_are_those_of_the_pure_python_interceptor() -> None:
     # It does not see what torch's own methods reach through a closure (`a ** 2`) or super() (`unflatten`).
-    others = ("functional", "transformer")
-    assert ids(3, native=False, left_out=others) == ids(4, left_out=others)
+    left_out = ("functional", "transformer")
+    assert ids(3, native=False, left_out=left_out) == ids(4, left_out=left_out)

@@ -41,10 +41,10 @@ def bench() -> Bench:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("fresh", [True, False], ids=["first execution", "known ops"])
 def test_nothing_stays_behind(bench: Bench, fresh: bool, error: type[BaseException]) -> None:
-    known = Tenfold()
+    used_tool = Tenfold()
 
     def run(number: int) -> tuple[RaiseAt, Tenfold, bool]:
-        tool, at = Tenfold() if fresh else known, RaiseAt(number, error)
+        tool, at = Tenfold() if fresh else used_tool, RaiseAt(number, error)
 
         def program() -> None:
             with at, amanda.apply(tool):
@@ -54,12 +54,12 @@ def test_nothing_stays_behind(bench: Bench, fresh: bool, error: type[BaseExcepti
 
     run(0)
     places = list(run(0)[0].sites.values())
-    seen = 0
+    interruptions = 0
     for number in places[2 * fresh + (error is MemoryError) :: STRIDE]:
         _, tool, interrupted = run(number)
-        seen += interrupted
+        interruptions += interrupted
         assert not bench.left_behind(tool), f"after {error.__name__} at call {number}"
-    assert seen > len(places) / STRIDE / 10
+    assert interruptions > len(places) / STRIDE / 10
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_nothing_stays_behind_of_a_tool_that_raises(bench: Bench, error: type[Ba
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
-@pytest.mark.parametrize("program", FAILING, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("program", FAILING, ids=lambda program: program.__name__)
 def test_nothing_stays_behind_of_a_program_that_fails(bench: Bench, program: Callable[[], None]) -> None:
     tool = Tenfold()
     with amanda.apply(tool):

@@ -23,8 +23,8 @@ def masked(weight: Tensor) -> Tensor:
     return weight * MASK
 
 
-def scaled(x: Tensor, *rest: Any) -> Any:
-    return (x * 10, *rest) if rest else x * 10
+def scaled(x: Tensor, *gradients: Any) -> Any:
+    return (x * 10, *gradients) if gradients else x * 10
 
 
 def linear_grads() -> tuple[Tensor, Tensor]:
@@ -39,9 +39,9 @@ def linear_grads() -> tuple[Tensor, Tensor]:
 def linear_grads_by_hand(mask_in_graph: bool) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     weight, x = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    used = weight * MASK if mask_in_graph else (weight * MASK).detach().requires_grad_()
-    (F.linear(x, used) ** 2).sum().backward()
-    grad = weight.grad if mask_in_graph else used.grad
+    masked = weight * MASK if mask_in_graph else (weight * MASK).detach().requires_grad_()
+    (F.linear(x, masked) ** 2).sum().backward()
+    grad = weight.grad if mask_in_graph else masked.grad
     assert grad is not None
     assert x.grad is not None
     return grad, x.grad

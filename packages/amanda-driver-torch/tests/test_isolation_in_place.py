@@ -214,7 +214,7 @@ def test_the_graph_of_an_op_in_place_is_freed_with_its_result(write: Callable[[T
     start = torch.ones(3, requires_grad=True)
     gc.collect()
     gc.disable()
-    earlier = {id(one) for one in gc.get_objects() if type(one) is SavedTensor}
+    earlier = {id(item) for item in gc.get_objects() if type(item) is SavedTensor}
     try:
         with amanda.apply(looks):
             for _ in range(3):
@@ -223,6 +223,6 @@ def test_the_graph_of_an_op_in_place_is_freed_with_its_result(write: Callable[[T
                 write(y)
                 del y
                 assert gone() is None
-            assert {id(one) for one in gc.get_objects() if type(one) is SavedTensor} <= earlier
+            assert {id(item) for item in gc.get_objects() if type(item) is SavedTensor} <= earlier
     finally:
         gc.enable()

@@ -21,7 +21,7 @@ X = torch.linspace(-1, 1, 20).reshape(5, 4)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_callables_run_op_by_op_in_a_scope_and_compiled_after_it(seen: Any, backend: str) -> None:
+def test_compiled_callables_run_op_by_op_in_a_scope_and_compiled_after_it(op_log: Any, backend: str) -> None:
     from torch._dynamo.backends.registry import lookup_backend
 
     graphs: list[int] = []
@@ -34,12 +34,12 @@ def test_compiled_callables_run_op_by_op_in_a_scope_and_compiled_after_it(seen: 
     compiled = torch.compile(network(), backend=counting)
     bare = compiled(X)
     before = len(graphs)
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         output = compiled(X)
         inside = torch.compile(lambda x: torch.relu(x) + 1, backend=counting)
         inside(X)
     assert torch.equal(output, bare)
-    assert seen.names == ["linear", "relu", "linear", "relu", "__add__"]
+    assert op_log.names == ["linear", "relu", "linear", "relu", "__add__"]
     assert len(graphs) == before
     assert torch.equal(compiled(X), bare)
     assert len(graphs) == before
@@ -79,7 +79,7 @@ def test_a_scope_does_not_import_the_compiler() -> None:
 
 @warnings
 def test_a_scripted_function_is_one_op_and_said_once(
-    harmless: amanda.Tool, seen: Any, caplog: pytest.LogCaptureFixture
+    harmless: amanda.Tool, op_log: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted = torch.jit.script(network())
     bare = scripted(X)
@@ -90,9 +90,9 @@ def test_a_scripted_function_is_one_op_and_said_once(
     assert torch.equal(output, bare)
     assert [entry.what for entry in scope.report] == ["inside of TorchScript forward"]
     assert caplog.text.count("inside of TorchScript") == 1
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         scripted(X)
-    assert seen.names == ["forward"]
+    assert op_log.names == ["forward"]
 
 
 @warnings

@@ -56,7 +56,7 @@ def everything_hooked() -> list[Any]:
         register_multi_grad_hook([model[0].weight, model[2].bias], note("any"), mode="any"),
     ]
     try:
-        with saved_tensors_hooks(lambda one: (log.append("pack"), one)[1], lambda one: one * 1.5):
+        with saved_tensors_hooks(lambda tensor: (log.append("pack"), tensor)[1], lambda tensor: tensor * 1.5):
             y = model(x)
         y.retain_grad()
         y.register_hook(lambda grad: grad * 2)
@@ -136,9 +136,9 @@ def test_all_modes_of_training_at_once(harmless: amanda.Tool) -> None:
 def test_an_anomaly_is_told_as_without_a_tool(harmless: amanda.Tool) -> None:
     def run() -> str:
         x = torch.zeros(1, requires_grad=True)
-        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values") as told:
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values") as raised:
             (torch.sqrt(x) * 0).sum().backward()
-        return str(told.value)
+        return str(raised.value)
 
     same_under(harmless, run)
 

@@ -30,13 +30,13 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
-    made = Interrupts()
-    with made.handling():
-        yield made
+    handler = Interrupts()
+    with handler.handling():
+        yield handler
 
 
 # Those that enter no context of torch's, which an interrupt may leave open.
-INTERRUPTIBLE = [one for one in PROGRAMS if one not in (functional, checkpointed)]
+INTERRUPTIBLE = [program for program in PROGRAMS if program not in (functional, checkpointed)]
 
 
 # What Python calls while it frees something raises to nobody, be it in a scope or not.
@@ -82,8 +82,8 @@ def test_an_interrupt_while_a_scope_opens_or_closes_leaves_torch_as_it_was(inter
     before = restoration()
     for _ in range(300):
         interrupts.around(program, 0.002)
-        for left in opened():
-            left.stop()  # the interrupt came after `start` and before `stop`
+        for scope in opened():
+            scope.stop()  # the interrupt came after `start` and before `stop`
         assert restoration() == before
     torch.relu(x)
     assert interrupts.raised > 50
@@ -119,20 +119,20 @@ def test_a_signal_that_arrives_while_a_scope_opens_is_handled_once_it_is_open(
     assert scope.closed
 
 
-def test_scopes_open_on_threads_that_no_signal_reaches(seen: Any) -> None:
-    thread = threading.Thread(target=amanda.apply(seen)(lambda: torch.relu(torch.ones(2))))
+def test_scopes_open_on_threads_that_no_signal_reaches(op_log: Any) -> None:
+    thread = threading.Thread(target=amanda.apply(op_log)(lambda: torch.relu(torch.ones(2))))
     thread.start()
     thread.join()
-    assert seen.names == ["ones", "relu"]
+    assert op_log.names == ["ones", "relu"]
 
 
 def test_what_a_failed_routine_held_is_freed_with_its_exception() -> None:
     """A cycle of an exception and a frame of ours would keep alive what an interrupted routine held."""
-    held: list[weakref.ref[Any]] = []
+    references: list[weakref.ref[Any]] = []
 
     def fail(*values: Any) -> None:
-        own = torch.ones(1)
-        held.append(weakref.ref(own))
+        local = torch.ones(1)
+        references.append(weakref.ref(local))
         raise KeyboardInterrupt
 
     tool = amanda.Tool()
@@ -142,7 +142,7 @@ def test_what_a_failed_routine_held_is_freed_with_its_exception() -> None:
         for _ in range(2):
             with suppress(KeyboardInterrupt), amanda.apply(tool):
                 torch.ones(1) + 1
-        assert [one() for one in held] == [None] * len(held)
-        assert held
+        assert [reference() for reference in references] == [None] * len(references)
+        assert references
     finally:
         gc.enable()

@@ -65,7 +65,7 @@ def nnsight() -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # of what it imports
 def test_nnsight_intervenes_the_same_and_the_ops_of_its_model_are_seen(
-    harmless: amanda.Tool, seen: Any, nnsight: Any
+    harmless: amanda.Tool, op_log: Any, nnsight: Any
 ) -> None:
     def run() -> list[torch.Tensor]:
         model = nnsight.NNsight(network())
@@ -76,6 +76,6 @@ def test_nnsight_intervenes_the_same_and_the_ops_of_its_model_are_seen(
         return [hidden, output]
 
     same_under(harmless, run)
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         run()
-    assert seen.names[-3:] == ["linear", "relu", "linear"]
+    assert op_log.names[-3:] == ["linear", "relu", "linear"]

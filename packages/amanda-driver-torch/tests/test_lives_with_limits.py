@@ -121,13 +121,13 @@ def test_the_time_of_an_op_does_not_grow_with_the_program(harmless: amanda.Tool)
 def test_a_tool_that_nobody_holds_lives_as_long_as_its_scope_or_its_graph() -> None:
     calls: list[int] = []
 
-    def made() -> amanda.Tool:
+    def make_tool() -> amanda.Tool:
         tool = amanda.Tool()
         tool.add_inst_for_op(lambda context: context.insert_before_op(lambda: calls.append(1), inputs=[]))
         return tool
 
     weight = torch.ones(2, requires_grad=True)
-    tool = made()
+    tool = make_tool()
     alive = weakref.ref(tool)
     scope = amanda.apply(tool).start()
     del tool
@@ -148,7 +148,7 @@ def test_a_tool_that_nobody_holds_lives_as_long_as_its_scope_or_its_graph() -> N
         loss = (weight * 2).sum()
     del tool
     gc.collect()
-    with amanda.apply(made()):
+    with amanda.apply(make_tool()):
         loss.backward()
     assert 2 not in calls
     del loss
@@ -173,8 +173,8 @@ def test_a_tool_may_end_its_scope_in_its_routine() -> None:
     assert is_vanilla()
 
 
-def test_generators_that_take_turns_end_their_scopes_in_any_order(seen: Any) -> None:
-    other = type(seen)()
+def test_generators_that_take_turns_end_their_scopes_in_any_order(op_log: Any) -> None:
+    second_log = type(op_log)()
 
     def steps(tool: amanda.Tool) -> Iterator[None]:
         with amanda.apply(tool):
@@ -183,25 +183,25 @@ def test_generators_that_take_turns_end_their_scopes_in_any_order(seen: Any) -> 
                 yield
 
     before = interceptor.ACTIVATION.get(None)
-    first, second = steps(seen), steps(other)
+    first, second = steps(op_log), steps(second_log)
     next(first)
     next(second)
     first.close()
-    ended = len(seen.names)
+    ended = len(op_log.names)
     next(second)
     next(second)
-    assert len(seen.names) == ended
-    assert other.names == ["relu"] * 3
+    assert len(op_log.names) == ended
+    assert second_log.names == ["relu"] * 3
     second.close()
     assert is_vanilla()
     assert interceptor.ACTIVATION.get(None) is before
     torch.relu(X)
-    assert other.names == ["relu"] * 3
+    assert second_log.names == ["relu"] * 3
 
 
-def test_a_generator_is_closed_by_another_thread_or_by_the_collector(seen: Any) -> None:
+def test_a_generator_is_closed_by_another_thread_or_by_the_collector(op_log: Any) -> None:
     def steps() -> Iterator[None]:
-        with amanda.apply(seen):
+        with amanda.apply(op_log):
             while True:
                 torch.relu(X)
                 yield
@@ -219,11 +219,11 @@ def test_a_generator_is_closed_by_another_thread_or_by_the_collector(seen: Any) 
     del suspended, circle
     gc.collect()
     assert is_vanilla()
-    assert seen.names == ["relu", "relu"]
+    assert op_log.names == ["relu", "relu"]
 
 
-def test_a_thread_that_raises_leaves_the_other_its_scope(seen: Any) -> None:
-    failing, failed = type(seen)(), threading.Event()
+def test_a_thread_that_raises_leaves_the_other_its_scope(op_log: Any) -> None:
+    failing, failed = type(op_log)(), threading.Event()
     results: list[Any] = []
 
     def fail() -> None:
@@ -240,7 +240,7 @@ def test_a_thread_that_raises_leaves_the_other_its_scope(seen: Any) -> None:
 
     def train() -> None:
         model = torch.nn.Linear(4, 4)
-        with amanda.apply(seen):
+        with amanda.apply(op_log):
             for step in range(20):
                 if step == 10:
                     failed.wait(60)
@@ -252,5 +252,5 @@ def test_a_thread_that_raises_leaves_the_other_its_scope(seen: Any) -> None:
     for thread in threads:
         thread.join()
     assert "on purpose" in str(results[0])
-    assert seen.names.count("linear") == 20
+    assert op_log.names.count("linear") == 20
     assert is_vanilla()

@@ -32,22 +32,22 @@ def test_models_are_copied_pickled_and_saved_in_a_scope(harmless: amanda.Tool) -
         stream.seek(0)
         loaded = network()
         loaded.load_state_dict(torch.load(stream))
-        outputs = [one(X) for one in (net, copied, pickled, loaded)]
+        outputs = [model(X) for model in (net, copied, pickled, loaded)]
     assert all(torch.equal(outputs[0], output) for output in outputs)
     assert list(net.state_dict()) == list(network().state_dict())
 
 
-def test_a_copied_or_pickled_tool_keeps_an_account_of_its_own(seen: Any) -> None:
+def test_a_copied_or_pickled_tool_keeps_an_account_of_its_own(op_log: Any) -> None:
     net = network()
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         net(X)
-    copied = copy.deepcopy(seen)
+    copied = copy.deepcopy(op_log)
     with amanda.apply(copied):
         net(X)
-    assert (len(seen.names), len(copied.names)) == (3, 6)
+    assert (len(op_log.names), len(copied.names)) == (3, 6)
 
 
-def test_generation_with_a_cache_has_the_ids_of_the_step_before(seen: Any, transformers: Any) -> None:
+def test_generation_with_a_cache_has_the_ids_of_the_step_before(op_log: Any, transformers: Any) -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=2, n_head=2, n_embd=16, vocab_size=50, bos_token_id=0, eos_token_id=1
@@ -61,15 +61,15 @@ def test_generation_with_a_cache_has_the_ids_of_the_step_before(seen: Any, trans
 
     bare = generate(20)
     counts = []
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         for tokens in (3, 6, 20):
             output = generate(tokens)
-            counts.append(len(set(seen.ids)))
+            counts.append(len(set(op_log.ids)))
     assert torch.equal(output, bare)
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_text_is_generated_on_a_thread_in_the_scope(seen: Any, transformers: Any) -> None:
+def test_text_is_generated_on_a_thread_in_the_scope(op_log: Any, transformers: Any) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -84,21 +84,21 @@ def test_text_is_generated_on_a_thread_in_the_scope(seen: Any, transformers: Any
 
     def stream() -> list[str]:
         streamer = transformers.TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)
-        given = {"streamer": streamer, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        thread = threading.Thread(target=model.generate, args=(prompt,), kwargs=given)
+        options = {"streamer": streamer, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        thread = threading.Thread(target=model.generate, args=(prompt,), kwargs=options)
         thread.start()
         words = "".join(streamer).split()
         thread.join()
         return words
 
     alone = stream()
-    with amanda.apply(seen) as scope:
+    with amanda.apply(op_log) as scope:
         assert stream() == alone
-    assert seen.names.count("scaled_dot_product_attention") == len(alone) == 4
+    assert op_log.names.count("scaled_dot_product_attention") == len(alone) == 4
     assert scope.report == []
 
 
-def test_the_calls_of_a_shared_layer_are_told_apart(seen: Any, transformers: Any) -> None:
+def test_the_calls_of_a_shared_layer_are_told_apart(op_log: Any, transformers: Any) -> None:
     config = transformers.AlbertConfig(
         vocab_size=50,
         embedding_size=8,
@@ -108,12 +108,12 @@ def test_the_calls_of_a_shared_layer_are_told_apart(seen: Any, transformers: Any
         intermediate_size=32,
     )
     model, tokens = transformers.AlbertModel(config).eval(), torch.randint(0, 50, (1, 4))
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         model(tokens)
-        first = seen.ids.copy()
+        first = op_log.ids.copy()
         model(tokens)
     assert len(set(first)) == len(first)
-    assert seen.ids == first * 2
+    assert op_log.ids == first * 2
 
 
 class Checkpointed(torch.nn.Module):
@@ -131,14 +131,18 @@ class Checkpointed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_ops_have_the_ids_of_the_first_run(seen: Any, reentrant: bool) -> None:
+def test_recomputed_ops_have_the_ids_of_the_first_run(op_log: Any, reentrant: bool) -> None:
     net = Checkpointed(use_reentrant=reentrant, **({} if reentrant else {"early_stop": False}))
     x = X.clone().requires_grad_()
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         output = net(x)
-        first = seen.ids.copy()
+        first = op_log.ids.copy()
         output.sum().backward()
-    ids = [one for one, name in zip(seen.ids, seen.names, strict=True) if name in ("linear", "relu", "tanh")]
+    ids = [
+        op_id
+        for op_id, name in zip(op_log.ids, op_log.names, strict=True)
+        if name in ("linear", "relu", "tanh")
+    ]
     assert len(ids) == 10
     assert {*ids} <= {*first}
     assert sorted(ids) == sorted(2 * ids[:5])
@@ -184,9 +188,9 @@ def test_hooks_of_the_user_run_in_their_order(harmless: amanda.Tool) -> None:
     log, gradients = run()
     with amanda.apply(harmless):
         for _ in range(2):
-            again, others = run()
+            again, gradients_again = run()
             assert again == log
-            assert all(map(torch.equal, gradients, others))
+            assert all(map(torch.equal, gradients, gradients_again))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -229,14 +233,14 @@ def test_lazy_modules_become_what_they_are(harmless: amanda.Tool) -> None:
     assert type(net[0]) is torch.nn.Linear
 
 
-def test_a_module_made_for_one_call_keeps_its_ids(seen: Any) -> None:
+def test_a_module_made_for_one_call_keeps_its_ids(op_log: Any) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.Softmax(-1)(x) + torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())(x)
 
     net = Model()
-    with amanda.apply(seen):
+    with amanda.apply(op_log):
         for _ in range(3):
             net(X)
-    assert seen.ids == seen.ids[:4] * 3
-    assert len(set(seen.ids)) == 4
+    assert op_log.ids == op_log.ids[:4] * 3
+    assert len(set(op_log.ids)) == 4

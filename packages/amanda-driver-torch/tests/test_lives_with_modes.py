@@ -23,16 +23,16 @@ X = torch.linspace(-1, 1, 20).reshape(5, 4)
 
 
 def results(mode: Callable[[], Any], backward: bool) -> list[torch.Tensor]:
-    found = []
+    tensors = []
     for _ in range(2):
         net = network()
         with mode():
             output = net(X)
-        found.append(output)
+        tensors.append(output)
         if backward:
             output.float().sum().backward()
-            found += [p.grad for p in net.parameters() if p.grad is not None]
-    return found
+            tensors += [p.grad for p in net.parameters() if p.grad is not None]
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_results_are_those_without_a_tool(
     bare = results(mode, backward)
     with amanda.apply(harmless):
         instrumented = results(mode, backward)
-    for one, other in zip(bare, instrumented, strict=True):
-        assert torch.equal(one, other)
-        assert (one.dtype, one.requires_grad, one.is_inference()) == (
-            other.dtype,
-            other.requires_grad,
-            other.is_inference(),
+    for expected, value in zip(bare, instrumented, strict=True):
+        assert torch.equal(expected, value)
+        assert (expected.dtype, expected.requires_grad, expected.is_inference()) == (
+            value.dtype,
+            value.requires_grad,
+            value.is_inference(),
         )
 
 

@@ -67,8 +67,8 @@ def test_a_strict_export_in_a_scope_has_no_op_of_a_routine() -> None:
         assert [node.name for node in exported(Program(), strict=True).nodes] == bare
 
 
-def test_a_scope_opened_in_a_compiled_function_sees_its_ops_or_says_that_it_does_not(seen: Any) -> None:
-    scope = amanda.apply(seen)
+def test_a_scope_opened_in_a_compiled_function_sees_its_ops_or_says_that_it_does_not(op_log: Any) -> None:
+    scope = amanda.apply(op_log)
 
     def program(x: torch.Tensor) -> torch.Tensor:
         with scope:
@@ -79,7 +79,7 @@ def test_a_scope_opened_in_a_compiled_function_sees_its_ops_or_says_that_it_does
     compiled = torch.compile(program, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(X), torch.relu(X) + 1)
-    assert seen.names == ["relu", "relu"] or "TorchDriver" in [entry.what for entry in scope.report]
+    assert op_log.names == ["relu", "relu"] or "TorchDriver" in [entry.what for entry in scope.report]
 
 
 def test_a_replay_of_a_cuda_graph_is_reported() -> None:

@@ -27,12 +27,12 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def outermost_type(call: Callable[[], Any]) -> str:
-    seen: list[str] = []
+    op_types: list[str] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op_type()))
+    tool.add_inst_for_op(lambda context: op_types.append(context.get_op_type()))
     with amanda.apply(tool):
         call()
-    return seen[0]
+    return op_types[0]
 
 
 @pytest.mark.parametrize(

@@ -202,17 +202,21 @@ class Limited(torch.Tensor):
 
     @staticmethod
     def __new__(cls, x: torch.Tensor, limit: float) -> "Limited":
-        made = x.as_subclass(cls)
-        made.limit = limit
-        return made
+        limited = x.as_subclass(cls)
+        limited.limit = limit
+        return limited
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        limits = [one.limit for one in args if isinstance(one, cls) and function.__name__ != "__set__"]
-        made = super().__torch_function__(function, types, args, kwargs or {})
-        if isinstance(made, cls) and limits:
-            made.limit = limits[0]
-        return made
+        limits = [
+            argument.limit
+            for argument in args
+            if isinstance(argument, cls) and function.__name__ != "__set__"
+        ]
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(result, cls) and limits:
+            result.limit = limits[0]
+        return result
 
 
 def test_a_routine_changes_a_subclass_inside_its_own_new() -> None:

@@ -34,13 +34,13 @@ class Paths(amanda.Tool):
     """Keeps, for each product, its place and the path of its weight."""
 
     def __init__(self) -> None:
-        self.found: dict[str, str | None] = {}
+        self.paths: dict[str, str | None] = {}
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
         if context.get_op_type() == "linear":
             weight = context.get_variable("weight")
-            self.found[self.place(context)] = context.get_variable_path(weight)
+            self.paths[self.place(context)] = context.get_variable_path(weight)
             self.keep(context, "mark", lambda: torch.zeros(1), variable=weight)
 
 
@@ -67,7 +67,7 @@ def test_places_and_state_have_the_names_of_parameters_whatever_is_read_first(mo
         call = torch.compile(model, backend="eager") if mode else model
         with amanda.apply(tool, **({"compiled": mode} if mode else {})):
             call(torch.rand(2, 4), order)
-        assert tool.found == IN_MODEL
+        assert tool.paths == IN_MODEL
         assert sorted(tool.state_dict()) == ["0.last.weight/mark", "0.ws.0/mark", "0.ws.2/mark"]
 
 
@@ -76,13 +76,13 @@ def test_a_parameter_of_no_module_has_no_path() -> None:
     with amanda.apply(tool):
         F.linear(torch.rand(2, 4), weight)
         nn.Sequential()(F.linear(torch.rand(2, 4), weight))
-    assert set(tool.found.values()) == {None}
+    assert set(tool.paths.values()) == {None}
 
 
 def test_parameters_of_two_models_are_told_apart() -> None:
     tool = Paths()
     with amanda.apply(tool):
-        for model in (one := nn.Linear(4, 4), nn.Linear(4, 4), one):
+        for model in (first := nn.Linear(4, 4), nn.Linear(4, 4), first):
             model(torch.rand(2, 4))
     assert sorted(tool.state_dict()) == ["weight.1/mark", "weight/mark"]
 
@@ -93,7 +93,7 @@ def test_a_parameter_that_took_anothers_place_has_its_path() -> None:
         model(torch.rand(2, 4))
         model[0], model[1] = model[1], model[0]
         model(torch.rand(2, 4))
-    assert set(tool.found.values()) == {"0.weight", "1.weight"}
+    assert set(tool.paths.values()) == {"0.weight", "1.weight"}
 
 
 def test_state_that_was_kept_by_the_op_is_found() -> None:
@@ -138,8 +138,8 @@ def test_parts_of_a_parameter_have_state_of_their_own() -> None:
         attention(query, key, key)
     names = [name for name in tool.state_dict() if name.startswith("in_proj_weight")]
     assert len(names) == 2  # of q, and of k and v, which are projected together
-    held = {name: mask for name, mask in tool.state_dict().items() if name in names}
-    shapes = {tuple(mask.shape) for mask in held.values()}
+    masks = {name: mask for name, mask in tool.state_dict().items() if name in names}
+    shapes = {tuple(mask.shape) for mask in masks.values()}
     assert shapes == {(8, 8), (16, 8)}
     again = Masks()
     again.load_state_dict(tool.state_dict())

@@ -57,8 +57,8 @@ def test_a_torch_that_lacks_an_offset_is_read_by_functions_and_a_warning_says_so
 ) -> None:
     monkeypatch.setattr(_layout, "_GET_SWITCHES", "no_such_function")
     with caplog.at_level("WARNING", "amanda"):
-        found, lacking = make_reader(torch.add)
-    assert found is not None
+        reader, lacking = make_reader(torch.add)
+    assert reader is not None
     assert lacking == "no_such_function"
     assert "by function calls, so that routines take longer" in caplog.text
 
@@ -100,7 +100,7 @@ def test_a_scope_that_ran_mostly_in_python_says_so_and_why(x: torch.Tensor) -> N
 
 @natively
 @pytest.mark.parametrize(
-    "other",
+    "call",
     [
         lambda x: (x.double(), 1),
         lambda x: (x[0], 1),
@@ -122,10 +122,10 @@ def test_a_scope_that_ran_mostly_in_python_says_so_and_why(x: torch.Tensor) -> N
     ],
 )
 def test_calls_of_another_form_or_signature_have_another_key(
-    x: torch.Tensor, other: Callable[[torch.Tensor], tuple[Any, ...]]
+    x: torch.Tensor, call: Callable[[torch.Tensor], tuple[Any, ...]]
 ) -> None:
-    assert 0 != key(*other(x)) != key(x, 1)
-    assert key(*other(x)) == key(*other(x))
+    assert 0 != key(*call(x)) != key(x, 1)
+    assert key(*call(x)) == key(*call(x))
 
 
 @natively
@@ -183,10 +183,10 @@ def test_what_may_override_anything_has_no_key(x: torch.Tensor) -> None:
 
 @natively
 def test_under_a_transform_or_a_trace_nothing_has_a_key(x: torch.Tensor) -> None:
-    seen = []
+    keys = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(key(x))
+        keys.append(key(x))
         return x.sum()
 
     with warnings.catch_warnings():
@@ -195,8 +195,8 @@ def test_under_a_transform_or_a_trace_nothing_has_a_key(x: torch.Tensor) -> None
             transform(function)(x)
         torch.func.jvp(function, (x,), (x,))
         torch.jit.trace(function, x, check_trace=False)
-    assert set(seen) == {0}
-    assert len(seen) == 5
+    assert set(keys) == {0}
+    assert len(keys) == 5
     assert key(x) != 0
 
 
@@ -212,21 +212,21 @@ def test_a_torch_of_another_layout_is_read_by_its_functions(
 ) -> None:
     monkeypatch.setattr(_layout, missing, {"_GET_SWITCHES": "no_such_function", "_END": 0}[missing])
     assert find_layout(Libraries())[0] is None
-    found, _ = make_reader(torch.add)
-    assert found is not None
+    reader, _ = make_reader(torch.add)
+    assert reader is not None
     x.zero_()
-    assert found.version(x) == x._version
-    assert found.key((x,)) not in {
-        found.key((x.double(),)),
-        found.key((x[0],)),
-        found.key((x.to("meta"),)),
+    assert reader.version(x) == x._version
+    assert reader.key((x,)) not in {
+        reader.key((x.double(),)),
+        reader.key((x[0],)),
+        reader.key((x.to("meta"),)),
         0,
     }
 
 
 @natively
 @pytest.mark.parametrize(
-    "other",
+    "make",
     [
         lambda x: x.to_sparse(),
         lambda x: x.to_sparse_csr(),
@@ -239,17 +239,17 @@ def test_a_torch_of_another_layout_is_read_by_its_functions(
         lambda x: x.clone().requires_grad_() * 2,
     ],
 )
-def test_tensors_of_any_kind_have_keys_and_versions(x: torch.Tensor, other: Any) -> None:
+def test_tensors_of_any_kind_have_keys_and_versions(x: torch.Tensor, make: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kinds that are in beta
-        one, alike = other(x), other(x)
-    assert key(one) == key(alike) not in (0, key(x))
+        tensor, alike = make(x), make(x)
+    assert key(tensor) == key(alike) not in (0, key(x))
     assert READER is not None
-    before = READER.version(one)
-    assert before == one._version
+    before = READER.version(tensor)
+    assert before == tensor._version
     with torch.no_grad():
-        torch._C._autograd._unsafe_set_version_counter((one,), (before + 3,))
-    assert READER.version(one) == one._version == before + 3
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (before + 3,))
+    assert READER.version(tensor) == tensor._version == before + 3
 
 
 @natively
@@ -261,11 +261,11 @@ def test_a_view_that_needs_no_gradient_is_told_from_one_that_does(x: torch.Tenso
 @natively
 @pytest.mark.parametrize("on", [True, False])
 def test_a_routine_runs_with_gradients_off_on_any_thread(x: torch.Tensor, on: bool) -> None:
-    seen: list[bool] = []
+    modes: list[bool] = []
 
     def routine(*values: Any) -> None:
-        seen.append(torch.is_grad_enabled())
-        torch.set_grad_enabled(len(seen) % 2 == 0)  # what it leaves is not what the program goes on with
+        modes.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(len(modes) % 2 == 0)  # what it leaves is not what the program goes on with
 
     def program() -> None:
         for _ in range(5):
@@ -291,7 +291,7 @@ def test_a_routine_runs_with_gradients_off_on_any_thread(x: torch.Tensor, on: bo
             program()
             thread.join()
         assert torch.is_grad_enabled()
-    assert seen == [False] * 35
+    assert modes == [False] * 35
     assert not failures
 
 
@@ -361,20 +361,20 @@ def test_the_third_call_passes_through_no_python_of_ours(x: torch.Tensor) -> Non
 
 
 def test_routines_get_inputs_in_the_order_of_the_schema(x: torch.Tensor, repeated: Any) -> None:
-    given: list[Any] = []
-    tool = Around("softmax", before=lambda *values: given.append(values))
+    calls: list[Any] = []
+    tool = Around("softmax", before=lambda *values: calls.append(values))
     repeated(tool, lambda: torch.softmax(dim=-1, input=x))
-    assert len(given) == 5
-    assert all(values[0] is x and values[1:] == (-1,) for values in given)
+    assert len(calls) == 5
+    assert all(values[0] is x and values[1:] == (-1,) for values in calls)
 
 
 def test_routines_get_defaults_that_the_call_leaves_out_between(x: torch.Tensor, repeated: Any) -> None:
-    given: list[Any] = []
-    tool = Around("sum", before=lambda *values: given.append(values[1:]))
+    calls: list[Any] = []
+    tool = Around("sum", before=lambda *values: calls.append(values[1:]))
     repeated(tool, lambda: x.sum(dim=0, dtype=torch.float64))
-    assert given == [given[0]] * 5
-    assert given[0][0] == 0
-    assert given[0][-1] is torch.float64
+    assert calls == [calls[0]] * 5
+    assert calls[0][0] == 0
+    assert calls[0][-1] is torch.float64
 
 
 def test_a_changed_input_is_computed_with(x: torch.Tensor, repeated: Any) -> None:
@@ -409,10 +409,10 @@ def test_every_routine_runs_once_and_in_order(x: torch.Tensor, repeated: Any) ->
             context.insert_before_op(lambda a: order.append(f"{self.name} changes") or a + 1, inputs=[0])
             context.insert_after_op(lambda a: order.append(f"{self.name} after") or a + 1)
 
-    one = Two("one")
-    two = Two("two")
-    two.depends_on(one)
-    results = repeated(two, lambda: torch.add(x, 1))
+    first = Two("one")
+    second = Two("two")
+    second.depends_on(first)
+    results = repeated(second, lambda: torch.add(x, 1))
     once = ["one before", "one changes", "two before", "two changes", "one after", "two after"]
     assert order == once * 5
     assert all(torch.equal(y, x + 5) for y in results)
@@ -454,11 +454,11 @@ def test_a_wrong_result_is_an_error_that_says_what_was_expected(x: torch.Tensor,
 
 def test_what_a_routine_computes_belongs_to_no_graph(x: torch.Tensor, repeated: Any) -> None:
     x.requires_grad_()
-    kept: list[torch.Tensor] = []
-    tool = Around("mul", before=lambda a, b: kept.append(a + b))
+    sums: list[torch.Tensor] = []
+    tool = Around("mul", before=lambda a, b: sums.append(a + b))
     results = repeated(tool, lambda: x * x)
-    assert len(kept) == 5
-    assert not any(value.requires_grad for value in kept)
+    assert len(sums) == 5
+    assert not any(value.requires_grad for value in sums)
     assert all(y.requires_grad for y in results)
 
 
@@ -494,7 +494,7 @@ def test_an_op_in_place_goes_through_python_where_what_it_saves_cannot_be_reache
         (x * 2)[:1].sigmoid_()
 
     def under_hooks() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             (x * 2).sigmoid_()
 
     x.requires_grad_()
@@ -509,10 +509,10 @@ def test_an_op_in_place_goes_through_python_where_what_it_saves_cannot_be_reache
 
 
 def test_the_sizes_of_a_call_are_one_input(x: torch.Tensor, repeated: Any) -> None:
-    seen: list[Any] = []
-    tool = Around("view", before=lambda *inputs: seen.append(inputs[1:]))
+    calls: list[Any] = []
+    tool = Around("view", before=lambda *inputs: calls.append(inputs[1:]))
     assert [y.shape for y in repeated(tool, lambda: x.view(1, -1))] == [(1, x.numel())] * 5
-    assert seen == [((1, -1),)] * 5
+    assert calls == [((1, -1),)] * 5
 
 
 def test_the_sizes_of_a_call_can_be_changed(x: torch.Tensor, repeated: Any) -> None:
@@ -638,7 +638,7 @@ def test_with_backward_tools_a_settled_op_is_left_to_torch(x: torch.Tensor) -> N
             module(x).sum().backward()
         assert analyses.count("relu") == 1
         frozen = x.detach()
-        seen = list(analyses)
+        analyses_before = list(analyses)
         for _ in range(5):
             module(frozen)
-        assert analyses == seen
+        assert analyses == analyses_before

@@ -31,8 +31,8 @@ def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def nested(function: Callable[[Tensor], Tensor], x: Tensor, use_reentrant: bool) -> Tensor:
     inner = partial(checkpoint, function, use_reentrant=use_reentrant)
-    made: Tensor = checkpoint(lambda value: inner(value).sin(), x, use_reentrant=use_reentrant)
-    return made.asin()
+    outer: Tensor = checkpoint(lambda value: inner(value).sin(), x, use_reentrant=use_reentrant)
+    return outer.asin()
 
 
 KINDS: dict[str, Kind] = {
@@ -62,15 +62,15 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         x = self.block(x) if self.save is None else self.save(self.block, x)
-        made: Tensor = self.last(x)
-        return made
+        output: Tensor = self.last(x)
+        return output
 
 
 class Scaling(amanda.Tool):
     """Multiplies what tanh gives by a random factor, one for each execution."""
 
     def __init__(self, type: str = "tanh") -> None:
-        self.type, self.random, self.told = type, random.Random(0), list[tuple[float, bool]]()
+        self.type, self.random, self.decisions = type, random.Random(0), list[tuple[float, bool]]()
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
@@ -81,7 +81,7 @@ class Scaling(amanda.Tool):
         factor: float = (
             run.setdefault("factor", self.random.random()) if "factor" not in run else run["factor"]
         )
-        self.told.append((factor, recomputed))
+        self.decisions.append((factor, recomputed))
         return value * factor
 
 
@@ -106,7 +106,7 @@ class Looking(amanda.Tool):
 
 
 def gradients(net: nn.Module) -> list[Tensor]:
-    return [one.grad for one in net.parameters() if one.grad is not None]
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
 
 def trained(save: Kind | None, tool: amanda.Tool | None, steps: int = 3) -> list[Tensor]:
@@ -118,8 +118,8 @@ def trained(save: Kind | None, tool: amanda.Tool | None, steps: int = 3) -> list
     return gradients(net)
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("switch", [nullcontext, amanda.cache_disabled])
@@ -130,14 +130,14 @@ def test_a_recomputation_finds_in_run_what_the_first_execution_decided(
     expected = trained(None, plain)
     tool = Scaling()
     with switch():
-        found = trained(kind, tool)
-    factors = [factor for factor, recomputed in tool.told if not recomputed]
-    assert factors == [factor for factor, _ in plain.told]
-    assert {factor for factor, recomputed in tool.told if recomputed} <= set(factors)
-    assert any(recomputed for _, recomputed in tool.told)
+        gradients = trained(kind, tool)
+    factors = [factor for factor, recomputed in tool.decisions if not recomputed]
+    assert factors == [factor for factor, _ in plain.decisions]
+    assert {factor for factor, recomputed in tool.decisions if recomputed} <= set(factors)
+    assert any(recomputed for _, recomputed in tool.decisions)
     tolerance = 1e-5 if kind in (KINDS["nested reentrant"], KINDS["nested non-reentrant"]) else 0
-    for one, other in zip(expected, found, strict=True):  # sin and asin round
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for wanted_gradient, gradient in zip(expected, gradients, strict=True):  # sin and asin round
+        torch.testing.assert_close(wanted_gradient, gradient, rtol=tolerance, atol=tolerance)
 
 
 def test_observers_hear_of_an_execution_once(kind: Kind) -> None:
@@ -159,8 +159,8 @@ def test_batches_in_flight_keep_their_decisions_apart(kind: Kind) -> None:
                     loss.backward()
         return gradients(net)
 
-    for one, other in zip(pipelined(None, Scaling()), pipelined(kind, Scaling()), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for expected, value in zip(pipelined(None, Scaling()), pipelined(kind, Scaling()), strict=True):
+        torch.testing.assert_close(expected, value, rtol=1e-5, atol=1e-5)
 
 
 def test_each_further_backward_pass_recomputes_the_same_execution() -> None:
@@ -203,12 +203,12 @@ def test_rounds_of_a_loop_recall_their_own_decisions(kind: Kind) -> None:
                 net(torch.full((3,), 5.0, requires_grad=True)).sum().backward()
         return gradients(net)
 
-    for one, other in zip(run(None), run(kind), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-20)
+    for expected, value in zip(run(None), run(kind), strict=True):
+        torch.testing.assert_close(expected, value, rtol=1e-5, atol=1e-20)
 
 
 def test_run_of_what_runs_again_keeps_no_tensor() -> None:
-    kept: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
 
     class Keeping(amanda.Tool):
         def __init__(self) -> None:
@@ -220,15 +220,15 @@ def test_run_of_what_runs_again_keeps_no_tensor() -> None:
 
         def keep_value(self, value: Tensor, run: dict[str, Any]) -> None:
             assert not (run.keys() - {"number"}) or "value" in run
-            run["value"], run["number"] = value.clone(), len(kept)
-            kept.append(weakref.ref(run["value"]))
+            run["value"], run["number"] = value.clone(), len(references)
+            references.append(weakref.ref(run["value"]))
 
     net, x = Net(KINDS["reentrant"]), torch.rand(3, 4)
     with amanda.apply(Keeping()):
         for _ in range(4):
             loss = net(x).sum()
             gc.collect()
-            assert all(one() is None for one in kept)
+            assert all(reference() is None for reference in references)
             loss.backward()
 
 
@@ -253,11 +253,11 @@ def test_what_was_decided_is_freed_with_the_graph(kind: Kind) -> None:
     with amanda.apply(Deciding()):
         for _ in range(3):
             loss = net(x).sum()
-            assert any(one() is not None for one in decisions)
+            assert any(reference() is not None for reference in decisions)
             loss.backward()
             del loss
             gc.collect()
-            assert all(one() is None for one in decisions)
+            assert all(reference() is None for reference in decisions)
 
 
 def test_an_exception_in_a_checkpoint_leaves_nothing_behind() -> None:

@@ -72,7 +72,7 @@ def test_one_tensor_given_twice_is_one_op_with_two_inputs() -> None:
     with amanda.apply(tool):
         torch.add(p, p)
         torch.add(p, p)
-    assert [[one is p for one in each] for each in inputs] == [[True, True]] * 2
+    assert [[value is p for value in each] for each in inputs] == [[True, True]] * 2
 
 
 def test_a_freed_and_reused_tensor_changes_no_id() -> None:
@@ -135,18 +135,18 @@ def test_outputs_in_a_tuple_can_be_changed(op: str, acting: Any, applied: Any) -
 
 
 def test_keyword_arguments_are_in_the_order_of_the_schema(acting: Any) -> None:
-    given: list[tuple[Any, ...]] = []
-    with amanda.apply(acting("insert_before_op", "conv2d", lambda *inputs: given.append(inputs))):
+    calls: list[tuple[Any, ...]] = []
+    with amanda.apply(acting("insert_before_op", "conv2d", lambda *inputs: calls.append(inputs))):
         torch.conv2d(stride=2, weight=W, input=X)
-    ((image, weight, bias, stride),) = given
+    ((image, weight, bias, stride),) = calls
     assert (image is X, weight is W, bias, stride) == (True, True, None, 2)
 
 
 def everything_on(model: torch.nn.Module, *tensors: Tensor) -> list[Any]:
     return [
         [(name, list(vars(module))) for name, module in model.named_modules()],
-        [(name, dir(one), list(vars(one))) for name, one in model.named_parameters()],
-        [(dir(one), list(vars(one)), one._backward_hooks) for one in tensors],
+        [(name, dir(tensor), list(vars(tensor))) for name, tensor in model.named_parameters()],
+        [(dir(tensor), list(vars(tensor)), tensor._backward_hooks) for tensor in tensors],
         list(model.state_dict()),
     ]
 
@@ -200,7 +200,7 @@ def test_a_scope_belongs_to_its_thread() -> None:
     inside, outside = Ids("relu"), threading.Barrier(2)
     errors: list[BaseException] = []
 
-    def other() -> None:
+    def run_outside() -> None:
         try:
             outside.wait(10)
             torch.relu(X)
@@ -208,7 +208,7 @@ def test_a_scope_belongs_to_its_thread() -> None:
         except threading.BrokenBarrierError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=run_outside)
     thread.start()
     with amanda.apply(inside):
         outside.wait(10)

@@ -31,8 +31,8 @@ class Calling(nn.Module):
 def gradient(program: Callable[[Tensor], Tensor]) -> Callable[[], list[float]]:
     def run() -> list[float]:
         x = leaf(1, 2)
-        found: list[float] = torch.autograd.grad(program(x).sum(), x)[0].tolist()
-        return found
+        numbers: list[float] = torch.autograd.grad(program(x).sum(), x)[0].tolist()
+        return numbers
 
     return run
 
@@ -169,7 +169,7 @@ def test_leaves_that_are_made_anew_have_their_routines_and_leave_nothing(acting:
 
     def settled() -> int:
         gc.collect()
-        return sum(len(one.backward.steps) for one in gc.get_objects() if type(one) is Plan)
+        return sum(len(item.backward.steps) for item in gc.get_objects() if type(item) is Plan)
 
     module = Calling(program)
     with amanda.apply(acting("insert_before_backward_op", "AccumulateGrad", doubled)):

@@ -17,12 +17,12 @@ def test_without_an_essential_name_torch_runs_as_it_is_and_the_report_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch.autograd.graph, "_engine_run_backward")
-    seen: list[str] = []
+    names: list[str] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
     with amanda.apply(tool) as scope:
         assert torch.equal(torch.relu(torch.ones(2)), torch.ones(2))
-    assert seen == []
+    assert names == []
     (entry,) = scope.report
     assert entry.what == "TorchDriver"
     for part in ("autograd.graph._engine_run_backward", torch.__version__, "tested with torch 2.13"):
@@ -34,17 +34,17 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
 ) -> None:
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
     _requirements.log_once.cache_clear()
-    seen: list[str] = []
+    names: list[str] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
     with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(tool):
         torch.relu(torch.ones(2))
-    assert seen == ["ones", "relu"]
+    assert names == ["ones", "relu"]
     assert "_checkpoint_without_reentrant_generator: recomputed ops have ids of their own" in caplog.text
-    told = len(caplog.records)
+    count = len(caplog.records)
     with amanda.apply(tool):
         pass
-    assert len(caplog.records) == told
+    assert len(caplog.records) == count
 
 
 SOURCE = Path(_requirements.__file__).parent
@@ -63,7 +63,7 @@ def private_names(folder: Path = SOURCE) -> Iterator[str]:
             else:
                 continue
             parts = name.split(".")
-            if root == "torch" and any(one.startswith("_") and not one.startswith("__") for one in parts):
+            if root == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts):
                 yield name
 
 
@@ -71,14 +71,14 @@ def test_every_private_name_that_the_driver_reads_is_checked_when_it_attaches() 
     listed = (*_requirements.ESSENTIAL, *_requirements.OPTIONAL, "_C._VariableFunctions", "_VF.vf")
     listed += ("ops._c10d_functional.wait_tensor",)  # there with the collectives that are waited for
     read = {*private_names()}
-    assert {name for name in read if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
+    assert {name for name in read if not any(f"{path}.".startswith(f"{name}.") for path in listed)} == set()
 
 
 def test_every_private_name_that_graphs_are_instrumented_with_is_listed() -> None:
     listed = (*_requirements.ESSENTIAL, *_requirements.FOR_GRAPHS)
     read = {*private_names(SOURCE / "graph")}
     assert len(read) > 20
-    assert {name for name in read if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
+    assert {name for name in read if not any(f"{path}.".startswith(f"{name}.") for path in listed)} == set()
 
 
 HOOKS = "_C._autograd._top_saved_tensors_default_hooks"

@@ -36,7 +36,7 @@ class Raising(amanda.Tool):
     """Raises at its n-th call, of analysis or routine, forward or backward."""
 
     def __init__(self, nth: int, error: type[BaseException]) -> None:
-        self.left, self.error = nth, error
+        self.remaining, self.error = nth, error
         for backward in (False, True):
             for after in (False, True):
                 self.add_inst_for_op(self.analyse, backward=backward, require_outputs=after)
@@ -54,8 +54,8 @@ class Raising(amanda.Tool):
         self.count()
 
     def count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
+        self.remaining -= 1
+        if self.remaining == 0:
             raise self.error("on purpose")
 
 

@@ -17,7 +17,7 @@ class Handing(amanda.Tool):
     """Notes what each routine of an execution finds in `run`, and puts a number of its own there."""
 
     def __init__(self, give: Callable[[Any], Any] = lambda value: None, backward: bool = True) -> None:
-        self.give, self.found = give, list[list[str]]()
+        self.give, self.handed = give, list[list[str]]()
         self.add_inst_for_op(self.forward)
         if backward:
             self.add_inst_for_op(self.backward, backward=True)
@@ -33,7 +33,7 @@ class Handing(amanda.Tool):
             context.insert_before_backward_op(self.note, grad_outputs=[], name="backward")
 
     def note(self, *values: Any, name: str, run: dict[str, Any]) -> Any:
-        self.found.append([*run, name])
+        self.handed.append([*run, name])
         run[name] = values
         return self.give(values[0]) if name == "before" else None
 
@@ -43,14 +43,14 @@ WHOLE = [*FORWARD, ["before", "again", "after", "backward"]]
 
 
 class Product(torch.nn.Module):
-    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.mul(x, other)
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, y)
 
 
 def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    made = torch.mul(x, w)
-    made.sum().backward()  # type: ignore[no-untyped-call]
-    return made
+    product = torch.mul(x, w)
+    product.sum().backward()  # type: ignore[no-untyped-call]
+    return product
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ def test_routines_of_an_execution_share_a_dict_of_their_own(give: Callable[[Any]
     expected = x * times * w
     with amanda.apply(tool):
         for _ in range(5):
-            tool.found.clear()
-            made = step(x, w)
-            assert tool.found == WHOLE
-            assert torch.equal(made, expected)
+            tool.handed.clear()
+            product = step(x, w)
+            assert tool.handed == WHOLE
+            assert torch.equal(product, expected)
 
 
 def test_a_routine_whose_value_python_takes_goes_on_with_the_same_dict() -> None:
     tool, x, w = Handing(lambda value: value.double()), torch.rand(3), torch.rand(3, requires_grad=True)
     with amanda.apply(tool):
         for _ in range(5):
-            tool.found.clear()
+            tool.handed.clear()
             step(x, w)
-            assert tool.found == WHOLE
+            assert tool.handed == WHOLE
 
 
 def test_native_code_calls_routines_that_share_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,32 +81,32 @@ def test_native_code_calls_routines_that_share_a_dict(monkeypatch: pytest.Monkey
     with amanda.apply(tool):
         for execution in range(5):
             if execution == 2 and interceptor.NATIVE:  # the first ones are analysed, and learnt
-                monkeypatch.setattr(EagerExecution, "_execute", None)
-            tool.found.clear()
+                monkeypatch.setattr(EagerExecution, "_execute_plan", None)
+            tool.handed.clear()
             model(x, x)
-            assert tool.found == FORWARD
+            assert tool.handed == FORWARD
 
 
 def test_an_execution_that_raised_hands_nothing_on() -> None:
     tool, model, x = Handing(backward=False), Product(), torch.rand(3)
     with amanda.apply(tool):
-        for other in (x, x, x, torch.rand(2), x):
-            tool.found.clear()
+        for y in (x, x, x, torch.rand(2), x):
+            tool.handed.clear()
             try:
-                model(x, other)
+                model(x, y)
             except RuntimeError:
-                assert tool.found == FORWARD[:2]
+                assert tool.handed == FORWARD[:2]
             else:
-                assert tool.found == FORWARD
+                assert tool.handed == FORWARD
 
 
 def test_the_dict_is_freed_with_the_graph() -> None:
-    kept: list[Any] = []
+    references: list[Any] = []
 
     class Keeping(Handing):
         def note(self, *values: Any, name: str, run: dict[str, Any]) -> None:
             run[name] = Part(values)
-            kept.append(weakref.ref(run[name]))
+            references.append(weakref.ref(run[name]))
 
     class Part(list[Any]):
         pass
@@ -115,10 +115,10 @@ def test_the_dict_is_freed_with_the_graph() -> None:
     with amanda.apply(Keeping()):
         for _ in range(4):
             step(x, w)
-            made = torch.mul(x, w)
-            assert kept[-1]() is not None
-            del made
-            assert [one() for one in kept] == [None] * len(kept)
+            product = torch.mul(x, w)
+            assert references[-1]() is not None
+            del product
+            assert [reference() for reference in references] == [None] * len(references)
 
 
 class Written(torch.nn.Module):

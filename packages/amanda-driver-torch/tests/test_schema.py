@@ -106,10 +106,10 @@ CALLS: list[Case] = [
 ]
 
 
-def identical(left: Any, right: Any) -> bool:
-    if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(map(identical, left, right))
-    return left is right or (not isinstance(left, Tensor) and bool(left == right))
+def identical(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple | list):
+        return len(first) == len(second) and all(map(identical, first, second))
+    return first is second or (not isinstance(first, Tensor) and bool(first == second))
 
 
 @pytest.mark.parametrize(("called", "args", "kwargs", "expected"), CALLS)
@@ -119,8 +119,8 @@ def test_inputs_stand_in_schema_order_and_go_back_as_given(
     bound = binding(called, args, kwargs)
     inputs = bound.inputs(args, kwargs)
     assert bound.names == tuple(expected)
-    given = zip(inputs, expected.values(), strict=True)
-    assert all(value is ... or identical(value, got) for got, value in given)
+    pairs = zip(inputs, expected.values(), strict=True)
+    assert all(value is ... or identical(value, bound_value) for bound_value, value in pairs)
     again, keywords = bound.call_arguments(inputs)
     assert identical(again, args)
     assert list(keywords) == list(kwargs)
@@ -159,8 +159,8 @@ def test_a_changed_size_is_spread_as_the_user_spread_it(size: Any) -> None:
 
 
 def test_a_changed_size_may_be_that_of_a_scalar() -> None:
-    one = torch.ones(1)
-    args, _ = binding(Tensor.view, (one, 1)).call_arguments([one, ()])
+    tensor = torch.ones(1)
+    args, _ = binding(Tensor.view, (tensor, 1)).call_arguments([tensor, ()])
     assert Tensor.view(*args).shape == ()
 
 

@@ -236,8 +236,12 @@ class Wrapper(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def unwrapped(values: Any) -> list[Any]:
             return [
-                unwrapped(one) if isinstance(one, list) else one.inner if isinstance(one, cls) else one
-                for one in values
+                unwrapped(value)
+                if isinstance(value, list)
+                else value.inner
+                if isinstance(value, cls)
+                else value
+                for value in values
             ]
 
         result = func(*unwrapped(args), **(kwargs or {}))

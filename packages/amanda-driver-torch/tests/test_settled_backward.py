@@ -55,14 +55,17 @@ def gradients(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     def run(tool: amanda.Tool, times: int = 5) -> list[Any]:
         model = Product()
         a, b = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
-        found = []
+        numbers = []
         with amanda.apply(tool):
             for _ in range(times):
                 with FunctionMode() if request.param == "Python" else nullcontext():
-                    found.append(
-                        [one.tolist() for one in torch.autograd.grad(model(a, b), (a, b), torch.ones(2))]
+                    numbers.append(
+                        [
+                            gradient.tolist()
+                            for gradient in torch.autograd.grad(model(a, b), (a, b), torch.ones(2))
+                        ]
                     )
-        return found
+        return numbers
 
     return run
 
@@ -88,9 +91,9 @@ def test_an_op_whose_backward_is_known_passes_through_no_python_but_the_trace(
     bound: list[str] = []
     bind = TorchDriver.bind
 
-    def noted(self: TorchDriver, site: interceptor.Site, *rest: Any) -> Any:
+    def noted(self: TorchDriver, site: interceptor.Site, *arguments: Any) -> Any:
         bound.append(site.key)
-        return bind(self, site, *rest)
+        return bind(self, site, *arguments)
 
     monkeypatch.setattr(TorchDriver, "bind", noted)
     model, a = Product(), torch.ones(2, requires_grad=True)

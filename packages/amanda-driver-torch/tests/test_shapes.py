@@ -9,7 +9,7 @@ from torch import nn
 import amanda
 from amanda import OpContext
 from amanda.errors import AmandaError
-from amanda.plan.layer import PLANS_PER_OP
+from amanda.plan.tool_stack import PLANS_PER_OP
 
 
 def only(name: str, *, backward: bool = False) -> Any:
@@ -29,7 +29,7 @@ class Noting(amanda.Tool):
         super().__init__()
         self.point = point
         self.analyses = 0
-        self.seen: list[Any] = []
+        self.calls: list[Any] = []
         self.add_inst_for_op(self.analyse, backward=backward, require_outputs=after)
         self.restrict(only(name, backward=backward))
 
@@ -38,7 +38,7 @@ class Noting(amanda.Tool):
         getattr(context, self.point)(self.note)
 
     def note(self, *values: Any, shapes: Any) -> None:
-        self.seen.append(shapes)
+        self.calls.append(shapes)
 
 
 class Reading(amanda.Tool):
@@ -78,7 +78,7 @@ def test_an_op_is_analysed_again_where_shapes_were_asked_for_alone() -> None:
 
 
 def test_shapes_asked_for_at_one_dtype_decide_at_all() -> None:
-    seen: list[Any] = []
+    shapes: list[Any] = []
 
     class Some(amanda.Tool):
         def __init__(self) -> None:
@@ -88,7 +88,7 @@ def test_shapes_asked_for_at_one_dtype_decide_at_all() -> None:
 
         def analyse(self, context: OpContext) -> None:
             double = context.get_inputs()[0].dtype is torch.float64
-            seen.append(context.get_input_shapes() if double else None)
+            shapes.append(context.get_input_shapes() if double else None)
             context.insert_before_op(lambda *_: None)
 
     model = nn.ReLU()
@@ -98,7 +98,7 @@ def test_shapes_asked_for_at_one_dtype_decide_at_all() -> None:
                 model(x)
             for x in lengths(1, 2):
                 model(x.double())
-    assert seen == [None, ((1, 3),), ((2, 3),), None, None]
+    assert shapes == [None, ((1, 3),), ((2, 3),), None, None]
 
 
 def test_a_scope_within_one_that_asked_is_asked_by_shape_too() -> None:
@@ -122,8 +122,8 @@ def test_plans_do_not_grow_with_each_length(read: bool) -> None:
         for number in range(2, PLANS_PER_OP + 50):
             model(torch.ones(number, 3) * weight).sum().backward()
         early.sum().backward()
-        (layer,) = tool._amanda.layers.values()
-        assert max(map(len, layer.plans.values())) == (PLANS_PER_OP if read else 1)
+        (stack,) = tool._amanda.stacks.values()
+        assert max(map(len, stack.plans.values())) == (PLANS_PER_OP if read else 1)
         again = len(tool.analysed)
         for _ in range(3):
             model(torch.ones(PLANS_PER_OP + 49, 3) * weight)
@@ -139,8 +139,10 @@ def test_a_routine_is_given_the_shapes_of_each_execution() -> None:
         for x in lengths(1, 2, 2, 5):
             model(x)
     inputs = [((number, 3), (4, 3), (4,)) for number in (1, 2, 2, 5)]
-    assert before.seen == [(one,) for one in inputs]
-    assert after.seen == [(one, ((number, 4),)) for one, number in zip(inputs, (1, 2, 2, 5), strict=True)]
+    assert before.calls == [(shape,) for shape in inputs]
+    assert after.calls == [
+        (shape, ((number, 4),)) for shape, number in zip(inputs, (1, 2, 2, 5), strict=True)
+    ]
     assert (before.analyses, after.analyses) == (1, 1)
 
 
@@ -156,7 +158,7 @@ def test_lists_views_numbers_and_what_the_data_choose_have_their_shapes() -> Non
             x[x < number]
             torch.nonzero(x < number)
             torch.ones(number, 2).unbind(0)
-    cat, narrow, picked, nonzero, unbind = (tool.seen for tool in tools)
+    cat, narrow, picked, nonzero, unbind = (tool.calls for tool in tools)
     assert cat == [((((4,), (0,)),), ((4,),))] * 3
     assert narrow == [(((4,), None, None, None), ((number,),)) for number in (1, 2, 3)]
     assert picked[1::2] == [(((4,), (4,)), ((number,),)) for number in (1, 2, 3)]
@@ -169,7 +171,7 @@ def test_an_op_that_changes_a_shape_in_place_had_the_one_that_it_was_given() -> 
     with amanda.apply(tool):
         for number in (1, 2, 2):
             torch.ones(number).unsqueeze_(0)
-    assert [(inputs[0], outputs[0]) for inputs, outputs in tool.seen] == [
+    assert [(inputs[0], outputs[0]) for inputs, outputs in tool.calls] == [
         ((number,), (1, number)) for number in (1, 2, 2)
     ]
 
@@ -186,13 +188,13 @@ def test_a_backward_op_has_the_shapes_of_its_own_forward_execution() -> None:
             for result in reversed(results):
                 result.backward()
     shapes = [((number, 3),) for number in (2, 1)] * 4
-    assert tools[0].seen == [(one, one, one) for one in shapes]
-    assert tools[1].seen == [(one, one, one, one) for one in shapes]
+    assert tools[0].calls == [(shape, shape, shape) for shape in shapes]
+    assert tools[1].calls == [(shape, shape, shape, shape) for shape in shapes]
     assert [tool.analyses for tool in tools] == [1, 1]
 
 
 def test_backward_ops_of_backward_ops_have_them_too() -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     class Both(amanda.Tool):
         def __init__(self) -> None:
@@ -204,7 +206,7 @@ def test_backward_ops_of_backward_ops_have_them_too() -> None:
             context.insert_before_backward_op(self.note, order=context.get_backward_order())
 
         def note(self, *values: Any, order: int, shapes: Any) -> None:
-            seen.append((order, shapes[:2]))
+            calls.append((order, shapes[:2]))
 
     with amanda.apply(Both()):
         for number in (1, 2, 1, 2):
@@ -212,40 +214,42 @@ def test_backward_ops_of_backward_ops_have_them_too() -> None:
             (gradient,) = torch.autograd.grad(torch.sigmoid(x).sum(), x, create_graph=True)
             gradient.sum().backward()
             shapes = (((number,),), ((number,),))
-            assert (1, shapes) in seen
-            assert (2, shapes) in seen
-            assert {told for _, told in seen} == {shapes}
-            seen.clear()
+            assert (1, shapes) in calls
+            assert (2, shapes) in calls
+            assert {passed_shapes for _, passed_shapes in calls} == {shapes}
+            calls.clear()
 
 
 def test_a_routine_that_gives_a_value_is_given_shapes_as_well() -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     def double(x: Any, *, shapes: Any) -> Any:
-        seen.append(shapes)
+        calls.append(shapes)
         return x * 2
 
     def note(x: Any, *, shapes: Any) -> None:
-        seen.append(shapes)
+        calls.append(shapes)
 
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: [context.insert_after_op(one) for one in (double, note)] and None)
+    tool.add_inst_for_op(
+        lambda context: [context.insert_after_op(routine) for routine in (double, note)] and None
+    )
     tool.restrict(only("relu"))
     with amanda.apply(tool):
         results = [torch.relu(x) for x in lengths(1, 2, 2)]
     assert [int(result.sum()) for result in results] == [6, 12, 12]
-    assert seen == [(((number, 3),), ((number, 3),)) for number in (1, 1, 2, 2, 2, 2)]
+    assert calls == [(((number, 3),), ((number, 3),)) for number in (1, 1, 2, 2, 2, 2)]
 
 
 def test_a_parameter_of_that_name_that_a_value_fills_is_given_the_value() -> None:
-    seen: list[Any] = []
+    values: list[Any] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: context.insert_before_op(lambda shapes: seen.append(shapes)))
+    tool.add_inst_for_op(lambda context: context.insert_before_op(lambda shapes: values.append(shapes)))
     tool.restrict(only("relu"))
     with amanda.apply(tool):
         for x in lengths(1, 2):
             torch.relu(x)
-    assert [tuple(one.shape) for one in seen] == [(1, 3), (2, 3)]
+    assert [tuple(value.shape) for value in values] == [(1, 3), (2, 3)]
 
 
 def test_what_asks_for_shapes_says_so_when_it_is_registered() -> None:
@@ -272,5 +276,5 @@ def test_shapes_of_inputs_are_those_before_an_op_that_resizes_them(point: str) -
     with amanda.apply(tool):
         for _ in range(4):
             torch.zeros(6).resize_(2, 2)
-    assert len(tool.seen) == 4
-    assert {seen[0][0] for seen in tool.seen} == {(6,)}
+    assert len(tool.calls) == 4
+    assert {shapes[0][0] for shapes in tool.calls} == {(6,)}

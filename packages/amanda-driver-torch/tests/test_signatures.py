@@ -73,14 +73,14 @@ def stubs() -> Iterator[tuple[Any, ast.FunctionDef]]:
 
 
 def describes(signature: Signature, stub: ast.FunctionDef) -> bool:
-    own = [argument.name for argument in signature.arguments]
-    positional = [own[i].replace("input", "self") for i in signature.positional]
+    names = [argument.name for argument in signature.arguments]
+    positional = [names[i].replace("input", "self") for i in signature.positional]
     stated = [each.arg.replace("input", "self") for each in stub.args.posonlyargs + stub.args.args]
     if stub.args.vararg is not None:
         stated.append(stub.args.vararg.arg)
     keywords = {each.arg for each in stub.args.kwonlyargs}
     spread_alike = stub.args.vararg is None or signature.spreads
-    return positional == stated and keywords <= PYTHON_ONLY.union(own) and spread_alike
+    return positional == stated and keywords <= PYTHON_ONLY.union(names) and spread_alike
 
 
 def test_every_overload_in_torch_s_stubs_is_a_signature() -> None:
@@ -106,15 +106,15 @@ KEYWORDS_UNTRIED = {
 }
 
 
-def is_same(left: Any, right: Any) -> bool:
-    if isinstance(left, tuple | list):
-        return type(left) is type(right) and all(map(is_same, left, right))
-    if not isinstance(left, torch.Tensor):
-        return bool(left == right) or left != left
-    if left.layout is not torch.strided or left.is_nested or left.is_quantized:
-        return str(left) == str(right)
-    alike = (left.dtype, left.shape) == (right.dtype, right.shape)
-    return alike and bool(((left == right) | (left != left)).all())
+def is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple | list):
+        return type(first) is type(second) and all(map(is_same, first, second))
+    if not isinstance(first, torch.Tensor):
+        return bool(first == second) or first != first
+    if first.layout is not torch.strided or first.is_nested or first.is_quantized:
+        return str(first) == str(second)
+    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return alike and bool(((first == second) | (first != first)).all())
 
 
 class RoundTrip(TorchFunctionMode):
@@ -122,7 +122,7 @@ class RoundTrip(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[Any] = set()
+        self.checked: set[Any] = set()
         self.faults: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +130,7 @@ class RoundTrip(TorchFunctionMode):
         target = by_callable().get(func)
         if target is None:
             return func(*args, **kwargs)
-        self.seen.add(func)
+        self.checked.add(func)
         bound = binding(func, args, kwargs)
         again, keywords = bound.call_arguments(bound.inputs(args, kwargs))
         if not (same_objects(again, args) and same_objects(keywords, kwargs)):
@@ -149,24 +149,24 @@ class RoundTrip(TorchFunctionMode):
             "input" if name == "self" else name: value
             for name, value in zip(bound.names, inputs, strict=True)
         }
-        own = (spelled.pop("input"),) if is_method else ()
-        rebound = binding(func, own, spelled)
-        if not same_objects(rebound.inputs(own, spelled), inputs):
+        receiver = (spelled.pop("input"),) if is_method else ()
+        rebound = binding(func, receiver, spelled)
+        if not same_objects(rebound.inputs(receiver, spelled), inputs):
             self.faults.append((func, bound.names, rebound.names))
         state = torch.get_rng_state()
-        given = func(*tree_map(copied, args), **tree_map(copied, kwargs))
+        by_position = func(*tree_map(copied, args), **tree_map(copied, kwargs))
         torch.set_rng_state(state)
-        by_name = func(*tree_map(copied, own), **tree_map(copied, spelled))
+        by_name = func(*tree_map(copied, receiver), **tree_map(copied, spelled))
         torch.set_rng_state(state)
-        if not is_same(given, by_name):
-            self.faults.append((func, bound.names, given, by_name))
+        if not is_same(by_position, by_name):
+            self.faults.append((func, bound.names, by_position, by_name))
 
 
-def same_objects(left: Any, right: Any) -> bool:
+def same_objects(first: Any, second: Any) -> bool:
     """Whether two lists, or two dicts in their order, hold the same objects."""
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(left[name] is right[name] for name in left)
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(first[name] is second[name] for name in first)
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def copied(value: Any) -> Any:
@@ -187,10 +187,10 @@ def samples() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def samples_of(op: Any, dtype: torch.dtype) -> Iterator[Any]:
-    made = op.sample_inputs("cpu", dtype)
+    samples = op.sample_inputs("cpu", dtype)
     while True:
         try:
-            yield next(made)
+            yield next(samples)
         except (StopIteration, RuntimeError, NotImplementedError):
             return  # some are made on CUDA only
 
@@ -223,4 +223,4 @@ def test_calls_of_torch_s_own_tests_survive_the_round_trip(
     assert mode.faults == []
     assert unlike == []
     assert calls > 3500
-    assert len(mode.seen) > 700
+    assert len(mode.checked) > 700

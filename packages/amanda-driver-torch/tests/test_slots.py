@@ -21,13 +21,15 @@ class Ids(amanda.Tool):
 
     def __init__(self) -> None:
         self.analysed: list[int] = []
-        self.given: list[float] = []
+        self.values: list[float] = []
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
         self.analysed.append(context.get_op_id())
         if context.get_op_type() == "linear":
-            context.insert_before_op(lambda weight: self.given.append(float(weight.sum())), inputs=["weight"])
+            context.insert_before_op(
+                lambda weight: self.values.append(float(weight.sum())), inputs=["weight"]
+            )
 
 
 class Loaded(nn.Linear):
@@ -35,7 +37,7 @@ class Loaded(nn.Linear):
 
     def __init__(self, size: int) -> None:
         super().__init__(4, size)
-        self.values = {name: one.detach().clone() for name, one in self.named_parameters()}
+        self.values = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def test_parameters_that_are_loaded_for_each_call_are_the_same() -> None:
             model(X)
     assert len(tool.analysed) == len(set(tool.analysed))
     first = float(model.get_submodule("0").values["weight"].sum())
-    assert tool.given[::2] == pytest.approx([first * (1 + call) for call in range(5)])
+    assert tool.values[::2] == pytest.approx([first * (1 + call) for call in range(5)])
 
 
 def test_a_parameter_of_another_shape_is_another() -> None:
@@ -116,10 +118,10 @@ def test_what_is_known_dies_with_the_module() -> None:
         layer: Any = Loaded(4)
         for _ in range(3):
             layer(X)
-        known = len(tool.analysed)
+        before = len(tool.analysed)
         del layer
         gc.collect()
         nn.Identity()(X + 1)
-    assert len(tool.analysed) >= known
+    assert len(tool.analysed) >= before
     assert set(tool.gone) <= set(tool.analysed)
     assert len(tool.gone) >= 1

@@ -114,9 +114,9 @@ def repeat(use: Iterator[None], times: int) -> None:
 def test_nothing_piles_up(use: Callable[[], Iterator[None]]) -> None:
     running = use()
     repeat(running, 30)
-    before, held = counts(), resident()
+    before, memory = counts(), resident()
     repeat(running, 150)
-    after, grown = counts(), resident() - held
+    after, grown = counts(), resident() - memory
     running.close()  # type: ignore[attr-defined]
     # Less than one for two steps: caches of the interpreter and of torch may grow once.
     assert {name: after[name] - count for name, count in before.items() if after[name] > count + 75} == {}
@@ -128,11 +128,11 @@ def test_nothing_piles_up(use: Callable[[], Iterator[None]]) -> None:
 def test_resident_memory_is_flat_over_ten_thousand_iterations(use: Callable[[], Iterator[None]]) -> None:
     running = use()
     repeat(running, 1_000)
-    before, held = counts(), resident()
+    before, memory = counts(), resident()
     readings = []
     for _ in range(10):
         repeat(running, 1_000)
-        readings.append(resident() - held)
+        readings.append(resident() - memory)
     after = counts()
     running.close()  # type: ignore[attr-defined]
     assert {name: after[name] - count for name, count in before.items() if after[name] > count + 20} == {}

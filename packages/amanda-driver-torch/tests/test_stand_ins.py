@@ -98,13 +98,13 @@ def facts(value: Any) -> list[Any]:
 @pytest.mark.parametrize("name", CALLABLES)
 def test_a_callable_looks_compares_and_pickles_as_outside(name: str) -> None:
     get = CALLABLES[name]
-    outside, told = get(), facts(get())
+    outside, expected = get(), facts(get())
     with amanda.apply(amanda.Tool()):
         inside = get()
-        assert facts(inside) == told
+        assert facts(inside) == expected
         assert inside == outside
         assert {outside: 1}[inside] == {inside: 1}[outside] == 1
-    assert facts(inside) == told
+    assert facts(inside) == expected
 
 
 def test_what_is_pickled_in_a_scope_loads_without_amanda() -> None:
@@ -148,7 +148,7 @@ PLACES: dict[str, Place] = {
 
 
 @contextmanager
-def kept(place: Place) -> Iterator[Any]:
+def restored_place(place: Place) -> Iterator[Any]:
     """What lies at a place, which is put back whatever the test leaves there."""
     holder, name = place
     before = vars(holder).get(name)
@@ -181,29 +181,29 @@ def program() -> list[torch.Tensor]:
     return [y, x.grad]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_patch_that_the_program_makes_in_a_scope_stays(name: str) -> None:
     place, calls, expected = PLACES[name], [], program()
-    with kept(place):
+    with restored_place(place):
         with amanda.apply(Count()):
             program()
             mine = around(place, calls)
             setattr(*place, mine)
-            result, seen = program(), len(calls)
+            result, call_count = program(), len(calls)
         assert same(result, expected)
-        assert seen
+        assert call_count
         assert vars(place[0])[place[1]] is mine
         assert same(program(), expected)
-        assert len(calls) == 2 * seen
+        assert len(calls) == 2 * call_count
         later = Count()
         with amanda.apply(later):
             result = program()
         assert same(result, expected)
-        assert len(calls) == 3 * seen
+        assert len(calls) == 3 * call_count
         assert not hasattr(place[0], mine.__name__)
         assert vars(place[0])[place[1]] is mine
         assert {"linear", "relu", "add", "sin"} <= {kind for kind, *_ in later.ops}
@@ -221,7 +221,7 @@ def test_a_patch_that_ends_after_the_scope_leaves_a_stand_in_that_does_nothing(n
     bare = Count()
     with amanda.apply(bare):
         program()
-    with kept(place):
+    with restored_place(place):
         with amanda.apply(Count()):
             patch = mock.patch.object(*place, around(place, calls))
             patch.start()
@@ -240,7 +240,7 @@ def test_a_patch_that_ends_after_the_scope_leaves_a_stand_in_that_does_nothing(n
 @pytest.mark.parametrize("name", PLACES)
 def test_a_patch_that_ends_in_the_scope_has_ended_after_it(name: str) -> None:
     place, calls, expected = PLACES[name], [], program()
-    with kept(place) as before:
+    with restored_place(place) as before:
         patch = mock.patch.object(*place, around(place, calls))
         patch.start()
         with amanda.apply(Count()), amanda.apply(Count()):
@@ -249,15 +249,15 @@ def test_a_patch_that_ends_in_the_scope_has_ended_after_it(name: str) -> None:
             result = program()
         assert same(result, expected)
         assert vars(place[0]).get(place[1]) is before
-        seen = len(calls)
+        count = len(calls)
         assert same(program(), expected)
-        assert len(calls) == seen
+        assert len(calls) == count
 
 
 @pytest.mark.parametrize("name", ["a function", "what starts a backward pass"])
 def test_what_the_program_deletes_in_a_scope_stays_deleted(name: str) -> None:
     holder, attribute = place = PLACES[name]
-    with kept(place):
+    with restored_place(place):
         with amanda.apply(Count()):
             delattr(*place)
         assert not hasattr(holder, attribute)

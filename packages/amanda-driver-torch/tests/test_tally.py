@@ -47,10 +47,10 @@ class Counting(amanda.Tool):
 
     @property
     def counted(self) -> Counter[Any]:
-        found = Counter[Any]()
+        counts = Counter[Any]()
         for tally in self.tallies:
-            found.update(dict(tally.items()))
-        return found
+            counts.update(dict(tally.items()))
+        return counts
 
 
 w = torch.rand(4, 4, requires_grad=True)
@@ -62,9 +62,9 @@ def ops(size: int) -> None:
     parts = torch.split(y, 2)
     z = torch.cat(parts) + torch.stack([y, y])[0]
     many = torch.cat([x[:, :1] for _ in range(70)], dim=1)
-    other = torch.rand(size, 4)
-    other.t_()
-    other.resize_(2, 2)
+    resized = torch.rand(size, 4)
+    resized.t_()
+    resized.resize_(2, 2)
     torch.einsum("ij,kj->ik", y, w)
     torch.meshgrid(torch.arange(size), torch.arange(2), indexing="ij")
     torch.tensor(float(size)).relu()
@@ -127,9 +127,9 @@ def test_values_that_routines_give_and_what_replaces_an_op_are_counted() -> None
                 context.replace_op(lambda x: x[:1])
             super().look(context)
 
-    found = Giving("after_op")
+    tool = Giving("after_op")
     x = torch.rand(3, 4)
-    with amanda.apply(found):
+    with amanda.apply(tool):
         for _ in range(4):
             x.relu()
-    assert found.counted == found.counter == {(((3, 4),), ((1, 4),)): 4}
+    assert tool.counted == tool.counter == {(((3, 4),), ((1, 4),)): 4}

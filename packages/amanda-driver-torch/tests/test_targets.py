@@ -41,15 +41,15 @@ def native_callables() -> list[Any]:
 
 
 def overridable() -> Iterator[Any]:
-    found = {each for group in get_overridable_functions().values() for each in group}
-    for each in found | set(get_testing_overrides()) | set(get_ignored_functions()):
+    callables = {each for group in get_overridable_functions().values() for each in group}
+    for each in callables | set(get_testing_overrides()) | set(get_ignored_functions()):
         read = getattr(each, "__self__", None)
         yield read if type(read).__name__ == "getset_descriptor" else each
 
 
 def test_every_native_overridable_of_torch_is_a_target_or_excluded_for_a_reason() -> None:
-    known = set(native_callables())
-    of_tensors = [each for each in overridable() if each in known]
+    native = set(native_callables())
+    of_tensors = [each for each in overridable() if each in native]
     assert len(of_tensors) > 1300
     unexplained = [each for each in of_tensors if each not in by_callable() and not exclusion(each)]
     assert unexplained == []
@@ -57,12 +57,12 @@ def test_every_native_overridable_of_torch_is_a_target_or_excluded_for_a_reason(
 
 def test_nothing_native_that_is_overridable_lies_outside_the_parts_looked_at() -> None:
     of_a_tensor = (type(torch.relu), type(torch.Tensor.add), type(torch.Tensor.T))
-    known = set(native_callables())
+    native = set(native_callables())
     outside = {
         each.__name__
         for group in get_overridable_functions().values()
         for each in group
-        if isinstance(each, of_a_tensor) and each not in known
+        if isinstance(each, of_a_tensor) and each not in native
     }
     assert outside == set()
 
@@ -184,8 +184,8 @@ def test_an_expression_has_the_name_of_the_aten_operator_it_reaches(
 ) -> None:
     reached = observed(Reached(), expression)
     assert reached[0] == name
-    seen = observed(Targets(), expression)
-    assert seen in ([name], []), "seen is empty where Python code calls the operator"
+    names = observed(Targets(), expression)
+    assert names in ([name], []), "seen is empty where Python code calls the operator"
 
 
 # They reach the operator they are named for by way of others, or of none that is dispatched.

@@ -16,17 +16,17 @@ def model() -> torch.nn.Module:
 def train(net: torch.nn.Module) -> list[torch.Tensor]:
     """Outputs, gradients, buffers, parameters and random state of three steps."""
     optimizer = torch.optim.AdamW(net.parameters())
-    seen = []
+    tensors = []
     torch.manual_seed(1)
     for _ in range(3):
         optimizer.zero_grad()
         output = net(torch.randint(0, 10, (3, 5)))
         output.square().mean().backward()
         optimizer.step()
-        seen += [output.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
-        seen += [value.clone() for value in net.state_dict().values()]
-        seen.append(torch.get_rng_state())
-    return seen
+        tensors += [output.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        tensors += [value.clone() for value in net.state_dict().values()]
+        tensors.append(torch.get_rng_state())
+    return tensors
 
 
 def attributes(net: torch.nn.Module) -> list[list[str]]:
@@ -39,7 +39,7 @@ def test_training_with_dropout_is_bit_identical(tool: type[amanda.Tool]) -> None
     before = attributes(net)
     with amanda.apply(tool()):
         instrumented = train(net)
-    assert all(torch.equal(one, other) for one, other in zip(bare, instrumented, strict=True))
+    assert all(torch.equal(expected, value) for expected, value in zip(bare, instrumented, strict=True))
     assert attributes(net) == before
 
 

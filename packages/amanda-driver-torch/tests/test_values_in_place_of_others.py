@@ -70,24 +70,24 @@ def results(tool: amanda.Tool, program: Callable[[], Any], in_python: bool = Fal
 def same(kind: str, program: Callable[[], Any], expected: Any, **routines: Callable[..., Any]) -> None:
     """Check that every call gives one value, natively and in Python."""
     for in_python in (False, True):
-        for found in results(At(kind, **routines), program, in_python):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for result in results(At(kind, **routines), program, in_python):
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 def callers(**routine: Callable[[list[str]], Callable[..., Any]]) -> list[str]:
     """Names of the functions that call a routine at `torch.add`, call after call."""
-    found: list[str] = []
+    names: list[str] = []
     x, y = torch.ones(2), torch.ones(2)
-    ((point, made),) = routine.items()
-    results(At("add", **{point: made(found)}), lambda: torch.add(x, y))
-    return found
+    ((point, make_routine),) = routine.items()
+    results(At("add", **{point: make_routine(names)}), lambda: torch.add(x, y))
+    return names
 
 
-def noting(found: list[str]) -> Callable[..., Tensor]:
+def noting(names: list[str]) -> Callable[..., Tensor]:
     """A routine that gives another value, and notes which function called it."""
 
     def routine(*values: Tensor) -> Tensor:
-        found.append(sys._getframe(1).f_code.co_name)
+        names.append(sys._getframe(1).f_code.co_name)
         return values[0] * 2
 
     return routine
@@ -115,13 +115,13 @@ def gradients(
     tool: amanda.Tool, program: Callable[[], Tensor], leaf: Tensor, in_python: bool
 ) -> list[Tensor]:
     module = Program(program)
-    found = []
+    results = []
     with amanda.apply(tool), FunctionMode() if in_python else nullcontext():
         for _ in range(CALLS):
             (first,) = torch.autograd.grad(module().sum(), leaf, create_graph=True)
             (second,) = torch.autograd.grad(first.pow(2).sum(), leaf)
-            found.append(torch.stack([first.detach(), second]))
-    return found
+            results.append(torch.stack([first.detach(), second]))
+    return results
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -135,8 +135,8 @@ def test_gradients_go_straight_through_twice(watched: bool) -> None:
         native, python = (
             gradients(tool, lambda: torch.mul(w.pow(3), 2.0) * w, w, in_python) for in_python in (False, True)
         )
-        for one in native + python:
-            torch.testing.assert_close(one, python[0], rtol=0, atol=0)
+        for result in native + python:
+            torch.testing.assert_close(result, python[0], rtol=0, atol=0)
 
 
 def test_a_parameter_is_masked_in_inference_too() -> None:
@@ -149,11 +149,11 @@ def test_a_parameter_is_masked_in_inference_too() -> None:
     expected = F.linear(x, layer.weight * mask, layer.bias).detach()
     for mode in (torch.no_grad(), torch.inference_mode(), nullcontext()):
         with mode, amanda.apply(Mask()):
-            found = [layer(x) for _ in range(CALLS)]
-        for one in found:
-            assert torch.equal(one, expected)
+            outputs = [layer(x) for _ in range(CALLS)]
+        for output in outputs:
+            assert torch.equal(output, expected)
         if isinstance(mode, nullcontext):
-            found[-1].sum().backward()
+            outputs[-1].sum().backward()
             assert layer.weight.grad is not None
 
 
@@ -183,8 +183,8 @@ def test_an_op_that_hands_its_input_through() -> None:
         with torch.no_grad():
             return leaf.contiguous()
 
-    for found in results(At("contiguous", before=torch.clone), contiguous):
-        assert found.requires_grad
+    for result in results(At("contiguous", before=torch.clone), contiguous):
+        assert result.requires_grad
 
 
 def test_an_input_may_stand_for_the_output() -> None:
@@ -194,7 +194,7 @@ def test_an_input_may_stand_for_the_output() -> None:
         y.add_(1)
         return torch.stack([x, y])
 
-    given: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     class Skip(amanda.Tool):
         def __init__(self) -> None:
@@ -202,12 +202,12 @@ def test_an_input_may_stand_for_the_output() -> None:
 
         def analyse(self, context: amanda.OpContext) -> None:
             if context.get_op_type() == "neg":
-                context.insert_before_op(given.append, inputs=[0])
-                context.insert_after_op(lambda _: given[-1])
+                context.insert_before_op(inputs.append, inputs=[0])
+                context.insert_after_op(lambda _: inputs[-1])
 
     for in_python in (False, True):
-        for found in results(Skip(), program, in_python):
-            assert torch.equal(found, torch.ones(2, 4))
+        for result in results(Skip(), program, in_python):
+            assert torch.equal(result, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -219,17 +219,17 @@ def test_routines_within_autograd_may_change_shapes_and_are_differentiated(grad:
     programs = [lambda: torch.mul(w, 2.0), lambda: torch.sigmoid(w * x)]
     expected = [w[:2] * scale * 2.0, torch.sigmoid(w * x)[:2] * scale]
     leaves = [scale, w] if grad else [scale]
-    for at, program, wanted in zip(tool, programs, expected, strict=True):
-        gradients = torch.autograd.grad(wanted.sum(), leaves, retain_graph=True)
+    for at, program, expected_result in zip(tool, programs, expected, strict=True):
+        gradients = torch.autograd.grad(expected_result.sum(), leaves, retain_graph=True)
         for in_python in (False, True):
-            for found in results(at, program, in_python):
-                assert torch.equal(found, wanted)
-                given = torch.autograd.grad(found.sum(), leaves)
-                torch.testing.assert_close(given, gradients, rtol=0, atol=0)
+            for result in results(at, program, in_python):
+                assert torch.equal(result, expected_result)
+                result_gradients = torch.autograd.grad(result.sum(), leaves)
+                torch.testing.assert_close(result_gradients, gradients, rtol=0, atol=0)
             with torch.no_grad():
-                for found in results(at, program, in_python):
-                    assert torch.equal(found, wanted)
-                    assert not found.requires_grad
+                for result in results(at, program, in_python):
+                    assert torch.equal(result, expected_result)
+                    assert not result.requires_grad
 
 
 def test_results_keep_their_form() -> None:
@@ -239,22 +239,27 @@ def test_results_keep_their_form() -> None:
     before = At("max", before=torch.clone)
     after = At("max", after=torch.clone)
     for tool in (replace, before, after):
-        for found in results(tool, lambda: torch.max(x, dim=0)):
-            assert type(found) is torch.return_types.max
-            assert torch.equal(found.values, expected.values)
-            assert torch.equal(found.indices, expected.indices)
+        for result in results(tool, lambda: torch.max(x, dim=0)):
+            assert type(result) is torch.return_types.max
+            assert torch.equal(result.values, expected.values)
+            assert torch.equal(result.indices, expected.indices)
     same("split", lambda: torch.split(x, 1), torch.split(x, 1), before=torch.clone)
-    same("cat", lambda: torch.cat([x, x]), torch.cat([x + 1, x + 1]), before=lambda v: [one + 1 for one in v])
+    same(
+        "cat",
+        lambda: torch.cat([x, x]),
+        torch.cat([x + 1, x + 1]),
+        before=lambda v: [tensor + 1 for tensor in v],
+    )
 
 
 def test_a_replacement_is_given_others_by_name() -> None:
     x = torch.rand(3)
     gelu = nn.GELU(approximate="tanh")
 
-    def own(value: Tensor, approximate: str) -> Tensor:
+    def scale_by_length(value: Tensor, approximate: str) -> Tensor:
         return value * len(approximate)
 
-    same("gelu", lambda: gelu(x), x * 4, replace=own)
+    same("gelu", lambda: gelu(x), x * 4, replace=scale_by_length)
     same("gelu", lambda: gelu(x), x * 2, replace=lambda value: value * 2)
     same("gelu", lambda: gelu(x), x * 4, replace=lambda value, *, approximate: value * len(approximate))
     same("gelu", lambda: gelu(x), x * 4, replace=lambda *values: values[0] * len(values[1]))
@@ -263,21 +268,21 @@ def test_a_replacement_is_given_others_by_name() -> None:
 def test_a_replacement_may_decline_and_is_differentiated() -> None:
     x, turns = torch.rand(3, requires_grad=True), iter(range(CALLS))
     tool = At("relu", replace=lambda v: NotImplemented if next(turns) % 2 else v * 3)
-    found = results(tool, lambda: torch.autograd.grad(torch.relu(x).sum(), x)[0])
-    for turn, one in enumerate(found):
-        assert torch.equal(one, torch.ones(3) if turn % 2 else torch.full((3,), 3.0))
+    gradients = results(tool, lambda: torch.autograd.grad(torch.relu(x).sum(), x)[0])
+    for turn, gradient in enumerate(gradients):
+        assert torch.equal(gradient, torch.ones(3) if turn % 2 else torch.full((3,), 3.0))
 
 
 def test_what_cannot_stand_there_is_an_error_at_any_call() -> None:
     x = torch.rand(3)
     wrong = {"shape": lambda: torch.rand(2), "complex": lambda: torch.rand(3, dtype=torch.complex64),
              "no tensor": lambda: 3}  # fmt: skip
-    for word, made in wrong.items():
+    for word, make_wrong in wrong.items():
         for point in ("before", "after"):
             turns = iter(range(CALLS))
 
-            def routine(value: Tensor, made: Any = made, turns: Any = turns) -> Any:
-                return made() if next(turns) == 4 else value + 1
+            def routine(value: Tensor, make_wrong: Any = make_wrong, turns: Any = turns) -> Any:
+                return make_wrong() if next(turns) == 4 else value + 1
 
             with pytest.raises(RoutineError) as caught:
                 results(At("relu", **{point: routine}), lambda: torch.relu(x))
@@ -286,13 +291,13 @@ def test_what_cannot_stand_there_is_an_error_at_any_call() -> None:
 
 def test_another_type_is_cast_and_a_leaf_given_is_cut_off() -> None:
     x = torch.rand(3, requires_grad=True)
-    given = nn.Parameter(torch.ones(3))
+    parameter = nn.Parameter(torch.ones(3))
     same("relu", lambda: torch.relu(x).detach(), torch.ones(3), before=lambda _: torch.ones(3).double())
     for in_python in (False, True):
-        for found in results(At("relu", before=lambda _: given), lambda: torch.relu(x), in_python):
-            (gradient,) = torch.autograd.grad(found.sum(), x)
+        for result in results(At("relu", before=lambda _: parameter), lambda: torch.relu(x), in_python):
+            (gradient,) = torch.autograd.grad(result.sum(), x)
             assert torch.equal(gradient, torch.ones(3))
-    assert given.grad is None
+    assert parameter.grad is None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -311,9 +316,9 @@ def test_a_leaf_that_an_op_makes_stays_a_leaf() -> None:
     x, w = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3))
 
     def gradient() -> Tensor | None:
-        made = torch.zeros_like(x, requires_grad=True)
-        (made * 2).sum().backward()
-        return made.grad
+        new_leaf = torch.zeros_like(x, requires_grad=True)
+        (new_leaf * 2).sum().backward()
+        return new_leaf.grad
 
     same("zeros_like", gradient, torch.full((3,), 2.0), after=lambda v: v + 1)
 
@@ -326,16 +331,16 @@ def test_a_leaf_that_an_op_makes_stays_a_leaf() -> None:
 
 
 def test_a_tensor_that_has_left_a_transform_keeps_its_gradient() -> None:
-    w, left = nn.Parameter(torch.ones(3)), []
+    w, escaped = nn.Parameter(torch.ones(3)), []
 
     def loss(x: Tensor) -> Tensor:
-        left.append(x * w)
-        return left[0].sum()
+        escaped.append(x * w)
+        return escaped[0].sum()
 
     torch.func.grad(loss)(torch.ones(3))
 
     def gradient() -> Tensor:
-        return torch.autograd.grad(torch.relu(left[0]).sum(), w, retain_graph=True)[0]
+        return torch.autograd.grad(torch.relu(escaped[0]).sum(), w, retain_graph=True)[0]
 
     same("relu", gradient, torch.ones(3), before=lambda v: v * 2)
 
@@ -343,9 +348,11 @@ def test_a_tensor_that_has_left_a_transform_keeps_its_gradient() -> None:
 def test_an_inference_tensor_that_needs_a_gradient_gets_none() -> None:
     with torch.inference_mode():
         x = torch.ones(3, requires_grad=True)
-    held, y = torch.full((3,), 7.0), torch.ones(3)
-    same("add", lambda: torch.add(x, y), torch.full((3,), 8.0), before=lambda _: held)
-    assert not any(one.requires_grad for one in results(At("add", before=lambda _: held), lambda: x + y))
+    constant, y = torch.full((3,), 7.0), torch.ones(3)
+    same("add", lambda: torch.add(x, y), torch.full((3,), 8.0), before=lambda _: constant)
+    assert not any(
+        result.requires_grad for result in results(At("add", before=lambda _: constant), lambda: x + y)
+    )
 
 
 def test_a_raising_replacement_says_where_it_stands() -> None:
@@ -381,15 +388,15 @@ def test_one_value_for_two_is_counted_as_one() -> None:
 
 
 def test_ops_within_a_replacement_are_not_instrumented() -> None:
-    x, seen = torch.rand(3), []
+    x, op_types = torch.rand(3), []
 
     class Counting(At):
         def analyse(self, context: amanda.OpContext) -> None:
-            seen.append(context.get_op_type())
+            op_types.append(context.get_op_type())
             super().analyse(context)
 
     results(Counting("relu", replace=lambda v: torch.sigmoid(v)), lambda: torch.relu(x))
-    assert seen == ["relu"]
+    assert op_types == ["relu"]
 
 
 def test_several_routines_follow_one_another() -> None:
@@ -410,21 +417,21 @@ def test_several_routines_follow_one_another() -> None:
 
     expected = (x * 2 + 1 - (y + 1)) * 2 + 1
     for in_python in (False, True):
-        for found in results(Several(), lambda: torch.sub(x, y), in_python):
-            assert torch.equal(found, expected)
+        for result in results(Several(), lambda: torch.sub(x, y), in_python):
+            assert torch.equal(result, expected)
 
 
 def test_nothing_is_kept_alive() -> None:
-    x, made = torch.rand(3), []
+    x, references = torch.rand(3), []
 
     def routine(value: Tensor) -> Tensor:
         new = value + 1
-        made.append(weakref.ref(new))
+        references.append(weakref.ref(new))
         return new
 
     for point in ("before", "after"):
         results(At("relu", **{point: routine}), lambda: torch.relu(x).sum())
-    assert all(one() is None for one in made)
+    assert all(reference() is None for reference in references)
 
 
 class Emptying:

@@ -28,7 +28,7 @@ class Times(amanda.Tool):
 
     def times(self, *values: Any) -> Any:
         """Return the values, the floating tensors among them multiplied."""
-        return [one * self.factor if is_floating(one) else one for one in values]
+        return [value * self.factor if is_floating(value) else value for value in values]
 
 
 class InModule(torch.nn.Module):
@@ -44,11 +44,13 @@ def is_floating(value: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("made", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
+@pytest.mark.parametrize("make_tool", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_equal_values_leave_a_program_as_it_is(program: Program, made: Callable[[], amanda.Tool]) -> None:
+def test_equal_values_leave_a_program_as_it_is(
+    program: Program, make_tool: Callable[[], amanda.Tool]
+) -> None:
     expected = program()
-    tool, module = made(), InModule(program)
+    tool, module = make_tool(), InModule(program)
     with amanda.apply(tool) as scope:
         for _ in range(5):
             assert torch.equal(module(), expected)
@@ -65,8 +67,10 @@ class Packed(amanda.Tool):
     def packed(self, *values: Any) -> Any:
         """Return contiguous copies, but leaves as they are."""
         return [
-            one.clone(memory_format=torch.contiguous_format) if is_floating(one) and one.grad_fn else one
-            for one in values
+            value.clone(memory_format=torch.contiguous_format)
+            if is_floating(value) and value.grad_fn
+            else value
+            for value in values
         ]
 
 
@@ -134,9 +138,9 @@ def test_a_constant_given_for_two_views_ties_them_not_to_each_other() -> None:
     with amanda.apply(Constant(only="chunk")), pytest.raises(amanda.errors.RoutineError):
         first.chunk(2)
     with amanda.apply(Constant(only="narrow")):
-        one, other = first.narrow(0, 0, 2), second.narrow(0, 0, 2)
-        one.add_(1)
-        assert other.tolist() == [5.0, 5.0]
+        first_view, second_view = first.narrow(0, 0, 2), second.narrow(0, 0, 2)
+        first_view.add_(1)
+        assert second_view.tolist() == [5.0, 5.0]
         assert second.tolist() == [0.0] * 4
         assert first.tolist() == [6.0, 6.0, 0.0, 0.0]
 
@@ -176,8 +180,8 @@ def test_an_input_that_a_function_marks_dirty_is_written_where_a_routine_gave_an
         def __init__(self) -> None:
             self.add_inst_for_op(lambda context: context.insert_before_op(self.same))
 
-        def same(self, *given: Any) -> Any:
-            return [one * 1.0 if is_floating(one) else one for one in given]
+        def same(self, *values: Any) -> Any:
+            return [value * 1.0 if is_floating(value) else value for value in values]
 
     leaf = torch.ones(2, requires_grad=True)
     with amanda.apply(Before()):
@@ -215,13 +219,13 @@ def test_gradients_pass_values_given_for_nested_tensors() -> None:
 class Held:
     """An object that gives the tensor that it holds as the result of each op."""
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        held: Tensor = args[0].held
-        return held
+        tensor: Tensor = args[0].tensor
+        return tensor
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
@@ -240,10 +244,10 @@ def add_one(x: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("made", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
-def test_a_view_sees_what_a_script_writes(made: Callable[[], amanda.Tool]) -> None:
+@pytest.mark.parametrize("make_tool", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
+def test_a_view_sees_what_a_script_writes(make_tool: Callable[[], amanda.Tool]) -> None:
     base, script = torch.zeros(4), torch.jit.script(add_one)
-    with amanda.apply(made()):
+    with amanda.apply(make_tool()):
         view = base[:2]
         for _ in range(4):
             script(base)

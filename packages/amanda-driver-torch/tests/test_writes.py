@@ -116,16 +116,19 @@ def test_several_outs_take_the_values_of_a_routine(acting: Act, applied: Applied
     ):
         result, out = applied(tool, program)
         assert type(result) is type(plain)
-        assert [one is other for one, other in zip(result, out, strict=True)] == [True, True]
+        assert [returned is given_out for returned, given_out in zip(result, out, strict=True)] == [
+            True,
+            True,
+        ]
         same([*out], [torch.full((2,), 5.0), torch.tensor([0, 1])])
 
 
 @pytest.mark.parametrize(
     ("action", "routine", "expected"),
     [
-        ("insert_before_op", lambda tensors, *_: ([one * 5 for one in tensors], *_), 6.0),
-        ("insert_after_op", lambda *tensors: [one * 5 for one in tensors], 10.0),
-        ("replace_op", lambda tensors, by: [one * 7 for one in tensors], 7.0),
+        ("insert_before_op", lambda tensors, *_: ([tensor * 5 for tensor in tensors], *_), 6.0),
+        ("insert_after_op", lambda *tensors: [tensor * 5 for tensor in tensors], 10.0),
+        ("replace_op", lambda tensors, by: [tensor * 7 for tensor in tensors], 7.0),
     ],
 )
 def test_each_tensor_of_a_list_that_is_written_takes_its_value(
@@ -230,7 +233,7 @@ class Outputs(amanda.Tool):
 
     def __init__(self, only: str = "", change: Callable[[Tensor], Tensor] = torch.clone) -> None:
         self.only, self.change = only, change
-        self.seen: dict[str, list[Any]] = {}
+        self.outputs: dict[str, list[Any]] = {}
         self.analysed: dict[str, int] = {}
         self.add_inst_for_op(self.analyse, require_outputs=True)
 
@@ -240,13 +243,13 @@ class Outputs(amanda.Tool):
         context.insert_after_op(self.look if name != self.only else self.changed, name=name)
 
     def look(self, *values: Any, name: str) -> None:
-        self.seen.setdefault(name, []).append(values)
+        self.outputs.setdefault(name, []).append(values)
 
     def changed(self, *values: Any, name: str) -> Any:
         self.look(*values, name=name)
         return [
-            [self.change(each) for each in one] if isinstance(one, (list, tuple)) else self.change(one)
-            for one in values
+            [self.change(each) for each in item] if isinstance(item, (list, tuple)) else self.change(item)
+            for item in values
         ]
 
 
@@ -303,8 +306,8 @@ def test_what_an_op_writes_and_does_not_return_is_an_output(op: str) -> None:
         for _ in range(4):
             assert torch.equal(program(), expected)
     assert tool.analysed[op] >= 1
-    assert len(tool.seen[op]) == 4
-    for values in tool.seen[op]:
+    assert len(tool.outputs[op]) == 4
+    for values in tool.outputs[op]:
         first = values[0][0] if isinstance(values[0], list) else values[0]
         same(first.detach(), expected)
 
@@ -322,7 +325,7 @@ def test_what_an_op_writes_beside_its_result_comes_after_it() -> None:
             z = torch.zeros(2)
             same(swap(z, 3.0), torch.ones(2))
             same(z, torch.full((2,), 4.0))
-    assert [len(values) for values in tool.seen["amanda_writes::swap"]] == [2] * 4
+    assert [len(values) for values in tool.outputs["amanda_writes::swap"]] == [2] * 4
 
 
 def test_gradients_pass_what_was_assigned_by_index() -> None:
@@ -352,5 +355,5 @@ def test_statistics_that_an_op_writes_and_saves_may_be_given_anew() -> None:
 
     bare = program()
     with amanda.apply(Fresh(lambda value: value.clone() if isinstance(value, torch.Tensor) else value)):
-        found = program()
-    assert all(map(torch.equal, bare, found))
+        results = program()
+    assert all(map(torch.equal, bare, results))

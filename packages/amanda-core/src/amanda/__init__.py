@@ -25,11 +25,11 @@ def _resolve_lazily(package: str) -> None:
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":
                 raise
-            known = [
+            public_names = [
                 module.name for module in pkgutil.iter_modules(namespace.__path__) if module.name[0] != "_"
             ]
             command = installation(name, "packages") if package == "amanda.tools" else None
-            hint = command or did_you_mean(name, known)
+            hint = command or did_you_mean(name, public_names)
             raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 
     namespace.__getattr__ = member  # type: ignore[method-assign]

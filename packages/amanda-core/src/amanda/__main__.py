@@ -27,13 +27,13 @@ HELP = frozenset({"-h", "--help"})
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand, `info` by default; the exit status, 2 where it is used wrongly."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["info"]
+    name, *command_arguments = (sys.argv[1:] if arguments is None else arguments) or ["info"]
     if name in HELP:
         return _help()
     if name == "--version":
         say(f"Amanda {version_of_core()}")
         return 0
-    if name in OWN and not HELP.isdisjoint(rest):
+    if name in OWN and not HELP.isdisjoint(command_arguments):
         say(f"Usage: {_program()} {name} {TAKEN.get(name, '')}".rstrip(), "", getdoc(OWN[name]) or "")
         return 0
     if name not in names_of_commands():
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
         return _fail("", f"no command {name!r}; {hint}", 2)
     try:
-        return _command(name)(rest) or 0
+        return _command(name)(command_arguments) or 0
     except AmandaError as error:
         return _fail(f" {name}", str(error), 2 if isinstance(error, (UsageError, UnknownToolError)) else 1)
 

@@ -117,9 +117,9 @@ class NotTraceableError(ArtefactError):
         self.refusals = tuple(refusals)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest known one, or all of them."""
-    names = sorted(known)
+    names = sorted(candidates)
     if near := get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
     return f"there are {', '.join(names)}" if names else "there are none"
@@ -135,10 +135,10 @@ def printable(text: str, line: bool = False) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    kept = "" if line else "\n\t"
+    allowed = "" if line else "\n\t"
 
-    def shown(one: str) -> str:
-        steers = one not in kept and category(one) in ("Cc", "Cf", "Cs")
-        return one.encode("unicode_escape").decode() if steers else one
+    def escape(character: str) -> str:
+        steers = character not in allowed and category(character) in ("Cc", "Cf", "Cs")
+        return character.encode("unicode_escape").decode() if steers else character
 
-    return "".join(map(shown, text))
+    return "".join(map(escape, text))

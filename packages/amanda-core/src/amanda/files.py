@@ -134,21 +134,21 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
         raise kind(f"{path} cannot be {verb}: {reason}", error.errno) from error
 
 
-def file_beside(path: Path, name: str, what: str) -> Path:
+def file_beside(path: Path, name: str, part: str) -> Path:
     """Return the path of a file that another one, of a stranger perhaps, names as a part of it.
 
     path: the other file, which may be a link to one among its parts, as in a cache of downloads.
-    what: the part, for messages: "the data of weight".
+    part: the part, for messages: "the data of weight".
     Raises ArtefactError for a file outside of its folder, also by a link, and for what is no regular file.
     """
     place = path.parent / name
     homes = [path.parent.resolve(), path.resolve().parent]
     leads_out = Path(name).is_absolute() or ".." in Path(name).parts
     if leads_out or not any(place.resolve().is_relative_to(home) for home in homes):
-        raise ArtefactError(f"{what} lie outside of its folder, in {name}")
+        raise ArtefactError(f"{part} lie outside of its folder, in {name}")
     with naming(place, "read"):
         if not stat.S_ISREG(place.stat().st_mode):
-            raise ArtefactError(f"{what} lie in {name}, which is no regular file")
+            raise ArtefactError(f"{part} lie in {name}, which is no regular file")
     return place
 
 

@@ -15,8 +15,16 @@ from amanda.errors import DependencyCycleError, ToolError
 from amanda.options import Name, checked, deprecated, warn_deprecated
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
-from amanda.plan.lifetime import forget_all, forget_ops, slots
-from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, InNamespace, Registry, Wrapper
+from amanda.plan.lifetime import forget_all, forget_ops, parameter_slots
+from amanda.plan.tools import (
+    Admission,
+    AnalysisRoutine,
+    Guard,
+    InNamespace,
+    RegisteredRoutine,
+    ToolState,
+    Wrapper,
+)
 from amanda.scope.caller import caller
 from amanda.scope.scope import Scope, apply, scopes_with
 
@@ -41,11 +49,11 @@ class Tool:
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 
-    _amanda: Registry
+    _amanda: ToolState
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
         self = super().__new__(cls)
-        self._amanda = Registry()
+        self._amanda = ToolState()
         return self
 
     @checked
@@ -119,7 +127,7 @@ class Tool:
                 f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
             )
         point = InstrumentationPoint.of(backward, require_outputs)
-        self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
+        self._amanda.analyses.append(RegisteredRoutine(self, callback, point, guard, closing))
         _renew(self)
 
     def depends_on(self, *tools: Tool) -> None:
@@ -172,8 +180,8 @@ class Tool:
 
         The predicates given to `restrict` are asked, if they have a method of this name.
         """
-        asked = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
-        return [text for ask in asked if ask is not None for text in ask()]
+        restrictions = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
+        return [text for ask in restrictions if ask is not None for text in ask()]
 
     def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
         """Analyse the ops with these ids, or all, anew at their next execution.
@@ -230,8 +238,8 @@ class Tool:
         owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
         as accelerate does, has the number of the one that was there before.
         """
-        known = None if owner is None else slots.ordinal(owner, variable)
-        return interceptor.ordinal(variable) if known is None else known
+        slot_ordinal = None if owner is None else parameter_slots.ordinal(owner, variable)
+        return interceptor.ordinal(variable) if slot_ordinal is None else slot_ordinal
 
     @staticmethod
     def caller() -> Hashable | None:
@@ -257,7 +265,7 @@ class Tool:
         key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
         variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
         it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
-        Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
+        Parts of a variable that ops read as views have state of their op_key: "in_proj_weight/mask@64".
         renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
         what was loaded: writes it there and returns the parameter, or returns another value to be kept.
         Call it in an analysis routine.
@@ -266,16 +274,16 @@ class Tool:
         path = None if variable is None else context.get_variable_path(variable)
         if variable is not None and "@" not in name:
             name += context._facts.part_read(variable)
-        own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
-        key = own if path is None else f"{self._path(path, variable)}/{name}"
+        op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
+        key = op_key if path is None else f"{self._path(path, variable)}/{name}"
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
-            found = next((one for one in (key, own) if one in loaded), None)
-            if found is None:
+            loaded_key = next((candidate for candidate in (key, op_key) if candidate in loaded), None)
+            if loaded_key is None:
                 self._check_nothing_was_loaded(key)
                 values[key] = make()
             else:
-                value = loaded.pop(found)
+                value = loaded.pop(loaded_key)
                 value = value if load is None else load(value)
                 former = self._amanda.former.pop(key, None)
                 values[key] = value if former is None or renew is None else renew(former, value)
@@ -294,8 +302,8 @@ class Tool:
 
     def _path(self, path: str, variable: Any) -> str:
         """Return a variable's path, with ".1", ".2" for those of further models."""
-        known = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
-        number = known.setdefault(interceptor.ordinal(variable), len(known))
+        numbers = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
+        number = numbers.setdefault(interceptor.ordinal(variable), len(numbers))
         return path if number == 0 else f"{path}.{number}"
 
     def place(self, context: OpContext) -> str:
@@ -333,10 +341,10 @@ class Tool:
 
         strict: whether `keep` raises ToolError for what the state, if it has anything at all, lacks.
         """
-        registry = self._amanda
-        registry.names_loaded = sorted(state) if strict else []
-        registry.former.update(_trained(registry.state.get("values", {})))
-        registry.state, registry.loaded = {}, dict(state)
+        tool_state = self._amanda
+        tool_state.names_loaded = sorted(state) if strict else []
+        tool_state.former.update(_trained(tool_state.state.get("values", {})))
+        tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)
 
     def parameters(self) -> Iterator[Any]:

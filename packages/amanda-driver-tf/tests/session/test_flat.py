@@ -109,7 +109,7 @@ def test_copies_die_with_their_graph_and_their_tool() -> None:
     del graph, session, y
     gc.collect()
     assert gone() is None
-    assert not tool._amanda.layers[next(iter(tool._amanda.layers))].plans
+    assert not tool._amanda.stacks[next(iter(tool._amanda.stacks))].plans
 
 
 @pytest.mark.long

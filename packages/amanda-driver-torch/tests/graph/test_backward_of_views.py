@@ -88,10 +88,10 @@ def test_backward_ops_are_those_of_eager_mode_or_reported(
     for called in (program, torch.compile(program, backend=backend)):
         tool = Counted(alone)
         with amanda.apply(tool, compiled="instrument") as scope:
-            given = called(leaf * 1)
-            sum(one.sum() for one in (given if isinstance(given, tuple) else (given,))).backward()
+            outputs = called(leaf * 1)
+            sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
         runs.append(tool.runs)
     is_unlike = (program, backend, alone) in UNLIKE
     assert (runs[0] != runs[1]) == is_unlike
-    told = [entry for entry in scope.report if "rounded" not in entry.reason]
-    assert bool(told) == is_unlike
+    entries = [entry for entry in scope.report if "rounded" not in entry.reason]
+    assert bool(entries) == is_unlike

@@ -78,8 +78,8 @@ def test_modules_that_compile_themselves_are_instrumented_in_graphs(before: bool
     with amanda.apply(Doubling(traceable=True)):
         expected = model(x)
     bare = model(x)
-    for one in (model, nets[1]):
-        one.compile(backend="aot_eager")
+    for module in (model, nets[1]):
+        module.compile(backend="aot_eager")
     if before:
         assert torch.equal(model(x), bare)
     for _ in range(2):
@@ -109,9 +109,9 @@ def test_routines_at_ops_between_graphs_are_the_users_python() -> None:
     bare = layer(x).detach()
     tool = Doubling(traceable=False)
     with torch.no_grad(), amanda.apply(tool, compiled="instrument"):
-        found = [run(x) for _ in range(3)]
-    for one in found:
-        assert torch.equal(one, 2 * bare + 1)
+        results = [run(x) for _ in range(3)]
+    for result in results:
+        assert torch.equal(result, 2 * bare + 1)
     assert tool.calls == 3
 
 

@@ -90,8 +90,8 @@ def trained(net: nn.Module, call: Callable[[Any], Any]) -> list[torch.Tensor]:
         return [output.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
@@ -201,23 +201,23 @@ def test_what_a_traceable_routine_holds_is_read_at_each_execution() -> None:
 def test_other_tools_have_graphs_of_their_own_and_scopes_nest() -> None:
     net = network()
     compiled = torch.compile(net, backend="eager")
-    one, other = Counted(), Counted()
+    outer, inner = Counted(), Counted()
     with torch.no_grad():
         for _ in range(2):
-            with amanda.apply(one, compiled="instrument"):
+            with amanda.apply(outer, compiled="instrument"):
                 compiled(X)
-                first = len(one.calls)
-                assert not other.calls
-                with amanda.apply(other, compiled="instrument"):
+                first = len(outer.calls)
+                assert not inner.calls
+                with amanda.apply(inner, compiled="instrument"):
                     compiled(X)
-                assert len(one.calls) == 2 * first
-                assert len(other.calls) == first
-            one.calls.clear()
-            other.calls.clear()
-        with amanda.apply(other, compiled="instrument"):
+                assert len(outer.calls) == 2 * first
+                assert len(inner.calls) == first
+            outer.calls.clear()
+            inner.calls.clear()
+        with amanda.apply(inner, compiled="instrument"):
             compiled(X)
-        assert not one.calls
-        assert len(other.calls) == first
+        assert not outer.calls
+        assert len(inner.calls) == first
 
 
 def test_a_tool_that_changes_has_its_graphs_made_again() -> None:
@@ -430,8 +430,8 @@ def test_inductor_gives_what_it_gave() -> None:
     with amanda.apply(tool, compiled="instrument"):
         for _ in range(2):
             observed = trained(net, compiled)
-    for one, other in zip(observed, bare, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for value, expected in zip(observed, bare, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
     assert {key[0] for key in tool.calls} == {"graph", "backward"}
     assert sorted(tool.calls) == sorted(2 * tool.analysed)
 
@@ -464,7 +464,7 @@ class Masked(amanda.Tool):
 def test_each_op_of_a_graph_holds_tensors_of_its_own_from_the_first_on() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(2, 4)
-    found = []
+    results = []
     compiled = torch.compile(model, backend="aot_eager")
     instrumenting = amanda.apply(Masked(), compiled="instrument")
     for called, scope in ((model, amanda.apply(Masked())), (compiled, instrumenting)):
@@ -472,5 +472,5 @@ def test_each_op_of_a_graph_holds_tensors_of_its_own_from_the_first_on() -> None
         with scope:
             output = called(x)
             output.sum().backward()
-        found.append([output.detach(), *(one.grad for one in model.parameters())])
-    torch.testing.assert_close(found[1], found[0])
+        results.append([output.detach(), *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(results[1], results[0])

@@ -48,7 +48,10 @@ def step(model: nn.Module, call: Callable[..., Any], backward: Callable[..., Any
     model.zero_grad()
     output = call(X)
     backward(output)
-    return [output.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    return [
+        output.detach(),
+        *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("mark", [lambda routine: routine, amanda.traceable])
@@ -64,10 +67,10 @@ def test_gradients_are_those_of_eager_mode(mark: Callable[[Any], Any], is_compil
     call = torch.compile(model, backend="aot_eager") if is_compiled else model
     backward = torch.compile(plainly, backend="aot_eager")
     with amanda.apply(Changing(mark), compiled="instrument") as scope:
-        found = [step(model, call, backward) for _ in range(2)]
+        steps = [step(model, call, backward) for _ in range(2)]
     assert not counters["compiled_autograd"]["captures"]
-    for one in found:
-        assert all(map(torch.equal, one, expected))
+    for tensors in steps:
+        assert all(map(torch.equal, tensors, expected))
     assert not scope.report
     assert all(map(torch.equal, step(model, call, backward), bare))
     assert counters["compiled_autograd"]["captures"]

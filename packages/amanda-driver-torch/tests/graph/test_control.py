@@ -14,7 +14,7 @@ class Added(amanda.Tool):
     """Sees what linear ops give, and adds something to it."""
 
     def __init__(self, more: float) -> None:
-        self.more, self.seen = more, 0
+        self.more, self.elements = more, 0
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
@@ -26,7 +26,7 @@ class Added(amanda.Tool):
 
     @amanda.observer
     def see(self, output: torch.Tensor) -> None:
-        self.seen += output.numel()
+        self.elements += output.numel()
 
 
 def controlled(tool: amanda.Tool, noisy: bool = False) -> tuple[Control, bool]:
@@ -41,43 +41,43 @@ def controlled(tool: amanda.Tool, noisy: bool = False) -> tuple[Control, bool]:
         output.sum().backward()
         return {"logits": output * (1 + runs[0])}
 
-    before = [one.clone() for one in model.state_dict().values()], torch.get_rng_state()
-    found = control(step, model, tool)
+    before = [tensor.clone() for tensor in model.state_dict().values()], torch.get_rng_state()
+    comparison = control(step, model, tool)
     same = all(map(torch.equal, before[0], model.state_dict().values()))
     same = same and torch.equal(before[1], torch.get_rng_state())
-    return found, same and all(one.grad is None for one in model.parameters())
+    return comparison, same and all(tensor.grad is None for tensor in model.parameters())
 
 
 def test_an_observed_step_has_the_numbers_of_the_unobserved_one() -> None:
     tool = Added(0)
-    found, is_restored = controlled(tool)
-    assert found
+    comparison, is_restored = controlled(tool)
+    assert comparison
     assert is_restored
-    assert found.compared == 1 + 2 * 6 + 3
-    assert str(found) == "16 tensors are those of the unobserved run, to the bit"
-    assert tool.seen == 8 * 4 + 8 * 2
+    assert comparison.compared == 1 + 2 * 6 + 3
+    assert str(comparison) == "16 tensors are those of the unobserved run, to the bit"
+    assert tool.elements == 8 * 4 + 8 * 2
 
 
 def test_a_step_that_a_tool_changes_is_told_apart() -> None:
-    found, is_restored = controlled(Added(1.0))
-    assert not found
+    comparison, is_restored = controlled(Added(1.0))
+    assert not comparison
     assert is_restored
-    assert found.noise == []
-    assert dict(found.differences)["output['logits']"] == pytest.approx(1, abs=1e-5)
-    assert "two unobserved runs are equal to the bit" in str(found)
+    assert comparison.noise == []
+    assert dict(comparison.differences)["output['logits']"] == pytest.approx(1, abs=1e-5)
+    assert "two unobserved runs are equal to the bit" in str(comparison)
 
 
 def test_a_step_that_does_not_repeat_itself_is_told() -> None:
-    found, _ = controlled(Added(0), noisy=True)
-    assert [one.name for one in found.noise] == ["output['logits']"]
-    assert str(found).endswith("two unobserved runs differ in 1")
+    comparison, _ = controlled(Added(0), noisy=True)
+    assert [difference.name for difference in comparison.noise] == ["output['logits']"]
+    assert str(comparison).endswith("two unobserved runs differ in 1")
 
 
-@pytest.mark.parametrize("other", [torch.tensor([1.0, -0.0]), torch.tensor([1.0])])
-def test_bits_and_shapes_are_compared(other: torch.Tensor) -> None:
-    made = iter([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), other])
-    found = control(lambda: next(made), nn.Identity(), amanda.Tool())
-    assert [one.name for one in found.differences] == ["output"]
+@pytest.mark.parametrize("observed", [torch.tensor([1.0, -0.0]), torch.tensor([1.0])])
+def test_bits_and_shapes_are_compared(observed: torch.Tensor) -> None:
+    outputs = iter([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), observed])
+    comparison = control(lambda: next(outputs), nn.Identity(), amanda.Tool())
+    assert [difference.name for difference in comparison.differences] == ["output"]
 
 
 class Counted(amanda.Tool):
@@ -106,5 +106,5 @@ def test_inductor_keeps_values_for_observers_alone_and_the_report_says_so(
     assert is_told or control(step, model, make())
     with amanda.apply(make(), compiled="instrument") as scope:
         step()
-    told = [one for one in scope.report if one.what.startswith("compiled graph of ")]
-    assert [("control compares them" in one.reason) for one in told] == [True] * is_told
+    entries = [entry for entry in scope.report if entry.what.startswith("compiled graph of ")]
+    assert [("control compares them" in entry.reason) for entry in entries] == [True] * is_told

@@ -70,8 +70,8 @@ def program(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     size = torch.export.Dim("size", min=2, max=64)
     sizes = {"x": {0: size}, "scale": {0: size}}
-    made = torch.export.export(Network().eval(), (X,), {"scale": SCALE}, dynamic_shapes=sizes)
-    torch.export.save(made, tmp_path / "model.pt2")
+    exported = torch.export.export(Network().eval(), (X,), {"scale": SCALE}, dynamic_shapes=sizes)
+    torch.export.save(exported, tmp_path / "model.pt2")
     return tmp_path / "model.pt2"
 
 
@@ -86,17 +86,17 @@ def test_a_pruned_copy_gives_what_the_tool_gives_when_it_runs(program: Path, tmp
         with amanda.apply(PruneTool()):
             network(x, scale=scale)  # the embedding, which is called last, takes its weight from the product
             running = network(x, scale=scale)
-    found = alone(tmp_path / "pruned.pt2", (x,), {"scale": scale}, tmp_path)
-    assert torch.equal(found["y"], running["y"])
-    assert torch.equal(found["word"], running["word"])
+    outputs = alone(tmp_path / "pruned.pt2", (x,), {"scale": scale}, tmp_path)
+    assert torch.equal(outputs["y"], running["y"])
+    assert torch.equal(outputs["word"], running["word"])
     assert not torch.equal(running["y"], bare["y"])
-    assert {(one.scope, one.stored) for one in done.inlined} >= {("conv", True), ("last", True)}
-    made = torch.export.load(tmp_path / "pruned.pt2")
-    names = [str(node.target) for node in made.graph.nodes if node.op == "call_function"]
+    assert {(item.scope, item.stored) for item in done.inlined} >= {("conv", True), ("last", True)}
+    copy = torch.export.load(tmp_path / "pruned.pt2")
+    names = [str(node.target) for node in copy.graph.nodes if node.op == "call_function"]
     assert [name for name in names if "mul" in name] == ["aten.mul.Tensor"]
-    assert (made.state_dict["conv.weight"] == 0).float().mean() == 0.5
-    assert list(made.state_dict) == list(torch.export.load(program).state_dict)
-    assert [str(one) for one in made.range_constraints.values()] == ["VR[2, 64]"]
+    assert (copy.state_dict["conv.weight"] == 0).float().mean() == 0.5
+    assert list(copy.state_dict) == list(torch.export.load(program).state_dict)
+    assert [str(item) for item in copy.range_constraints.values()] == ["VR[2, 64]"]
     about = {"amanda.json": ""}
     torch.export.load(tmp_path / "pruned.pt2", extra_files=about)
     assert json.loads(about["amanda.json"])[0]["tools"] == ["amanda.tools.prune._tool.PruneTool"]
@@ -129,11 +129,11 @@ def test_a_copy_is_instrumented_again_and_tied_weights_stay_tied(program: Path, 
     with torch.no_grad():
         h = torch.relu(network.norm(network.conv(X)) + 2).flatten(1)
         y = nn.functional.linear(h, 4 * network.head.weight)
-        wanted = nn.functional.linear(y, 4 * network.last.weight, network.last.bias) * SCALE
-        found = torch.export.load(tmp_path / "twice.pt2").module()(X, scale=SCALE)
-    torch.testing.assert_close(found["y"], wanted)
-    assert torch.equal(found["word"], network.words.weight[1:2])
-    assert {one.scope for one in done.inlined} == {"", "head", "last"}
+        expected = nn.functional.linear(y, 4 * network.last.weight, network.last.bias) * SCALE
+        outputs = torch.export.load(tmp_path / "twice.pt2").module()(X, scale=SCALE)
+    torch.testing.assert_close(outputs["y"], expected)
+    assert torch.equal(outputs["word"], network.words.weight[1:2])
+    assert {item.scope for item in done.inlined} == {"", "head", "last"}
 
 
 class Joined(nn.Module):
@@ -144,8 +144,8 @@ class Joined(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, both: list[torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor = self.head(torch.cat(both))
-        return made
+        joined: torch.Tensor = self.head(torch.cat(both))
+        return joined
 
 
 SIZE = torch.export.Dim("size", min=2, max=16)
@@ -153,9 +153,9 @@ SIZE = torch.export.Dim("size", min=2, max=16)
 
 @pytest.mark.parametrize("sizes", [[SIZE, 2 * SIZE], [torch.export.Dim.AUTO, torch.export.Dim.AUTO]])
 def test_sizes_that_may_change_stay_so_in_lists_and_in_open_scopes(sizes: list[Any], tmp_path: Path) -> None:
-    model, given = Joined().eval(), [torch.ones(3, 4), torch.ones(6, 4)]
+    model, tensors = Joined().eval(), [torch.ones(3, 4), torch.ones(6, 4)]
     changing = {"both": [{0: size} for size in sizes]}
-    torch.export.save(torch.export.export(model, (given,), dynamic_shapes=changing), tmp_path / "model.pt2")
+    torch.export.save(torch.export.export(model, (tensors,), dynamic_shapes=changing), tmp_path / "model.pt2")
     with torch.no_grad(), amanda.apply(PruneTool()):
         amanda.instrument(tmp_path / "model.pt2", PruneTool(), out=tmp_path / "out.pt2")
         more = [torch.ones(5, 4), torch.ones(10, 4)]

@@ -32,9 +32,9 @@ class First(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.model(given)[0]
-        return made
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model(inputs)[0]
+        return output
 
 
 def _transformer(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -48,8 +48,8 @@ def _transformer(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def _timm(name: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        made: nn.Module = importlib.import_module("timm").create_model(name, num_classes=5)
-        return made
+        model: nn.Module = importlib.import_module("timm").create_model(name, num_classes=5)
+        return model
 
     return make
 
@@ -94,20 +94,20 @@ def test_pruned_programs_run_without_amanda(tmp_path: Path) -> None:
         if not hasattr(torch.ops.torchvision, op):
             torch.library.define(f"torchvision::{op}", "(Tensor a, Tensor b, float c) -> Tensor")
     expected = {}
-    for name, (make, given) in MODELS.items():
+    for name, (make, inputs) in MODELS.items():
         torch.manual_seed(0)
         module = make().eval()
         tool = PruneTool()
         with torch.no_grad(), amanda.apply(tool):
-            module(given)
-            expected[name] = module(given)
-        torch.save(given, tmp_path / f"{name}.given.pt")
+            module(inputs)
+            expected[name] = module(inputs)
+        torch.save(inputs, tmp_path / f"{name}.given.pt")
         with _unheard():
-            torch.export.save(torch.export.export(module, (given,)), tmp_path / f"{name}.pt2")
+            torch.export.save(torch.export.export(module, (inputs,)), tmp_path / f"{name}.pt2")
             again = PruneTool()
             done = amanda.instrument(tmp_path / f"{name}.pt2", again, out=tmp_path / f"{name}.pruned.pt2")
         assert again.result.zeros == tool.result.zeros > 0, name
-        assert all(one.stored for one in done.inlined), name
+        assert all(item.stored for item in done.inlined), name
     command = [sys.executable, "-c", ALONE, str(tmp_path), *MODELS]
     ran = children.run(command)
     assert ran.returncode == 0, ran.stderr[-3000:]

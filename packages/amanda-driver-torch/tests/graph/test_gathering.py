@@ -18,7 +18,7 @@ class Seeing(amanda.Tool):
     """Keeps the values that ops and backward ops read and give, by type; many: sizes of gathered calls."""
 
     def __init__(self) -> None:
-        self.seen: Seen = []
+        self.records: Seen = []
         self.many: list[int] = []
         self.add_inst_for_op(self.forward)
         self.add_inst_for_op(self.backward, backward=True)
@@ -33,7 +33,7 @@ class Seeing(amanda.Tool):
 
     @amanda.observer
     def see(self, *values: Any, kind: str) -> None:
-        self.seen.append((kind, [one.clone() for one in values if isinstance(one, torch.Tensor)]))
+        self.records.append((kind, [value.clone() for value in values if isinstance(value, torch.Tensor)]))
 
 
 class Together(Seeing):
@@ -44,22 +44,22 @@ class Together(Seeing):
     @amanda.gathered(see)
     def see_all(self, executions: amanda.action.Executions) -> None:
         self.many.append(len(executions))
-        for one in executions:
-            self.see(*one.values, **one.kwargs)
+        for execution in executions:
+            self.see(*execution.values, **execution.kwargs)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slots of the calls of Python that compiled code makes."""
-    found: list[int] = []
+    slots: list[int] = []
     original = GraphExecution.call_at
 
     def call_at(self: GraphExecution, slot: int, *args: Any) -> Any:
-        found.append(slot)
+        slots.append(slot)
         return original(self, slot, *args)
 
     monkeypatch.setattr(GraphExecution, "call_at", call_at)
-    return found
+    return slots
 
 
 def written(x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +78,10 @@ def run(program: Callable[[Any], torch.Tensor]) -> None:
     program(torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_()).backward(torch.ones(4, 4))
 
 
-def by_kind(seen: Seen) -> Seen:
-    return sorted(((kind, values) for kind, values in seen), key=lambda one: (one[0], str(one[1])))
+def by_kind(records: Seen) -> Seen:
+    return sorted(
+        ((kind, values) for kind, values in records), key=lambda record: (record[0], str(record[1]))
+    )
 
 
 @pytest.mark.parametrize("make", [Seeing, Together])
@@ -93,13 +95,15 @@ def test_observers_see_the_values_of_eager_mode_in_few_calls(
     compiled = torch.compile(program, backend="aot_eager")
     for _ in range(2):
         calls.clear()
-        tool.seen.clear()
+        tool.records.clear()
         with amanda.apply(tool, compiled="instrument") as scope:
             run(compiled)
         assert not scope.report
-        for (kind, values), (other, own) in zip(by_kind(eager.seen), by_kind(tool.seen), strict=True):
-            assert kind == other
-            assert all(map(torch.equal, values, own))
+        for (kind, values), (compiled_kind, compiled_values) in zip(
+            by_kind(eager.records), by_kind(tool.records), strict=True
+        ):
+            assert kind == compiled_kind
+            assert all(map(torch.equal, values, compiled_values))
         if program is not written:
             assert len(calls) == 2
     assert (max(tool.many, default=0) > 1) == (make is Together)

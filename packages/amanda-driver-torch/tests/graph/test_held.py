@@ -54,8 +54,8 @@ class InModule(Scaling):
     def scaled(self, value: Any) -> Any:
         return value * self.layer.scale
 
-    def hold(self, held: Any) -> None:
-        self.layer.scale = nn.Parameter(torch.as_tensor(held))
+    def hold(self, scale: Any) -> None:
+        self.layer.scale = nn.Parameter(torch.as_tensor(scale))
 
 
 class TestGraphDriver(GraphDriverTests):

@@ -26,41 +26,41 @@ class Doubled(torch.autograd.Function):
 
 
 def in_cond(x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
-    return made
+    result: torch.Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+    return result
 
 
 def in_map(x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = mapped(lambda row: row.sin(), x)
-    return made
+    result: torch.Tensor = mapped(lambda row: row.sin(), x)
+    return result
 
 
 def in_scan(x: torch.Tensor) -> torch.Tensor:
-    _, made = scan(lambda carry, row: (carry + row, row.sin()), torch.zeros(3), x)
-    result: torch.Tensor = made
+    _, rows = scan(lambda carry, row: (carry + row, row.sin()), torch.zeros(3), x)
+    result: torch.Tensor = rows
     return result
 
 
 def in_while(x: torch.Tensor) -> torch.Tensor:
     start = torch.zeros((), dtype=torch.int64)
-    _, made = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x.sin()), (start, x))
-    result: torch.Tensor = made
+    _, last = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x.sin()), (start, x))
+    result: torch.Tensor = last
     return result
 
 
 def in_checkpoint(x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = checkpoint(lambda x: x.sin(), x, use_reentrant=False)
-    return made
+    result: torch.Tensor = checkpoint(lambda x: x.sin(), x, use_reentrant=False)
+    return result
 
 
 def in_function(x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
-    return made
+    result: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+    return result
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 @pytest.mark.parametrize(
-    ("inner", "what", "inside"),
+    ("inner", "subject", "inside"),
     [
         (in_cond, "cond", "1 sin, 1 cos"),
         (in_map, "map_impl", "1 sin"),
@@ -71,31 +71,31 @@ def in_function(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_the_report_names_the_ops_inside_and_numbers_stay(
-    inner: Callable[[torch.Tensor], torch.Tensor], what: str, inside: str
+    inner: Callable[[torch.Tensor], torch.Tensor], subject: str, inside: str
 ) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         return inner(x.exp()).tanh()
 
-    seen: list[str] = []
+    op_types: list[str] = []
     tool = amanda.Tool()
 
     def analyse(context: amanda.OpContext) -> None:
         if str(context.namespace).endswith("graph"):
-            seen.append(context.get_op_type())
+            op_types.append(context.get_op_type())
         context.insert_after_op(amanda.observer(lambda *outputs: None))
 
     tool.add_inst_for_op(analyse)
     x = torch.linspace(0, 1, 6).reshape(2, 3)
-    x.requires_grad_(what in ("tag_activation_checkpoint", "autograd_function_apply"))
+    x.requires_grad_(subject in ("tag_activation_checkpoint", "autograd_function_apply"))
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
     bare = compiled(x)
     with amanda.apply(tool, compiled="instrument") as scope:
-        made = compiled(x)
-    assert torch.equal(made, bare)
-    assert seen[0] == "exp"
-    assert seen[-1] == "tanh"
-    assert not {"sin", "cos"} & set(seen)
-    (entry,) = (one for one in scope.report if one.what == what)
+        result = compiled(x)
+    assert torch.equal(result, bare)
+    assert op_types[0] == "exp"
+    assert op_types[-1] == "tanh"
+    assert not {"sin", "cos"} & set(op_types)
+    (entry,) = (reported for reported in scope.report if reported.what == subject)
     assert entry.reason.startswith("ops inside of a higher-order op are not instrumented: ")
     assert inside in entry.reason
     assert entry.where.startswith(__file__)

@@ -11,7 +11,7 @@ class Grads(amanda.Tool):
     """Keeps the gradients of leaves; an observer, of no value where `counts`."""
 
     def __init__(self, counts: bool = False) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
         self.calls = 0
         self.counts = counts
         self.add_inst_for_op(self.analyse, backward=True)
@@ -25,7 +25,7 @@ class Grads(amanda.Tool):
 
     @amanda.observer
     def keep(self, grad: torch.Tensor) -> None:
-        self.seen.append(grad.clone())
+        self.gradients.append(grad.clone())
         self.calls += 1
 
     @amanda.observer
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_not_stored_is_reported(compiled: nn.Module) -> None:
     tool = Grads()
     with amanda.apply(tool, compiled="instrument") as scope:
         torch.autograd.grad(compiled(X), compiled.weight)
-    assert [one.tolist() for one in tool.seen] == [[1.0, 4.0]]
+    assert [gradient.tolist() for gradient in tool.gradients] == [[1.0, 4.0]]
     (entry,) = scope.report
     assert (entry.what, "stores no gradient" in entry.reason) == ("AccumulateGrad of weight", True)
 
@@ -89,7 +89,7 @@ def test_a_gradient_before_a_hook_on_the_parameter_is_reported(compiled: nn.Modu
     tool = Grads()
     with amanda.apply(tool, compiled="instrument") as scope:
         compiled(X).backward()
-    assert [one.tolist() for one in tool.seen] == [[1.0, 4.0]]
+    assert [gradient.tolist() for gradient in tool.gradients] == [[1.0, 4.0]]
     assert compiled.weight.grad is not None
     assert compiled.weight.grad.tolist() == [10.0, 40.0]
     (entry,) = scope.report

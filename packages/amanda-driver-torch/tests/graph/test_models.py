@@ -38,7 +38,7 @@ class Counted(amanda.Tool):
     def at_backward(self, context: amanda.OpContext) -> None:
         name = context.get_backward_op().__name__.lower()
         if any(name.startswith(product) for product in PRODUCTS):
-            name = "".join(one for one in name if not one.isdigit())
+            name = "".join(character for character in name if not character.isdigit())
             context.insert_after_backward_op(self.count, grad_inputs=[], kind=self.backward, name=name)
 
     @amanda.observer
@@ -97,8 +97,8 @@ def check(model: nn.Module, example: torch.Tensor, backend: str) -> None:
     assert all(map(torch.equal, observed, bare))
     before = torch._dynamo.utils.counters["frames"]["total"]
     model.load_state_dict(state)
-    for one, other in zip(step(model, compiled, example), bare, strict=True):
-        assert torch.equal(one, other)
+    for value, expected in zip(step(model, compiled, example), bare, strict=True):
+        assert torch.equal(value, expected)
     assert torch._dynamo.utils.counters["frames"]["total"] == before
 
 

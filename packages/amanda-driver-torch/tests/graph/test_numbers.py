@@ -20,7 +20,7 @@ class Seeing(amanda.Tool):
 
     def __init__(self) -> None:
         self.ops: list[tuple[str, str]] = []
-        self.given: list[Any] = []
+        self.values: list[Any] = []
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
@@ -30,7 +30,7 @@ class Seeing(amanda.Tool):
             context.insert_before_op(self.see)
 
     def see(self, x: torch.Tensor, number: Any) -> tuple[torch.Tensor, Any]:
-        self.given.append(number)
+        self.values.append(number)
         return x, number
 
 
@@ -40,13 +40,13 @@ def test_numbers_that_change_are_numbers_to_routines(backend: str) -> None:
     compiled = torch.compile(scaled, backend=backend)
     tool = Seeing()
     for factor, rows in ((0.5, 2), (0.25, 3), (3.0, 6), (7.5, 1)):
-        tool.given.clear()
+        tool.values.clear()
         tool.ops.clear()
         with amanda.apply(tool, compiled="instrument") as scope:
             output = compiled(x, factor, rows)
         assert torch.equal(output, scaled(x, factor, rows))
-        assert [type(one) for one in tool.given] == [float, tuple]
-        assert tool.given == [factor, (rows, -1)]
+        assert [type(value) for value in tool.values] == [float, tuple]
+        assert tool.values == [factor, (rows, -1)]
         assert [name for _, name in tool.ops] == ["relu", "mul", "add", "reshape"]
         assert all(namespace.endswith("graph") for namespace, _ in tool.ops)
         assert not scope.report

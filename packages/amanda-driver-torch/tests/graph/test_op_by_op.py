@@ -37,7 +37,7 @@ class OneMore:
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.graphs.append([f"{node.op} {node.target}" for node in graph.graph.nodes])
-        return lambda *values: tuple(one + 1 for one in graph.forward(*values))
+        return lambda *values: tuple(value + 1 for value in graph.forward(*values))
 
 
 def seeing(kind: str) -> amanda.Tool:
@@ -68,7 +68,7 @@ def test_callables_that_run_op_by_op_are_named_once_with_their_lines(
     ]  # fmt: skip
     assert scope.report.op_by_op == scope.report
     lines = [Model.forward.__code__.co_firstlineno, doubled.__code__.co_firstlineno]
-    assert [entry.where.rsplit(":", 1) for entry in scope.report] == [[__file__, str(one)] for one in lines]
+    assert [entry.where.rsplit(":", 1) for entry in scope.report] == [[__file__, str(line)] for line in lines]
     assert all("ran op by op, as eager code" in entry.reason for entry in scope.report)
     assert caplog.text.count("compiled model Model.forward") == 1
     assert "not instrumented" not in caplog.text
@@ -87,14 +87,14 @@ def test_a_callable_that_the_user_has_run_as_eager_code_is_not_reported() -> Non
 def test_compiled_code_runs_where_tools_are_disabled_and_on_threads_without_the_scope() -> None:
     model = Model()
     compiled = torch.compile(model, backend=OneMore())
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(compiled(X)))
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(compiled(X)))
     with amanda.apply(seeing("relu")) as scope, amanda.disabled():
-        found.append(compiled(X))
+        results.append(compiled(X))
         thread.start()
         thread.join()
-    assert all(torch.equal(one, model(X) + 1) for one in found)
-    assert len(found) == 2
+    assert all(torch.equal(result, model(X) + 1) for result in results)
+    assert len(results) == 2
     assert not scope.report
 
 
@@ -138,8 +138,8 @@ def test_a_tool_that_opens_scopes_itself_leaves_compiled_code_as_it_is() -> None
 
     backend = OneMore()
     function = torch.compile(doubled, backend=backend)
-    wanted = function(X)
+    expected = function(X)
     with amanda.apply(Opens()) as scope:
-        assert torch.equal(function(X), wanted)
+        assert torch.equal(function(X), expected)
     assert len(backend.graphs) == 1
     assert list(scope.report) == []

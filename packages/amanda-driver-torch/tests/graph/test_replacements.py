@@ -53,20 +53,20 @@ def test_ops_in_place_are_replaced_with_the_gradients_of_eager_mode() -> None:
     x = torch.rand(2, 3)
     tool = amanda.Tool()
 
-    def shifted(value: Any, *others: Any, original: Any) -> Any:
-        return original(value, *others) * value + 1
+    def shifted(value: Any, *inputs: Any, original: Any) -> Any:
+        return original(value, *inputs) * value + 1
 
     def analyse(context: amanda.OpContext) -> None:
         if context.get_op_type() == "threshold_":
             context.replace_op(shifted)
 
     tool.add_inst_for_op(analyse)
-    found = []
+    results = []
     for run, compiled in ((model, "eager"), (torch.compile(model, backend="aot_eager"), "instrument")):
         model.zero_grad()
         with amanda.apply(tool, compiled=compiled):
             y = run(x)
             y.square().sum().backward()
-        found.append([y.detach(), *(one.grad.clone() for one in model.parameters())])  # type: ignore[union-attr]
-    assert not torch.equal(found[0][0], model(x))
-    torch.testing.assert_close(found[1], found[0])
+        results.append([y.detach(), *(parameter.grad.clone() for parameter in model.parameters())])  # type: ignore[union-attr]
+    assert not torch.equal(results[0][0], model(x))
+    torch.testing.assert_close(results[1], results[0])

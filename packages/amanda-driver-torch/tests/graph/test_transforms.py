@@ -15,7 +15,7 @@ def per_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def slope(x: torch.Tensor) -> torch.Tensor:
-    slopes: torch.Tensor = torch.func.grad(lambda one: torch.sin(one).sum())(x)
+    slopes: torch.Tensor = torch.func.grad(lambda value: torch.sin(value).sum())(x)
     return torch.cos(slopes)
 
 

@@ -26,7 +26,7 @@ class Same(amanda.Tool):
         self.add_inst_for_op(lambda context: context.insert_after_op(self.same))
 
     def same(self, *values: Any) -> Any:
-        return [one * 1.0 if isinstance(one, Tensor) else one for one in values]
+        return [value * 1.0 if isinstance(value, Tensor) else value for value in values]
 
 
 @pytest.mark.parametrize("program", [copy_into_slice, add_to_view, fill_diagonal, add_to_chunk, write_base])

@@ -52,16 +52,16 @@ X = torch.linspace(-1, 1, 32).reshape(8, 4)
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Graphs that AOTAutograd is given."""
-    found: list[Any] = []
+    modules: list[Any] = []
     kind = type(lookup_backend("aot_eager_default_partitioner"))
     original = kind.__call__
 
     def call(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(module)
+        modules.append(module)
         return original(self, module, *args, **kwargs)
 
     monkeypatch.setattr(kind, "__call__", call)
-    return found
+    return modules
 
 
 def test_counts_are_those_of_eager_mode_and_the_graph_is_compiled_as_it_is(compilations: list[Any]) -> None:
@@ -108,19 +108,19 @@ def test_a_backward_pass_is_counted_as_often_as_it_runs() -> None:
         loss.backward()
         assert tool.calls["linear"] == 2
         assert tool.calls["AddmmBackward0"] == 2
-        kept = compiled(X).sum()
-    kept.backward()
+        second_loss = compiled(X).sum()
+    second_loss.backward()
     assert tool.calls["AddmmBackward0"] == 2
 
 
 @pytest.mark.parametrize("observes_values", [False, True])
 def test_observers_are_not_called_in_a_backward_pass_under_disabled(observes_values: bool) -> None:
-    seen: list[str] = []
-    which = None if observes_values else []
+    kinds: list[str] = []
+    selected = None if observes_values else []
 
     def analyse(context: amanda.OpContext) -> None:
         kind = context.get_backward_op().__name__
-        context.insert_after_backward_op(amanda.observer(lambda *_: seen.append(kind)), grad_inputs=which)
+        context.insert_after_backward_op(amanda.observer(lambda *_: kinds.append(kind)), grad_inputs=selected)
 
     tool, compiled = amanda.Tool(), torch.compile(nn.Linear(4, 1), backend="aot_eager")
     tool.add_inst_for_op(analyse, backward=True)
@@ -128,9 +128,9 @@ def test_observers_are_not_called_in_a_backward_pass_under_disabled(observes_val
         loss = compiled(X).sum()
         with amanda.disabled():
             loss.backward(retain_graph=True)
-        assert not seen
+        assert not kinds
         loss.backward()
-        assert seen
+        assert kinds
 
 
 def test_ops_that_a_checkpoint_runs_again_are_counted_again() -> None:

@@ -29,11 +29,11 @@ class Count:
 
     def add(self, records: Iterable[Facts | None]) -> None:
         """Count the records of calls."""
-        for one in records:
-            if one is not None:
+        for facts in records:
+            if facts is not None:
                 self.calls += 1
-                self.gradients += "gradients" in one
-                self.errors += "error" in one
+                self.gradients += "gradients" in facts
+                self.errors += "error" in facts
 
 
 def differences(op: Any, most: int, count: Count) -> Iterator[str]:
@@ -41,24 +41,27 @@ def differences(op: Any, most: int, count: Count) -> Iterator[str]:
 
     most: how many samples of each type are called as a function; a quarter of that in other ways.
     """
-    each: list[torch.dtype | None] = [*dtypes(op), None]
-    many, few = ({one: Samples(op, one, enough) for one in each} for enough in (most, max(most // 4, 1)))
+    sampled_dtypes: list[torch.dtype | None] = [*dtypes(op), None]
+    many, few = (
+        {dtype: Samples(op, dtype, enough) for dtype in sampled_dtypes}
+        for enough in (most, max(most // 4, 1))
+    )
     for variant in variants(op):
         count.variants += 1
-        for dtype in each:
-            chosen = many if variant.name == "function" else few
-            yield from _compared(Calls(op, variant, chosen[dtype]), count)
+        for dtype in sampled_dtypes:
+            samples = many if variant.name == "function" else few
+            yield from _differences_of_calls(Calls(op, variant, samples[dtype]), count)
 
 
 def not_seen(op: Any) -> Iterator[str]:
     """What the calls of an op compute that a tool does not see."""
     watch = Watch()
-    for each in [Samples(op, dtype, SEEN) for dtype in dtypes(op)]:
+    for samples in [Samples(op, dtype, SEEN) for dtype in dtypes(op)]:
         for variant in variants(op):
-            few = list(each)
+            few = list(samples)
             with amanda.apply(watch):
-                found = [unseen(watch, variant, one) for one in few]
-            yield from (f"{variant.name}, {each.dtype}: {one}" for one in found if one)
+                unseen_parts = [unseen(watch, variant, sample) for sample in few]
+            yield from (f"{variant.name}, {samples.dtype}: {part}" for part in unseen_parts if part)
 
 
 class Calls:
@@ -80,61 +83,76 @@ class Calls:
             fresh = list(self.samples)[:most]
         undetermined = self.samples.dtype is None or "empty" in self.op.name
         with filled() if undetermined else nullcontext():
-            return [record(self._program, self.variant, one, backward) for one in fresh]
+            return [record(self._program, self.variant, sample, backward) for sample in fresh]
 
 
-def _compared(calls: Calls, count: Count) -> Iterator[str]:
+def _differences_of_calls(calls: Calls, count: Count) -> Iterator[str]:
     passes: list[tuple[Pass, int | None]] = [("accumulated", None), ("returned", None)]
     if calls.samples.dtype and calls.variant.name == "function" and calls.op.supports_gradgrad:
         passes.append(("twice", 2))
-    bare = {one: calls.records(*one) for one in passes}
+    bare = {backward_pass: calls.records(*backward_pass) for backward_pass in passes}
     for records in bare.values():
         count.add(records)
     for name, routine in ROUTINES.items():
         with amanda.apply(Everywhere(routine)):
-            found = {one: calls.records(*one) for one in passes}
-        for one in passes:
-            yield from _told(calls, name, one, (found[one], bare[one]))
+            observed = {backward_pass: calls.records(*backward_pass) for backward_pass in passes}
+        for backward_pass in passes:
+            yield from _first_difference(
+                calls, name, backward_pass, (observed[backward_pass], bare[backward_pass])
+            )
     with amanda.apply(Everywhere(ROUTINES["unchanged"])), amanda.cache_disabled():
         records = calls.records("accumulated", 2)
-    yield from _told(calls, "without a cache", passes[0], (records, bare[passes[0]]))
+    yield from _first_difference(calls, "without a cache", passes[0], (records, bare[passes[0]]))
     if calls.samples.dtype is not None:
-        yield from _fresh(calls, [*passes, ("written", None)])
+        yield from _differences_under_new_values(calls, [*passes, ("written", None)])
 
 
-def _fresh(calls: Calls, passes: list[tuple[Pass, int | None]]) -> Iterator[str]:
+def _differences_under_new_values(calls: Calls, passes: list[tuple[Pass, int | None]]) -> Iterator[str]:
     """How calls differ in what they compute, where routines give equal new tensors."""
-    bare = {one: [_written(computed(each)) for each in calls.records(*one)] for one in passes}
+    bare = {
+        backward_pass: [_if_writable(computed(each)) for each in calls.records(*backward_pass)]
+        for backward_pass in passes
+    }
     for name, routine in FRESH.items():
         for cached in (True, False):
-            some = passes if cached else passes[:1]
+            compared_passes = passes if cached else passes[:1]
             with amanda.apply(Everywhere(routine)), nullcontext() if cached else amanda.cache_disabled():
-                found = {one: [computed(each) for each in calls.records(*one)] for one in some}
-            for one in some:
+                observed = {
+                    backward_pass: [computed(each) for each in calls.records(*backward_pass)]
+                    for backward_pass in compared_passes
+                }
+            for backward_pass in compared_passes:
                 comparable = [
                     None if each is None else result
-                    for result, each in zip(found[one], bare[one], strict=True)
+                    for result, each in zip(observed[backward_pass], bare[backward_pass], strict=True)
                 ]
-                yield from _told(calls, name if cached else f"{name}, no cache", one, (comparable, bare[one]))
+                yield from _first_difference(
+                    calls,
+                    name if cached else f"{name}, no cache",
+                    backward_pass,
+                    (comparable, bare[backward_pass]),
+                )
 
 
-def _written(facts: Facts | None) -> Facts | None:
+def _if_writable(facts: Facts | None) -> Facts | None:
     """Facts of a call whose results could be written; None where torch forbids that, as after `expand`."""
     return None if facts is None or any(facts.get("writes", ())) else facts
 
 
-def _told(
+def _first_difference(
     calls: Calls,
     tool: str,
-    made: tuple[Pass, int | None],
+    backward_pass: tuple[Pass, int | None],
     records: tuple[list[Facts | None], list[Facts | None]],
 ) -> Iterator[str]:
-    found, bare = records
-    for i, one in enumerate(found):
-        differs = difference(one, bare[i])
+    observed, bare = records
+    for i, facts in enumerate(observed):
+        differs = difference(facts, bare[i])
         if differs:
-            own = any(
-                difference(computed(calls.records(*made)[i]), computed(bare[i])) for _ in range(CONTROLS)
+            differs_without_scope = any(
+                difference(computed(calls.records(*backward_pass)[i]), computed(bare[i]))
+                for _ in range(CONTROLS)
             )
-            yield f"{calls}, sample {i}, {tool}{', and without a scope' if own else ''}: {differs}"
+            also = ", and without a scope" if differs_without_scope else ""
+            yield f"{calls}, sample {i}, {tool}{also}: {differs}"
             return

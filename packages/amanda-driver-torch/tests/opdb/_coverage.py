@@ -35,14 +35,16 @@ def unseen(watch: Watch, variant: Variant, sample: Sample) -> str | None:
     target = _target(variant.call)
     if target is not None and target.canonical not in watch.types:
         return f"{target.canonical} is not among the ops seen: {watch.types}"
-    made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.requires_grad]
-    if not made:
+    outputs = [
+        output for output in tree_leaves(result) if isinstance(output, Tensor) and output.requires_grad
+    ]
+    if not outputs:
         return None
-    with amanda.disabled(), _executed(made) as nodes:
-        given = [cotangent(one) for one in made]
+    with amanda.disabled(), _executed(outputs) as nodes:
+        cotangents = [cotangent(output) for output in outputs]
         with amanda.enabled():
             try:
-                torch.autograd.backward(made, given)
+                torch.autograd.backward(outputs, cotangents)
             except Exception:
                 return None
     missed = Counter(nodes) - Counter(watch.nodes)
@@ -75,11 +77,11 @@ def _noting(names: list[str], name: str) -> Callable[[Any], None]:
 
 
 def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [one.grad_fn for one in outputs]
+    nodes: dict[int, Any] = {}
+    waiting: list[Any] = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
-        if node is not None and id(node) not in found:
-            found[id(node)] = node
+        if node is not None and id(node) not in nodes:
+            nodes[id(node)] = node
             waiting += [child for child, _ in node.next_functions]
-    return list(found.values())
+    return list(nodes.values())

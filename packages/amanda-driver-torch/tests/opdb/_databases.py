@@ -46,11 +46,11 @@ def _trains_in(info: Any, dtype: torch.dtype) -> bool:
 
 def _run_module(kind: type[torch.nn.Module], sample: Any, training: bool) -> list[Any]:
     torch.manual_seed(0)
-    made = sample.constructor_input
-    module = kind(*made.args, **made.kwargs).train(training)
-    given = copy.deepcopy((sample.forward_input.args, sample.forward_input.kwargs))
-    outputs = tree_leaves(module(*given[0], **given[1]))
-    leaves = [*module.parameters(), *(one for one in tree_leaves(given) if _needs_gradient(one))]
+    arguments = sample.constructor_input
+    module = kind(*arguments.args, **arguments.kwargs).train(training)
+    inputs = copy.deepcopy((sample.forward_input.args, sample.forward_input.kwargs))
+    outputs = tree_leaves(module(*inputs[0], **inputs[1]))
+    leaves = [*module.parameters(), *(leaf for leaf in tree_leaves(inputs) if _needs_gradient(leaf))]
     return [*_results(outputs, leaves), *module.buffers()]
 
 
@@ -59,15 +59,17 @@ def optimizers(every: int = 1) -> Iterator[Program]:
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db[::every]:
-        for i, given in enumerate(info.optim_inputs_func(device="cpu")):
-            yield Program(f"{info.optim_cls.__name__}[{i}]", partial(_run_optimizer, info, given.kwargs))
+        for i, sample in enumerate(info.optim_inputs_func(device="cpu")):
+            yield Program(f"{info.optim_cls.__name__}[{i}]", partial(_run_optimizer, info, sample.kwargs))
 
 
 def _run_optimizer(info: Any, options: dict[str, Any]) -> list[Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     parameters = [
-        one for one in model.parameters() if info.optim_cls is not torch.optim.Muon or one.dim() == 2
+        parameter
+        for parameter in model.parameters()
+        if info.optim_cls is not torch.optim.Muon or parameter.dim() == 2
     ]
     optimizer = info.optim_cls(parameters, **copy.deepcopy(options))
 
@@ -99,17 +101,17 @@ def functions() -> Iterator[Program]:
 
 def _run_function(info: Any, sample: Any) -> list[Any]:
     torch.manual_seed(0)
-    given = copy.deepcopy((sample.input, sample.args, sample.kwargs))
-    outputs = tree_leaves(info.op(given[0], *given[1], **given[2]))
-    return _results(outputs, [one for one in tree_leaves(given) if _needs_gradient(one)])
+    inputs = copy.deepcopy((sample.input, sample.args, sample.kwargs))
+    outputs = tree_leaves(info.op(inputs[0], *inputs[1], **inputs[2]))
+    return _results(outputs, [leaf for leaf in tree_leaves(inputs) if _needs_gradient(leaf)])
 
 
 def _results(outputs: list[Any], leaves: list[Tensor]) -> list[Any]:
-    made = [one for one in outputs if _needs_gradient(one)]
-    if not (made and leaves):
+    differentiable = [output for output in outputs if _needs_gradient(output)]
+    if not (differentiable and leaves):
         return outputs
-    ones = [torch.ones_like(one) for one in made]
-    return [*outputs, *torch.autograd.grad(made, leaves, ones, allow_unused=True)]
+    cotangents = [torch.ones_like(output) for output in differentiable]
+    return [*outputs, *torch.autograd.grad(differentiable, leaves, cotangents, allow_unused=True)]
 
 
 def _needs_gradient(value: Any) -> bool:

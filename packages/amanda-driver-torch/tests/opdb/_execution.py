@@ -35,36 +35,38 @@ def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -
             return None
         if backward == "written":
             prepared = tree_map(_without_gradient, prepared)
-        inputs = [one for one in tree_leaves(prepared) if isinstance(one, Tensor)]
-        trained = [one for one in inputs if one.requires_grad]
+        inputs = [tensor for tensor in tree_leaves(prepared) if isinstance(tensor, Tensor)]
+        trained = [tensor for tensor in inputs if tensor.requires_grad]
         if backward == "accumulated":
-            for one in trained:
-                one.retain_grad()
+            for tensor in trained:
+                tensor.retain_grad()
         seed_device(1)
-    left: Facts = {}
+    facts: Facts = {}
     result = None
     try:
         result = program(variant, *prepared)
     except Exception as error:
-        left["error"] = _error_facts(error)
+        facts["error"] = _error_facts(error)
     if backward == "written":
-        left["writes"] = [_written(one) for one in tree_leaves(result) if isinstance(one, Tensor)]
+        facts["writes"] = [_written(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
     with amanda.disabled():
-        left["random state"] = random_state()
-        left["outputs"] = results_facts(result, inputs)
-        left["inputs"] = [tensor_facts(one) for one in inputs]
-    made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.requires_grad]
+        facts["random state"] = random_state()
+        facts["outputs"] = results_facts(result, inputs)
+        facts["inputs"] = [tensor_facts(tensor) for tensor in inputs]
+    outputs = [
+        tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor) and tensor.requires_grad
+    ]
     if backward == "written":
-        return left
-    if made and trained:
+        return facts
+    if outputs and trained:
         try:
-            gradients = _gradients(made, trained, backward)
+            gradients = _gradients(outputs, trained, backward)
         except Exception as error:
-            left["backward error"] = _error_facts(error)
+            facts["backward error"] = _error_facts(error)
         else:
             with amanda.disabled():
-                left["gradients"] = [_gradient_facts(one) for one in gradients]
-    return left
+                facts["gradients"] = [_gradient_facts(gradient) for gradient in gradients]
+    return facts
 
 
 def _without_gradient(value: Any) -> Any:
@@ -80,20 +82,20 @@ def _written(result: Tensor) -> type[Exception] | None:
     return None
 
 
-def _gradients(made: list[Tensor], trained: list[Tensor], backward: Pass) -> list[Tensor | None]:
+def _gradients(outputs: list[Tensor], trained: list[Tensor], backward: Pass) -> list[Tensor | None]:
     with amanda.disabled():
-        given = [cotangent(one) for one in made]
+        cotangents = [cotangent(output) for output in outputs]
     if backward == "accumulated":
-        torch.autograd.backward(made, given)
-        return [one.grad for one in trained]
+        torch.autograd.backward(outputs, cotangents)
+        return [leaf.grad for leaf in trained]
     twice = backward == "twice"
-    gradients = torch.autograd.grad(made, trained, given, allow_unused=True, create_graph=twice)
-    again = [one for one in gradients if one is not None and one.requires_grad]
+    gradients = torch.autograd.grad(outputs, trained, cotangents, allow_unused=True, create_graph=twice)
+    again = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
     if not (twice and again):
         return list(gradients)
     with amanda.disabled():
-        given = [cotangent(one) for one in again]
-    return [*gradients, *torch.autograd.grad(again, trained, given, allow_unused=True)]
+        cotangents = [cotangent(gradient) for gradient in again]
+    return [*gradients, *torch.autograd.grad(again, trained, cotangents, allow_unused=True)]
 
 
 def cotangent(output: Tensor) -> Tensor:

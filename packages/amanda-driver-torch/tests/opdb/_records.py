@@ -36,13 +36,13 @@ def tensor_facts(tensor: Tensor) -> Facts:
 def computed(facts: Any) -> Any:
     """Return what a program computes, of a record: without what memory it lies in and which node made it."""
     if isinstance(facts, list):
-        return [computed(one) for one in facts]
+        return [computed(item) for item in facts]
     if not isinstance(facts, dict) or isinstance(facts.get("bits"), Numbers):
         return facts
     if "error" in facts or "backward error" in facts:
         return {name: value[0] for name, value in facts.items() if name in ("error", "backward error")}
-    kept = {name: computed(value) for name, value in facts.items() if name not in _OF_MEMORY}
-    return {**kept, "bits": Numbers(kept["bits"], kept["dtype"])} if "bits" in kept else kept
+    numbers = {name: computed(value) for name, value in facts.items() if name not in _OF_MEMORY}
+    return {**numbers, "bits": Numbers(numbers["bits"], numbers["dtype"])} if "bits" in numbers else numbers
 
 
 class Numbers:
@@ -68,18 +68,26 @@ class Numbers:
         return f"{_decoded(self._bits, self._dtype)}" if isinstance(self._bits, bytes) else repr(self._bits)
 
 
-def _close(one: Any, other: Any, dtype: torch.dtype) -> bool:
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return all(_close(*pair, dtype) for pair in zip(one, other, strict=True))
-    if not (isinstance(one, bytes) and isinstance(other, bytes) and len(one) == len(other)):
-        return bool(one == other)
-    if one == other or not (dtype.is_floating_point or dtype.is_complex) or not one:
-        return one == other
-    found, expected = _decoded(one, dtype), _decoded(other, dtype)
+def _close(found_bits: Any, expected_bits: Any, dtype: torch.dtype) -> bool:
+    if (
+        isinstance(found_bits, list)
+        and isinstance(expected_bits, list)
+        and len(found_bits) == len(expected_bits)
+    ):
+        return all(_close(*pair, dtype) for pair in zip(found_bits, expected_bits, strict=True))
+    if not (
+        isinstance(found_bits, bytes)
+        and isinstance(expected_bits, bytes)
+        and len(found_bits) == len(expected_bits)
+    ):
+        return bool(found_bits == expected_bits)
+    if found_bits == expected_bits or not (dtype.is_floating_point or dtype.is_complex) or not found_bits:
+        return found_bits == expected_bits
+    values, expected = _decoded(found_bits, dtype), _decoded(expected_bits, dtype)
     finite = expected.abs()[expected.isfinite()]
     rounding = 64 * torch.finfo(dtype).eps
     most = max(1.0, float(finite.max())) if len(finite) else 1.0
-    return torch.allclose(found, expected, rtol=rounding, atol=rounding * most, equal_nan=True)
+    return torch.allclose(values, expected, rtol=rounding, atol=rounding * most, equal_nan=True)
 
 
 def _decoded(bits: bytes, dtype: torch.dtype) -> Tensor:
@@ -101,13 +109,13 @@ def bits(tensor: Tensor) -> Any:
         return None
     tensor = tensor.detach()
     if tensor.is_nested:
-        return [bits(one) for one in tensor.unbind()]
+        return [bits(part) for part in tensor.unbind()]
     if tensor.layout == torch.sparse_coo:
         return [tensor.is_coalesced(), bits(tensor._indices()), bits(tensor._values())]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [bits(one) for one in (tensor.crow_indices(), tensor.col_indices(), tensor.values())]
+        return [bits(part) for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values())]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [bits(one) for one in (tensor.ccol_indices(), tensor.row_indices(), tensor.values())]
+        return [bits(part) for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values())]
     if tensor.layout != torch.strided:
         return bits(tensor.to_dense())
     if tensor.is_quantized:
@@ -124,8 +132,8 @@ def value_facts(value: Any) -> Any:
 def results_facts(result: Any, inputs: Sequence[Tensor]) -> list[Any]:
     """Facts of everything in a result: its form, and what it shares with the inputs and with itself."""
     outputs, form = tree_flatten(result)
-    tensors = [*inputs, *(one for one in outputs if isinstance(one, Tensor))]
-    return [str(form), *({**_shared(one, tensors), **_as_facts(one)} for one in outputs)]
+    tensors = [*inputs, *(output for output in outputs if isinstance(output, Tensor))]
+    return [str(form), *({**_shared(output, tensors), **_as_facts(output)} for output in outputs)]
 
 
 def _as_facts(value: Any) -> Facts:
@@ -137,9 +145,9 @@ def _shared(value: Any, tensors: Sequence[Tensor]) -> Facts:
         return {}
     base = value._base if value._is_view() else None
     return {
-        "is": next(i for i, one in enumerate(tensors) if one is value),
-        "base": next((i for i, one in enumerate(tensors) if one is base), None),
-        "storage": next((i for i, one in enumerate(tensors) if _storage(one) == _storage(value)), None),
+        "is": next(i for i, tensor in enumerate(tensors) if tensor is value),
+        "base": next((i for i, tensor in enumerate(tensors) if tensor is base), None),
+        "storage": next((i for i, tensor in enumerate(tensors) if _storage(tensor) == _storage(value)), None),
     }
 
 
@@ -156,17 +164,17 @@ def _strides(tensor: Tensor) -> Any:
     return tensor.stride(), tensor.storage_offset()
 
 
-def difference(found: Any, expected: Any, at: str = "") -> str | None:
+def difference(observed: Any, expected: Any, at: str = "") -> str | None:
     """Where two records differ first, and how; None where they are equal."""
-    if found == expected:
+    if observed == expected:
         return None
-    if type(found) is type(expected) and isinstance(found, dict) and found.keys() == expected.keys():
-        each = ((f"{at}.{key}", found[key], expected[key]) for key in expected)
-    elif type(found) is type(expected) and isinstance(found, list) and len(found) == len(expected):
-        each = ((f"{at}[{i}]", *pair) for i, pair in enumerate(zip(found, expected, strict=True)))
+    if type(observed) is type(expected) and isinstance(observed, dict) and observed.keys() == expected.keys():
+        each = ((f"{at}.{key}", observed[key], expected[key]) for key in expected)
+    elif type(observed) is type(expected) and isinstance(observed, list) and len(observed) == len(expected):
+        each = ((f"{at}[{i}]", *pair) for i, pair in enumerate(zip(observed, expected, strict=True)))
     else:
-        return f"{at}: {_short(found)} instead of {_short(expected)}"
-    return next((one for one in (difference(*pair[1:], at=pair[0]) for pair in each) if one), None)
+        return f"{at}: {_short(observed)} instead of {_short(expected)}"
+    return next((text for text in (difference(*pair[1:], at=pair[0]) for pair in each) if text), None)
 
 
 def _short(value: Any) -> str:

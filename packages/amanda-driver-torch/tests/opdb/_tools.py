@@ -32,13 +32,13 @@ def unchanged_in_a_run(*values: Any, run: dict[str, Any]) -> Any:
 
 def fresh(*values: Any) -> Any:
     """Hand back an equal new tensor for each."""
-    return [[copied(one) for one in each] if _are_tensors(each) else copied(each) for each in values]
+    return [[copied(item) for item in value] if _are_tensors(value) else copied(value) for value in values]
 
 
 @amanda.differentiable
 def fresh_in_autograd(*values: Any) -> Any:
     """Hand back an equal new tensor for each, as a part of the backward pass."""
-    return [[one.clone() for one in each] if _are_tensors(each) else _cloned(each) for each in values]
+    return [[item.clone() for item in value] if _are_tensors(value) else _cloned(value) for value in values]
 
 
 def _cloned(value: Any) -> Any:
@@ -46,7 +46,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _are_tensors(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, Tensor) for one in value)
+    return isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
 
 
 FRESH: dict[str, Callable[..., Any]] = {"fresh": fresh, "fresh, in autograd": fresh_in_autograd}

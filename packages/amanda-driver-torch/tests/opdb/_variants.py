@@ -29,17 +29,19 @@ class Sample(NamedTuple):
 @cache
 def database() -> dict[str, Any]:
     """Every OpInfo of torch that runs on the device, by its name and that of its test variant."""
-    found = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db() if dtypes(op)}
-    assert len(found) == sum(bool(dtypes(op)) for op in op_db())
-    return found
+    ops = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db() if dtypes(op)}
+    assert len(ops) == sum(bool(dtypes(op)) for op in op_db())
+    return ops
 
 
 def dtypes(op: Any) -> list[torch.dtype]:
     """A floating and a complex type that the op supports on the device; else one that it supports."""
     supported = op.supported_dtypes(DEVICE)
-    found = [next((one for one in kind if one in supported), None) for kind in (FLOATS, COMPLEX)]
-    wanted = [one for one in found if one is not None]
-    return wanted or sorted(supported, key=str)[:1]
+    first_of_kinds = [
+        next((dtype for dtype in kind if dtype in supported), None) for kind in (FLOATS, COMPLEX)
+    ]
+    sampled = [dtype for dtype in first_of_kinds if dtype is not None]
+    return sampled or sorted(supported, key=str)[:1]
 
 
 class Samples:
@@ -51,14 +53,14 @@ class Samples:
 
     def __init__(self, op: Any, dtype: torch.dtype | None, most: int) -> None:
         self._op, self.dtype, self._most = op, dtype, most
-        self._kept: list[Sample] | None = None
+        self._originals: list[Sample] | None = None
         fresh = self._fresh()
         if all(map(_is_whole, tree_leaves(fresh))):
             with contextlib.suppress(Exception):  # what cannot be copied is made anew
-                self._kept = copy.deepcopy(fresh)
+                self._originals = copy.deepcopy(fresh)
 
     def __iter__(self) -> Iterator[Sample]:
-        return iter(self._fresh() if self._kept is None else copy.deepcopy(self._kept))
+        return iter(self._fresh() if self._originals is None else copy.deepcopy(self._originals))
 
     def _fresh(self) -> list[Sample]:
         seed_device(0)
@@ -67,7 +69,8 @@ class Samples:
         with filled():
             every = list(self._errors() if self.dtype is None else self._samples(self.dtype))
         return [
-            Sample((one.input, *one.args), one.kwargs) for one in every[:: -(-len(every) // self._most) or 1]
+            Sample((sample.input, *sample.args), sample.kwargs)
+            for sample in every[:: -(-len(every) // self._most) or 1]
         ]
 
     def _samples(self, dtype: torch.dtype) -> Iterator[Any]:
@@ -76,7 +79,7 @@ class Samples:
 
     def _errors(self) -> Iterator[Any]:
         if self._op.error_inputs_func is not None:
-            yield from (one.sample_input for one in self._op.error_inputs(DEVICE))
+            yield from (error.sample_input for error in self._op.error_inputs(DEVICE))
 
 
 def variants(op: Any) -> Iterator["Variant"]:

@@ -9,8 +9,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how much was compared."""
     passed = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     compared = Counter[str]()
-    for one in passed:
-        compared.update({name: n for name, n in one.user_properties if isinstance(n, int)})
+    for report in passed:
+        compared.update({name: n for name, n in report.user_properties if isinstance(n, int)})
     if compared:
-        told = ", ".join(f"{n} {name}" for name, n in compared.items())
-        terminalreporter.write_line(f"compared with a run without a scope: {told}")
+        counts = ", ".join(f"{n} {name}" for name, n in compared.items())
+        terminalreporter.write_line(f"compared with a run without a scope: {counts}")

@@ -66,7 +66,10 @@ def different(tool: str, programs: Iterable[Program]) -> Iterator[str]:
         if tool == "fresh" and program.name.startswith(WRITTEN_BY_NUMPY):
             continue
         for context in (nullcontext(), amanda.cache_disabled()):
-            yield from (f"{program.name}: {one}" for one in _differs(program, TOOLS[tool](), context, bare))
+            yield from (
+                f"{program.name}: {difference}"
+                for difference in _differs(program, TOOLS[tool](), context, bare)
+            )
     assert tried
 
 
@@ -75,19 +78,19 @@ def _differs(
 ) -> Iterator[str]:
     try:
         with amanda.apply(tool), context:
-            found = program.run()
+            results = program.run()
     except Exception as error:
         yield repr(error)
         return
     exact = not isinstance(tool, Fresh)
     with amanda.disabled():
-        if values(found) != bare and (exact or not _close(found, program.run())):
-            yield f"{found} instead of {program.run()}"
+        if values(results) != bare and (exact or not _close(results, program.run())):
+            yield f"{results} instead of {program.run()}"
 
 
 def values(results: list[Any]) -> list[Any]:
     """What can be compared with ==: tensors by their bits."""
-    return [_bits(one) if isinstance(one, Tensor) else repr(one) for one in results]
+    return [_bits(result) if isinstance(result, Tensor) else repr(result) for result in results]
 
 
 def _bits(tensor: Tensor) -> Any:
@@ -95,9 +98,9 @@ def _bits(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.shape, dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _close(found: list[Any], expected: list[Any]) -> bool:
+def _close(results: list[Any], expected: list[Any]) -> bool:
     try:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     except AssertionError:
         return False
     return True

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its prot
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each op, where they are not deselected anyhow: the database imports half of torch."""
     if "name" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("markexpr") in ("", "opdb")
-        metafunc.parametrize("name", list(database()) if chosen else ["every op"])
+        is_selected = metafunc.config.getoption("markexpr") in ("", "opdb")
+        metafunc.parametrize("name", list(database()) if is_selected else ["every op"])
 
 
 @pytest.mark.slow
@@ -43,8 +43,8 @@ def test_all_that_calls_of_the_sample_compute_is_seen(slot: int) -> None:
 def test_calls_are_bit_identical(name: str, record_property: Callable[[str, int], None]) -> None:
     count = Count()
     assert differing(name, 64, count) == []
-    for what, n in vars(count).items():
-        record_property(what, n)
+    for name_of_count, n in vars(count).items():
+        record_property(name_of_count, n)
 
 
 @pytest.mark.opdb
@@ -54,12 +54,18 @@ def test_all_that_calls_compute_is_seen(name: str) -> None:
 
 def differing(name: str, most: int, count: Count) -> list[str]:
     """How the calls of an op differ, but for bits that torch does not determine."""
-    found = differences(database()[name], most, count)
-    determined = [one for one in found if not (name in UNDETERMINED and ".bits:" in one)]
-    return [one for one in determined if not ("in autograd" in one and f"{name}, {one}".startswith(REFUSED))]
+    all_differences = differences(database()[name], most, count)
+    determined = [
+        difference for difference in all_differences if not (name in UNDETERMINED and ".bits:" in difference)
+    ]
+    return [
+        difference
+        for difference in determined
+        if not ("in autograd" in difference and f"{name}, {difference}".startswith(REFUSED))
+    ]
 
 
 def _amiss(slot: int, check: Callable[[str], list[str]]) -> dict[str, list[str]]:
     names = list(database())[::EVERY][slot::SLOTS]
     assert len(names) > 5
-    return {name: found for name in names if (found := check(name))}
+    return {name: faults for name in names if (faults := check(name))}

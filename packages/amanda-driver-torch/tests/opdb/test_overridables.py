@@ -164,8 +164,8 @@ def test_each_function_is_an_op_or_made_of_ops_or_has_a_reason(listed: str) -> N
 def test_what_is_made_of_ops_computes_nothing_besides(name: str) -> None:
     watch = Watch()
     with amanda.apply(watch):
-        found = unseen(watch, Variant(name, MADE_OF_OPS[name]), Sample((), {}))
-    assert found is None
+        unseen_parts = unseen(watch, Variant(name, MADE_OF_OPS[name]), Sample((), {}))
+    assert unseen_parts is None
     assert watch.types
 
 
@@ -208,5 +208,5 @@ def _name(called: Any) -> str:
 
 def _names_in(op: Any) -> list[str]:
     called = [op.op, op.method_variant, op.inplace_variant, op.operator_variant, op.inplace_operator_variant]
-    own = [getattr(one, "__name__", "") for one in called if one is not None]
-    return [op.name, *(alias.name for alias in op.aliases), *own]
+    names = [getattr(function, "__name__", "") for function in called if function is not None]
+    return [op.name, *(alias.name for alias in op.aliases), *names]

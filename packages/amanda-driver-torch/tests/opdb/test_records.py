@@ -48,22 +48,22 @@ def test_an_attribute_of_a_tensor_is_a_fact() -> None:
 
 def test_what_a_result_shares_with_the_inputs_is_a_fact() -> None:
     x = torch.zeros(2, 2)
-    own, view, copy = (results_facts(one, [x]) for one in (x, x[:], x.clone()))
-    assert difference(own, view) is not None
+    itself, view, copy = (results_facts(result, [x]) for result in (x, x[:], x.clone()))
+    assert difference(itself, view) is not None
     assert difference(view, copy) is not None
 
 
 def noisy(*values: Any) -> list[Any]:
-    floats = [isinstance(one, torch.Tensor) and one.is_floating_point() for one in values]
-    return [one + 1 if is_float else one for one, is_float in zip(values, floats, strict=True)]
+    floats = [isinstance(value, torch.Tensor) and value.is_floating_point() for value in values]
+    return [value + 1 if is_float else value for value, is_float in zip(values, floats, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["add", "sort", "nn.functional.linear"])
 def test_a_tool_that_changes_values_is_found_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROUTINES, "nothing", noisy)
-    found = list(differences(database()[name], 2, Count()))
-    assert found
-    assert all(", nothing: " in one for one in found)
+    found_differences = list(differences(database()[name], 2, Count()))
+    assert found_differences
+    assert all(", nothing: " in difference for difference in found_differences)
 
 
 def test_a_call_that_raises_and_random_state_are_in_the_record() -> None:
@@ -75,7 +75,9 @@ def test_a_call_that_raises_and_random_state_are_in_the_record() -> None:
         raise ValueError("no")
 
     sample = Sample((torch.ones(2),), {})
-    one, other = (record(Program(), Variant("", each), sample, "accumulated") for each in (fails, alone))
-    assert one is not None
-    assert one["error"] == [ValueError, "no", []]
-    assert "random state" in str(difference(one, other))
+    failed, succeeded = (
+        record(Program(), Variant("", each), sample, "accumulated") for each in (fails, alone)
+    )
+    assert failed is not None
+    assert failed["error"] == [ValueError, "no", []]
+    assert "random state" in str(difference(failed, succeeded))

@@ -13,7 +13,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.ones(shape or (3,), requires_grad=True)
 
 
-def made(*shape: int) -> Tensor:
+def non_leaf(*shape: int) -> Tensor:
     return leaf(*shape) * 1
 
 
@@ -23,67 +23,67 @@ def written(tensor: Tensor) -> None:
 
 
 def a_result_in_place() -> None:
-    y = made().exp_()
+    y = non_leaf().exp_()
     written(y)
     y.sum().backward()
 
 
 def a_result_in_place_seen_by_autograd() -> None:
-    y = made().exp_()
+    y = non_leaf().exp_()
     y.add_(1)
     y.sum().backward()
 
 
 def a_result() -> None:
-    y = made().exp()
+    y = non_leaf().exp()
     written(y)
     y.sum().backward()
 
 
 def a_leaf() -> None:
-    x, y = leaf(), made()
+    x, y = leaf(), non_leaf()
     z = y * x
     written(x)
     z.sum().backward()
 
 
 def a_tensor_without_gradient() -> None:
-    x, y = torch.ones(3), made()
+    x, y = torch.ones(3), non_leaf()
     z = y.mul_(x)
     written(x)
     z.sum().backward()
 
 
 def a_leaf_that_a_view_was_multiplied_by() -> None:
-    x, y = leaf(), made(4)
+    x, y = leaf(), non_leaf(4)
     y[:3].mul_(x)
     written(x)
     y.sum().backward()
 
 
 def an_input_that_a_view_was_multiplied_by() -> None:
-    x, y = made(), made(4)
+    x, y = non_leaf(), non_leaf(4)
     y[:3].mul_(x)
     x.add_(1)
     y.sum().backward()
 
 
 def the_second_of_two_outputs() -> None:
-    x, y = made(4).unsafe_split(2)[1], made(4)
+    x, y = non_leaf(4).unsafe_split(2)[1], non_leaf(4)
     y[:2].mul_(x)
     written(x)
     y.sum().backward()
 
 
 def a_view() -> None:
-    view = made(4)[:3]
+    view = non_leaf(4)[:3]
     view.exp_()
     written(view)
     view.sum().backward()
 
 
 def a_view_used_before() -> None:
-    y = made(4)
+    y = non_leaf(4)
     view = y[:3]
     view.exp_()
     loss = view.sum()
@@ -92,36 +92,36 @@ def a_view_used_before() -> None:
 
 
 def a_view_that_is_gone() -> None:
-    y = made(4)
+    y = non_leaf(4)
     y[:3].exp_()
     written(y)
     y.sum().backward()
 
 
 def a_view_multiplied_by_a_view() -> None:
-    x, y = made(4), made(4)
+    x, y = non_leaf(4), non_leaf(4)
     y[:3].mul_(x[1:])
     x.add_(1)
     y.sum().backward()
 
 
 def a_view_of_doubles() -> None:
-    y = made(2, 3).double()
+    y = non_leaf(2, 3).double()
     y.t().sigmoid_()
     written(y)
     y.sum().backward()
 
 
 def the_base_of_a_view() -> None:
-    y = made(4)
+    y = non_leaf(4)
     y.exp_()
     written(y[:2])
     y.sum().backward()
 
 
 def one_of_several() -> None:
-    one, two, three = made(), made(), made(4)
-    y = three[:3].addcmul_(one, two)
+    first, two, three = non_leaf(), non_leaf(), non_leaf(4)
+    y = three[:3].addcmul_(first, two)
     written(two)
     y.sum().backward()
 
@@ -151,7 +151,7 @@ def a_result_in_anomaly_mode() -> None:
 
 
 def of_a_checkpoint() -> None:
-    x = made()
+    x = non_leaf()
     y = checkpoint(lambda x: x.view(3).exp_().sin(), x * 1, use_reentrant=False)
     written(x)
     y.sum().backward()
@@ -163,7 +163,7 @@ def inside_a_checkpoint() -> None:
         written(y)
         return y.sum()
 
-    checkpoint(run, made(), use_reentrant=True).backward()
+    checkpoint(run, non_leaf(), use_reentrant=True).backward()
 
 
 def a_tensor_of_the_users_function() -> None:
@@ -178,33 +178,33 @@ def a_tensor_of_the_users_function() -> None:
             (x,) = ctx.saved_tensors
             return 2 * x * grad
 
-    x = made()
+    x = non_leaf()
     y: Tensor = Square.apply(x)
     written(x)
     y.sum().backward()
 
 
 def backward_comes_twice() -> None:
-    loss = made().exp().sum()
+    loss = non_leaf().exp().sum()
     loss.backward()
     loss.backward()
 
 
 def backward_comes_twice_through_a_view() -> None:
-    y = made(4)
+    y = non_leaf(4)
     y[:3].exp_()
     y.sum().backward()
     y.sum().backward()
 
 
 def backward_comes_twice_through_an_op_in_place() -> None:
-    y = made().exp_()
+    y = non_leaf().exp_()
     y.sum().backward()
     y.sum().backward()
 
 
 def wrong_shapes() -> None:
-    _ = made(2, 3) @ made(2, 3)
+    _ = non_leaf(2, 3) @ non_leaf(2, 3)
 
 
 def wrong_shapes_in_a_layer() -> None:
@@ -256,11 +256,11 @@ def a_view_of_a_leaf_in_place() -> None:
 
 
 def a_view_of_several_in_place() -> None:
-    made(4).split(2)[0].add_(1)
+    non_leaf(4).split(2)[0].add_(1)
 
 
 def a_gradient_of_no_scalar() -> None:
-    made().backward()
+    non_leaf().backward()
 
 
 def a_gradient_of_no_graph() -> None:
@@ -268,7 +268,7 @@ def a_gradient_of_no_graph() -> None:
 
 
 def a_gradient_that_is_not_used() -> None:
-    torch.autograd.grad(made().sum(), leaf())
+    torch.autograd.grad(non_leaf().sum(), leaf())
 
 
 def another_device() -> None:
@@ -284,23 +284,23 @@ def a_value_without_data() -> None:
 
 
 def an_index_out_of_range() -> None:
-    _ = made()[5]
+    _ = non_leaf()[5]
 
 
 def too_many_indices() -> None:
-    _ = made()[0, 0]
+    _ = non_leaf()[0, 0]
 
 
 def an_index_of_a_tensor_out_of_range() -> None:
-    _ = made()[torch.tensor([7])]
+    _ = non_leaf()[torch.tensor([7])]
 
 
 def an_embedding_out_of_range() -> None:
-    F.embedding(torch.tensor([9]), made(2, 2))
+    F.embedding(torch.tensor([9]), non_leaf(2, 2))
 
 
 def an_assigned_shape() -> None:
-    made()[:2] = torch.ones(3)
+    non_leaf()[:2] = torch.ones(3)
 
 
 def a_write_into_an_expanded_tensor() -> None:
@@ -314,11 +314,11 @@ def an_inference_tensor_is_saved() -> None:
 
 
 def a_truth_of_several() -> None:
-    bool(made())
+    bool(non_leaf())
 
 
 def an_array_that_needs_a_gradient() -> None:
-    made().numpy()
+    non_leaf().numpy()
 
 
 def an_operator_of_a_library() -> None:
@@ -330,14 +330,14 @@ def an_overload_lacks_an_argument() -> None:
 
 
 def a_result_given_for_the_outcome() -> None:
-    torch.add(made(), 1, out=made())
+    torch.add(non_leaf(), 1, out=non_leaf())
 
 
 class Own(Exception):
     """Of the program."""
 
 
-def own() -> None:
+def raise_own_error() -> None:
     """Raise from another, with a note."""
     error = Own("of the program", 3)
     error.add_note("of the program")
@@ -348,10 +348,10 @@ def in_a_function_forward() -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            own()
+            raise_own_error()
             return x
 
-    Failing.apply(made())
+    Failing.apply(non_leaf())
 
 
 def in_a_function_backward() -> None:
@@ -362,10 +362,10 @@ def in_a_function_backward() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            own()
+            raise_own_error()
             return grad
 
-    Failing.apply(made()).sum().backward()
+    Failing.apply(non_leaf()).sum().backward()
 
 
 def a_function_gives_too_many_gradients() -> None:
@@ -378,7 +378,7 @@ def a_function_gives_too_many_gradients() -> None:
         def backward(ctx: Any, grad: Tensor) -> Any:
             return grad, grad
 
-    Wrong.apply(made()).sum().backward()
+    Wrong.apply(non_leaf()).sum().backward()
 
 
 def a_function_gives_a_gradient_of_another_shape() -> None:
@@ -391,59 +391,59 @@ def a_function_gives_a_gradient_of_another_shape() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return torch.ones(7)
 
-    Wrong.apply(made()).sum().backward()
+    Wrong.apply(non_leaf()).sum().backward()
 
 
 def in_a_hook_of_a_tensor() -> None:
-    y = made()
-    y.register_hook(lambda grad: own())
+    y = non_leaf()
+    y.register_hook(lambda grad: raise_own_error())
     y.sum().backward()
 
 
 def a_hook_gives_a_gradient_of_another_shape() -> None:
-    y = made()
+    y = non_leaf()
     y.register_hook(lambda grad: torch.ones(7))
     y.sum().backward()
 
 
 def in_a_hook_after_accumulation() -> None:
     x = leaf()
-    x.register_post_accumulate_grad_hook(lambda one: own())
+    x.register_post_accumulate_grad_hook(lambda parameter: raise_own_error())
     (x * 2).sum().backward()
 
 
 def in_a_hook_of_a_node() -> None:
-    y: Any = made()
-    y.grad_fn.register_hook(lambda *_: own())
+    y: Any = non_leaf()
+    y.grad_fn.register_hook(lambda *_: raise_own_error())
     y.sum().backward()
 
 
 def in_a_hook_before_a_node() -> None:
-    y: Any = made()
-    y.grad_fn.register_prehook(lambda *_: own())
+    y: Any = non_leaf()
+    y.grad_fn.register_prehook(lambda *_: raise_own_error())
     y.sum().backward()
 
 
 def in_a_hook_of_a_module() -> None:
     layer = torch.nn.Linear(3, 2)
-    layer.register_forward_hook(lambda *_: own())
-    layer(made())
+    layer.register_forward_hook(lambda *_: raise_own_error())
+    layer(non_leaf())
 
 
 def in_a_backward_hook_of_a_module() -> None:
     layer = torch.nn.Linear(3, 2)
-    layer.register_full_backward_hook(lambda *_: own())
-    layer(made()).sum().backward()
+    layer.register_full_backward_hook(lambda *_: raise_own_error())
+    layer(non_leaf()).sum().backward()
 
 
 def as_tensors_are_packed() -> None:
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: own(), lambda x: x):
-        made()[:2].exp_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: raise_own_error(), lambda x: x):
+        non_leaf()[:2].exp_()
 
 
 def as_tensors_are_unpacked() -> None:
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: own()):
-        y = made()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: raise_own_error()):
+        y = non_leaf()
         y[:2].exp_()
     y.sum().backward()
 
@@ -452,11 +452,11 @@ def in_a_mode() -> None:
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.__name__ == "relu":
-                own()
+                raise_own_error()
             return func(*args, **(kwargs or {}))
 
     with Mode():
-        torch.relu(made())
+        torch.relu(non_leaf())
 
 
 def in_a_subclass() -> None:
@@ -464,7 +464,7 @@ def in_a_subclass() -> None:
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.__name__ == "relu":
-                own()
+                raise_own_error()
             return super().__torch_function__(func, types, args, kwargs or {})
 
     torch.relu(torch.ones(3).as_subclass(Sub))
@@ -485,10 +485,10 @@ def in_a_recomputation() -> None:
     def run(x: Tensor) -> Tensor:
         calls.append(0)
         if len(calls) > 1:
-            own()
+            raise_own_error()
         return x.exp()
 
-    checkpoint(run, made(), use_reentrant=False).sum().backward()
+    checkpoint(run, non_leaf(), use_reentrant=False).sum().backward()
 
 
 def a_recomputation_saves_something_else() -> None:
@@ -498,13 +498,15 @@ def a_recomputation_saves_something_else() -> None:
         calls.append(0)
         return x.exp() if len(calls) > 1 else x.exp().sin()
 
-    checkpoint(run, made(), use_reentrant=False).sum().backward()
+    checkpoint(run, non_leaf(), use_reentrant=False).sum().backward()
 
 
-_HELPERS = (leaf, made, written, own)
+_HELPERS = (leaf, non_leaf, written, raise_own_error)
 FAILING: list[Callable[[], None]] = [
-    one
-    for one in list(globals().values())
-    if getattr(one, "__module__", None) == __name__ and not isinstance(one, type) and one not in _HELPERS
+    member
+    for member in list(globals().values())
+    if getattr(member, "__module__", None) == __name__
+    and not isinstance(member, type)
+    and member not in _HELPERS
 ]
 """Each of them."""

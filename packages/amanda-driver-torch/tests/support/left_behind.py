@@ -90,23 +90,23 @@ class Bench:
         """Return what differs from before, also of gradients and of what a later scope sees."""
         self._gradients()
         state = self._state()
-        found = [name for name, value in state.items() if value != self._before[name]]
+        differences = [name for name, value in state.items() if value != self._before[name]]
         calls = getattr(tool, "calls", None)
         self._earlier.backward(retain_graph=True)
         if bits(self._gradients()) != bits(self._bare):
-            found.append("gradients of an earlier graph")
+            differences.append("gradients of an earlier graph")
         self.step()
         if bits(self._gradients()) != bits(self._bare):
-            found.append("gradients")
+            differences.append("gradients")
         if getattr(tool, "calls", None) != calls:
-            found.append("routines are called")
+            differences.append("routines are called")
         later = Tenfold()
         with amanda.apply(later):
             self.step()
         if later.calls != self._all_calls:
-            found.append(f"a later scope sees {later.calls} of {self._all_calls}")
+            differences.append(f"a later scope sees {later.calls} of {self._all_calls}")
         self._gradients()
-        return found
+        return differences
 
     def _gradients(self) -> list[Any]:
         leaves = [self.x, *self.model.parameters()]
@@ -133,6 +133,6 @@ class Bench:
                 for name, value in vars(module).items()
                 if "hooks" in name and value is not None
             ],
-            "hooks of leaves": [(one._backward_hooks, one._post_accumulate_grad_hooks) for one in leaves],
+            "hooks of leaves": [(leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves],
             "notes of nodes": [sorted(self._earlier.grad_fn.metadata)],
         }

@@ -20,9 +20,9 @@ Program = Callable[[], Step]
 def bits(value: Any) -> Any:
     """What a value holds, every tensor in lists among it by its bits, to be compared with `==`."""
     if isinstance(value, Tensor):
-        held = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return value.dtype, tuple(value.shape), value.requires_grad, held
-    return [bits(one) for one in value] if isinstance(value, (list, tuple)) else value
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return value.dtype, tuple(value.shape), value.requires_grad, data
+    return [bits(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def same_under(tool: amanda.Tool, run: Callable[[], Any]) -> amanda.Scope:
@@ -133,7 +133,7 @@ def checkpointed() -> Step:
     x = torch.randn(2, 3, requires_grad=True)
 
     def middle(value: Tensor) -> Tensor:
-        inside: Tensor = checkpoint(lambda one: torch.tanh(inner(one)), value, use_reentrant=False)
+        inside: Tensor = checkpoint(lambda tensor: torch.tanh(inner(tensor)), value, use_reentrant=False)
         return F.dropout(outer(inside), 0.5)
 
     def step() -> list[Tensor]:

@@ -90,27 +90,27 @@ def run(program: Sequence[Step]) -> list[Any]:
             if step.kind in WRITES:
                 WRITES[step.kind](x, y)
             else:
-                made = VIEWS[step.kind](x) if step.kind in VIEWS else PURE[step.kind](x, y)
+                result = VIEWS[step.kind](x) if step.kind in VIEWS else PURE[step.kind](x, y)
                 is_new = (
                     step.kind in PURE
                 )  # a view may be the very tensor, whose hooks see all of its gradient
-                if made.requires_grad and is_new and step.mode == "hooks":
-                    made.register_hook(lambda grad: hooked.append(grad.clone()))
-                tensors.append(made)
-    held = [one.detach().clone() for one in tensors]
-    loss = sum((one * one).sum() for one in tensors if one.requires_grad)
+                if result.requires_grad and is_new and step.mode == "hooks":
+                    result.register_hook(lambda grad: hooked.append(grad.clone()))
+                tensors.append(result)
+    values = [tensor.detach().clone() for tensor in tensors]
+    loss = sum((tensor * tensor).sum() for tensor in tensors if tensor.requires_grad)
     gradients: list[Any] = []
     if isinstance(loss, Tensor):
         first = torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=True)
         gradients += first
-        given = len(hooked)  # later gradients of a result that its own op has saved go by another way
-        again = sum(one.sum() for one in first if one is not None and one.requires_grad)
+        hook_count = len(hooked)  # later gradients of a result that its own op has saved go by another way
+        again = sum(tensor.sum() for tensor in first if tensor is not None and tensor.requires_grad)
         if isinstance(again, Tensor):
             gradients += torch.autograd.grad(again, leaves, allow_unused=True)
-        del hooked[given:]
-    return [held, [None if one is None else one.detach() for one in gradients], hooked]
+        del hooked[hook_count:]
+    return [values, [None if tensor is None else tensor.detach() for tensor in gradients], hooked]
 
 
-def _like(tensor: Tensor, other: Tensor) -> Tensor:
+def _like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return as many elements as another has."""
-    return tensor.repeat(SIZE)[: len(other)]
+    return tensor.repeat(SIZE)[: len(like)]

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 
 SIZE = 2
-Told = dict[str, Any]
+RankResults = dict[str, Any]
 
 
-def told_by_ranks(folder: Path) -> list[Told]:
+def results_of_ranks(folder: Path) -> list[RankResults]:
     """What each rank tells of every training."""
     spawn: Any = torch.multiprocessing.spawn
     ranks = spawn(_rank, (str(folder),), nprocs=SIZE, join=False)
@@ -45,11 +45,11 @@ def _rank(rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=SIZE)
-    found = {name: told(build) for name, build in TRAININGS.items()}
-    found["masked"] = masked()
-    found["collectives"] = collectives(rank)
-    found["pipeline"] = pipeline(rank)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    results = {name: train_bare_and_observed(build) for name, build in TRAININGS.items()}
+    results["masked"] = masked()
+    results["collectives"] = collectives(rank)
+    results["pipeline"] = pipeline(rank)
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -96,13 +96,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
         self.head, self.calls = nn.Linear(8, 3), 0
         self.recompute, self.skips = recompute, skips
-        self.other = nn.Linear(8, 3) if skips else None
+        self.alternate = nn.Linear(8, 3) if skips else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         self.calls += 1
-        return self.other(x) if self.other and self.calls % 2 == 0 else self.head(x)
+        return self.alternate(x) if self.alternate and self.calls % 2 == 0 else self.head(x)
 
 
 def hooked() -> nn.Module:
@@ -153,7 +153,7 @@ def whole(tensor: Any) -> torch.Tensor | None:
 
 def train(model: nn.Module, name: str = "", steps: int = 3) -> list[Any]:
     """Losses, gradients of each step, and the parameters in the end; what hangs on them is told too."""
-    found: list[Any] = []
+    tensors: list[Any] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         generator = torch.Generator().manual_seed(
@@ -168,12 +168,12 @@ def train(model: nn.Module, name: str = "", steps: int = 3) -> list[Any]:
             loss = cross_entropy(model(x).float(), y)
         loss.backward()
         optimizer.step()
-        found += [
+        tensors += [
             loss.detach(),
             *(None if p.grad is None else p.grad.detach().clone() for p in model.parameters()),
         ]
-    found += [p.detach().clone() for p in model.parameters()]
-    return [*map(whole, found), remains(model)]
+    tensors += [p.detach().clone() for p in model.parameters()]
+    return [*map(whole, tensors), remains(model)]
 
 
 def remains(model: nn.Module) -> list[Any]:
@@ -186,17 +186,17 @@ def remains(model: nn.Module) -> list[Any]:
     ]
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(
-            one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)
+def same(tensor: Any, expected: Any) -> bool:
+    if isinstance(tensor, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return tensor.dtype == expected.dtype and torch.equal(
+            tensor.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)
         )
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(tensor, list) and isinstance(expected, list):
+        return len(tensor) == len(expected) and all(map(same, tensor, expected))
+    return bool(tensor == expected)
 
 
-def told(build: Build) -> Told:
+def train_bare_and_observed(build: Build) -> RankResults:
     name = next(name for name, each in TRAININGS.items() if each is build)
 
     def run() -> list[Any]:
@@ -205,12 +205,12 @@ def told(build: Build) -> Told:
 
     bare, watcher = run(), Watcher()
     with amanda.apply(watcher) as scope:
-        seen = run()
+        observed = run()
     return {
-        "bare again": same(run(), bare), "same": same(seen, bare), "calls": watcher.calls,
+        "bare again": same(run(), bare), "same": same(observed, bare), "calls": watcher.calls,
         "forward": {str(key): kind for key, kind in watcher.forward.items()},
         "backward": {str(key): kind for key, kind in watcher.backward.items()},
-        "report": [one.what for one in scope.report],
+        "report": [entry.what for entry in scope.report],
     }  # fmt: skip
 
 
@@ -245,9 +245,9 @@ class Masks(amanda.Tool):
             context.insert_before_op(lambda weight: weight * mask, inputs=["weight"])
 
 
-def masked() -> Told:
+def masked() -> RankResults:
     """A tool that changes values, against layers that do so by hand; parameters of all ranks are told."""
-    found: Told = {}
+    results: RankResults = {}
     for name, wrap in (("DDP", DDP), ("FSDP2", sharded)):
         torch.manual_seed(0)
         by_hand = Net()
@@ -257,9 +257,12 @@ def masked() -> Told:
         expected = train(wrap(by_hand))[:-1]
         torch.manual_seed(0)
         with amanda.apply(Masks()):
-            got = train(wrap(Net()))[:-1]
-        found[name] = {"same": same(got, expected), "parameters": [p.tolist() for p in got[-14:]]}
-    return found
+            parameters = train(wrap(Net()))[:-1]
+        results[name] = {
+            "same": same(parameters, expected),
+            "parameters": [p.tolist() for p in parameters[-14:]],
+        }
+    return results
 
 
 class Doubled(amanda.Tool):
@@ -267,7 +270,7 @@ class Doubled(amanda.Tool):
 
     def __init__(self) -> None:
         self.ops: list[str] = []
-        self.given: list[float] = []
+        self.results: list[float] = []
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
@@ -276,15 +279,17 @@ class Doubled(amanda.Tool):
             return
         self.ops.append(kind)
         if kind == "c10d::all_reduce":
-            context.insert_before_op(lambda tensors: [[2 * one for one in tensors]], inputs=["tensors"])
+            context.insert_before_op(lambda tensors: [[2 * tensor for tensor in tensors]], inputs=["tensors"])
         if kind == "c10d::all_gather":
             assert len(context.get_inputs()[1]) == SIZE  # one list, which torch has as a list of lists
-            context.insert_before_op(lambda given: [[3 * one for one in given]], inputs=["input_tensors"])
+            context.insert_before_op(
+                lambda tensors: [[3 * tensor for tensor in tensors]], inputs=["input_tensors"]
+            )
         if kind == "_c10d_functional::all_reduce":
-            context.insert_after_op(lambda value: self.given.append(value.sum().item()))
+            context.insert_after_op(lambda value: self.results.append(value.sum().item()))
 
 
-def collectives(rank: int) -> Told:
+def collectives(rank: int) -> RankResults:
     tool, x = Doubled(), torch.full((3,), rank + 1.0)
     parts, rows = [torch.zeros(3) for _ in range(SIZE)], torch.zeros(3 * SIZE)
     with amanda.apply(tool) as scope:
@@ -300,13 +305,13 @@ def collectives(rank: int) -> Told:
             time.sleep(0.2 * rank)  # the other has begun, and nothing is there yet
             total = functional.all_reduce(x, "sum", dist.group.WORLD) + 0
     return {
-        "ops": tool.ops, "given": tool.given, "reduced": y.tolist(), "waited": waited.tolist(),
+        "ops": tool.ops, "given": tool.results, "reduced": y.tolist(), "waited": waited.tolist(),
         "gathered": [part.tolist() for part in parts], "rows": rows.tolist(), "total": total.tolist(),
-        "report": [one.what for one in scope.report],
+        "report": [entry.what for entry in scope.report],
     }  # fmt: skip
 
 
-def pipeline(rank: int) -> Told:
+def pipeline(rank: int) -> RankResults:
     """Two stages of a pipeline, two microbatches."""
 
     def run() -> list[Any]:
@@ -323,6 +328,6 @@ def pipeline(rank: int) -> Told:
 
     bare, watcher = run(), Watcher()
     with amanda.apply(watcher):
-        seen = run()
-    return {"same": same(seen, bare), "forward": list(watcher.forward.values()),
+        observed = run()
+    return {"same": same(observed, bare), "forward": list(watcher.forward.values()),
             "backward": list(watcher.backward.values())}  # fmt: skip

@@ -118,9 +118,9 @@ def child(marker: Path, first: int, every: int) -> None:
             bare = [outcome(target, shape) for _ in range(2)]
             marker.write_text(f"{index} {shape} scope")
             with amanda.apply(Untouched()):
-                got = [outcome(target, shape) for _ in range(2)]
-            if bare[0] == bare[1] and got != bare:
-                differences.append(f"{target.name} {shape}: bare {bare[0]}; in a scope {got}")
+                outcomes = [outcome(target, shape) for _ in range(2)]
+            if bare[0] == bare[1] and outcomes != bare:
+                differences.append(f"{target.name} {shape}: bare {bare[0]}; in a scope {outcomes}")
     marker.write_text("done")
     sys.stdout.write("\n".join(differences))
 
@@ -134,10 +134,10 @@ def main(every: int = 1, first: int = 0) -> int:
             command = [sys.executable, "-m", "torch_shapes", "child", str(marker), str(first), str(every)]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
             errors += done.stdout.splitlines()
-            said = marker.read_text().split()
-            if said == ["done"]:
+            words = marker.read_text().split()
+            if words == ["done"]:
                 break
-            index, shape, where = int(said[0]), said[1], said[2]
+            index, shape, where = int(words[0]), words[1], words[2]
             name = f"{everything[index].name} {shape}: {done.stderr[-1500:]}"
             (passed_over if where == "bare" else errors).append(name)
             first = index + every

@@ -218,9 +218,9 @@ def _gradient_of_written(*writes: Callable[[Tensor], Any]) -> Tensor:
     """Return complex numbers that were written, what the writes returned, and the gradient of all."""
     p = torch.arange(8.0).mul(1 - 2j).reshape(2, 4).requires_grad_()
     z = p * 2
-    kept = [write(z) for write in writes]
-    sum((one.abs() ** 2).sum() for one in (z, *kept)).backward()
-    return torch.cat([torch.view_as_real(one.detach().resolve_conj()).flatten() for one in (z, p.grad)])
+    written = [write(z) for write in writes]
+    sum((tensor.abs() ** 2).sum() for tensor in (z, *written)).backward()
+    return torch.cat([torch.view_as_real(tensor.detach().resolve_conj()).flatten() for tensor in (z, p.grad)])
 
 
 def write_conjugates() -> Tensor:
@@ -340,7 +340,7 @@ def hand_back_parameters() -> Tensor:
     optimizer = torch.optim.SGD([same[0]], lr=0.5)
     (same[1] * 2).sum().backward()
     optimizer.step()
-    return torch.cat([p.detach(), torch.tensor([float(one is p) for one in same])])
+    return torch.cat([p.detach(), torch.tensor([float(tensor is p) for tensor in same])])
 
 
 PROGRAMS: list[Program] = [

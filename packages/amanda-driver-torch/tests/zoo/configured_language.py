@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import randn
 
-from .subject import Table, ones, tokens
+from .subject import Table, full_mask, tokens
 
 FORECAST = dict(prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1)
 PATCHES = dict(num_input_channels=2, context_length=16, patch_length=4, patch_stride=4)
@@ -123,7 +123,7 @@ LANGUAGE_MODELS: Table = {
             rewards=randn(2, 4, 1),
             returns_to_go=randn(2, 4, 1),
             timesteps=torch.arange(4).repeat(2, 1),
-            attention_mask=ones(2, 4),
+            attention_mask=full_mask(2, 4),
         ),
     ),
 }
@@ -135,6 +135,8 @@ SERIES_MODELS: Table = {
     "patchtsmixer": (PATCHES, lambda: dict(past_values=randn(2, 16, 2))),
     "timesfm": (
         dict(patch_length=8, horizon_length=8, context_length=32),
-        lambda: dict(past_values=randn(2, 32), past_values_padding=0 * ones(2, 32), freq=0 * ones(2, 1)),
+        lambda: dict(
+            past_values=randn(2, 32), past_values_padding=0 * full_mask(2, 32), freq=0 * full_mask(2, 1)
+        ),
     ),
 }

@@ -9,7 +9,7 @@ from torch import rand, randn
 
 from .configured_language import text_in_boxes
 from .configured_perception import VISION
-from .subject import Table, image, ones, tokens, with_placeholders
+from .subject import Table, full_mask, image, tokens, with_placeholders
 
 LANGUAGE = dict(
     vocab_size=64,
@@ -85,7 +85,7 @@ MULTIMODAL: Table = {
         dict(visual_feat_dim=16, l_layers=1, x_layers=1, r_layers=1),
         lambda: dict(input_ids=tokens(), visual_feats=randn(2, 5, 16), visual_pos=rand(2, 5, 4)),
     ),
-    "vilt": ({}, lambda: dict(input_ids=tokens(), pixel_values=image(), pixel_mask=ones(2, 32, 32))),
+    "vilt": ({}, lambda: dict(input_ids=tokens(), pixel_values=image(), pixel_mask=full_mask(2, 32, 32))),
     "layoutlmv3": (
         dict(input_size=32, max_2d_position_embeddings=64, coordinate_size=6, shape_size=4),
         text_in_boxes,
@@ -120,7 +120,9 @@ MULTIMODAL: Table = {
     "siglip2_vision_model": (
         dict(num_patches=16),
         lambda: dict(
-            pixel_values=randn(2, 16, 192), pixel_attention_mask=ones(2, 16), spatial_shapes=4 * ones(2, 2)
+            pixel_values=randn(2, 16, 192),
+            pixel_attention_mask=full_mask(2, 16),
+            spatial_shapes=4 * full_mask(2, 2),
         ),
     ),
     "xclip": (
@@ -164,7 +166,7 @@ MULTIMODAL: Table = {
             projection_dim=32,
             **PLACEHOLDER,
         ),
-        lambda: text_with_images(16, token_type_ids=0 * ones(2, 24)),
+        lambda: text_with_images(16, token_type_ids=0 * full_mask(2, 24)),
     ),
     "gemma3": (
         dict(
@@ -173,7 +175,7 @@ MULTIMODAL: Table = {
             mm_tokens_per_image=4,
             **PLACEHOLDER,
         ),
-        lambda: text_with_images(4, token_type_ids=0 * ones(2, 24)),
+        lambda: text_with_images(4, token_type_ids=0 * full_mask(2, 24)),
     ),
     "idefics3": (
         dict(
@@ -209,7 +211,7 @@ MULTIMODAL: Table = {
             spatial_merge_size=2,
             **PLACEHOLDER,
         ),
-        lambda: text_with_images(4, image_sizes=32 * ones(2, 2)),
+        lambda: text_with_images(4, image_sizes=32 * full_mask(2, 2)),
     ),
     "qwen2_vl": (
         dict(
@@ -260,8 +262,8 @@ MULTIMODAL: Table = {
         lambda: dict(
             input_ids=tokens(),
             pixel_values=image(2, 1, 1, 3, 32, 32),
-            aspect_ratio_ids=ones(2, 1),
-            aspect_ratio_mask=ones(2, 1, 1),
+            aspect_ratio_ids=full_mask(2, 1),
+            aspect_ratio_mask=full_mask(2, 1, 1),
         ),
     ),
     "qwen2_audio": (
@@ -281,7 +283,7 @@ MULTIMODAL: Table = {
         lambda: dict(
             input_ids=with_placeholders(12),
             input_features=randn(2, 16, 48),
-            feature_attention_mask=ones(2, 48),
+            feature_attention_mask=full_mask(2, 48),
         ),
     ),
 }

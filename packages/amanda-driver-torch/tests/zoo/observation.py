@@ -33,16 +33,16 @@ def observed(
     facts: Facts = {}
     for number in range(steps):
         model.zero_grad()
-        given = placed(inputs)
+        step_inputs = placed(inputs)
         seed()
         with scope():
-            outputs = list(tensors_in(model(**given)))
+            outputs = list(tensors_in(model(**step_inputs)))
             weighted_sum(outputs).backward()
         facts |= {
-            f"step {number}: {name}": value for name, value in step_facts(model, given, outputs).items()
+            f"step {number}: {name}": value for name, value in step_facts(model, step_inputs, outputs).items()
         }
         after_step()
-    same = [one is other for one, other in zip(parts, _parts(model), strict=False)]
+    same = [before is after for before, after in zip(parts, _parts(model), strict=False)]
     return {**facts, **model_facts(model), "the same objects": (same, len(_parts(model)))}
 
 
@@ -56,45 +56,46 @@ def computed(
     with scope():
         for _ in range(2):
             model.zero_grad()
-            given = placed(inputs)
+            step_inputs = placed(inputs)
             seed()
-            outputs = list(tensors_in(model(**given)))
+            outputs = list(tensors_in(model(**step_inputs)))
             weighted_sum(outputs).backward()
-    found = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
-    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {**found, **dict(model.named_buffers())}
+    tensors = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+    tensors |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**tensors, **dict(model.named_buffers())}
 
 
-def apart(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+def apart(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the tensors that are further apart than rounding takes them, over many layers.
 
     Kernels round otherwise where a new tensor cannot have the strides of an expanded one.
     """
-    if found.keys() != expected.keys():
-        return sorted(found.keys() ^ expected.keys())
-    return [name for name, tensor in found.items() if not _close(tensor, expected[name])]
+    if tensors.keys() != expected.keys():
+        return sorted(tensors.keys() ^ expected.keys())
+    return [name for name, tensor in tensors.items() if not _close(tensor, expected[name])]
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    finite = other.isfinite()
-    most = float(other[finite].abs().max()) if finite.any() else 1.0
-    rounding = torch.finfo(one.dtype).eps * 1000
-    return torch.allclose(one, other, rtol=rounding, atol=rounding * most, equal_nan=True)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.equal(tensor, expected)
+    finite = expected.isfinite()
+    most = float(expected[finite].abs().max()) if finite.any() else 1.0
+    rounding = torch.finfo(tensor.dtype).eps * 1000
+    return torch.allclose(tensor, expected, rtol=rounding, atol=rounding * most, equal_nan=True)
 
 
-def differences(one: Facts, other: Facts) -> list[str]:
+def differences(first: Facts, second: Facts) -> list[str]:
     """Names of what is different in two observations."""
-    return [name for name in {**one, **other} if name not in one or one[name] != other.get(name)]
+    return [name for name in {**first, **second} if name not in first or first[name] != second.get(name)]
 
 
 def placed(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of a model's inputs on the device."""
     return tree_map(
-        lambda one: one.to(DEVICE) if isinstance(one, torch.Tensor) else one, copy.deepcopy(dict(inputs))
+        lambda value: value.to(DEVICE) if isinstance(value, torch.Tensor) else value,
+        copy.deepcopy(dict(inputs)),
     )
 
 
@@ -133,11 +134,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(vars(value))
 
 
-def step_facts(model: nn.Module, given: Mapping[str, Any], outputs: list[torch.Tensor]) -> Facts:
+def step_facts(model: nn.Module, inputs: Mapping[str, Any], outputs: list[torch.Tensor]) -> Facts:
     """Inputs, outputs, gradients, state_dict and random state, to the bit."""
     state = model.state_dict()
     return {
-        **{f"input {name}": described(value) for name, value in given.items()},
+        **{f"input {name}": described(value) for name, value in inputs.items()},
         **{f"output {index}": tensor_facts(output) for index, output in enumerate(outputs)},
         **{f"gradient of {name}": described(p.grad) for name, p in model.named_parameters()},
         "state_dict": [(name, described(value)) for name, value in state.items()],

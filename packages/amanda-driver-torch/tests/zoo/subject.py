@@ -38,6 +38,6 @@ def image(*shape: int) -> Tensor:
     return torch.randn(*(shape or (2, 3, 32, 32)))
 
 
-def ones(*shape: int) -> Tensor:
+def full_mask(*shape: int) -> Tensor:
     """A mask that hides nothing."""
     return torch.ones(*shape, dtype=torch.long)

@@ -17,7 +17,7 @@ MODEL = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())
 INPUTS = {"input": torch.linspace(-1, 1, 6).reshape(2, 3)}
 
 
-def seen(change: Callable[[Any, torch.Tensor], Any]) -> set[str]:
+def seen_differences(change: Callable[[Any, torch.Tensor], Any]) -> set[str]:
     """What differs when `change` is done to the model or its input within each step, without its number."""
     calls: list[tuple[nn.Module, torch.Tensor]] = []
 
@@ -38,12 +38,12 @@ def seen(change: Callable[[Any, torch.Tensor], Any]) -> set[str]:
 
 
 def test_a_step_is_the_same_twice() -> None:
-    assert seen(lambda model, _: None) == set()
+    assert seen_differences(lambda model, _: None) == set()
 
 
 def test_a_changed_gradient_is_noticed() -> None:
-    assert seen(lambda model, _: model[1].bias.grad.mul_(2)) == {"gradient of 1.bias"}
-    assert seen(lambda model, _: model[1].bias.grad.add_(0)) == {"gradient of 1.bias"}
+    assert seen_differences(lambda model, _: model[1].bias.grad.mul_(2)) == {"gradient of 1.bias"}
+    assert seen_differences(lambda model, _: model[1].bias.grad.add_(0)) == {"gradient of 1.bias"}
 
 
 @pytest.mark.parametrize(
@@ -51,28 +51,32 @@ def test_a_changed_gradient_is_noticed() -> None:
     [(torch.rand, "torch's"), (np.random.rand, "numpy's"), (lambda _: random.random(), "Python's")],
 )
 def test_a_random_number_that_is_drawn_is_noticed(draw: Callable[[int], Any], name: str) -> None:
-    assert seen(lambda model, _: draw(1)) == {f"{name} random state"}
+    assert seen_differences(lambda model, _: draw(1)) == {f"{name} random state"}
 
 
 def test_what_is_left_on_a_module_is_noticed() -> None:
-    assert "attributes of 1" in seen(lambda model, _: setattr(model[1], "mark", 1))
-    assert "attributes of 1" in seen(lambda model, _: model[1].register_forward_hook(lambda *_: None))
-    assert "class of 2" in seen(lambda model, _: model.__setattr__("2", nn.Dropout1d()))
-    assert "state_dict" in seen(lambda model, _: model[1].register_buffer("mark", torch.ones(1)))
+    assert "attributes of 1" in seen_differences(lambda model, _: setattr(model[1], "mark", 1))
+    assert "attributes of 1" in seen_differences(
+        lambda model, _: model[1].register_forward_hook(lambda *_: None)
+    )
+    assert "class of 2" in seen_differences(lambda model, _: model.__setattr__("2", nn.Dropout1d()))
+    assert "state_dict" in seen_differences(lambda model, _: model[1].register_buffer("mark", torch.ones(1)))
 
 
 def test_what_is_left_on_a_tensor_is_noticed() -> None:
-    assert "tensor 0.weight" in seen(lambda model, _: setattr(model[0].weight, "mark", 1))
-    assert "tensor 0.weight" in seen(lambda model, _: model[0].weight.register_hook(lambda grad: None))
-    assert "tensor 1.running_mean" in seen(lambda model, _: model[1].running_mean.add_(0))
-    assert "tensor 0.weight" in seen(lambda model, _: model[0].weight.requires_grad_(False))
-    assert "the same objects" in seen(
+    assert "tensor 0.weight" in seen_differences(lambda model, _: setattr(model[0].weight, "mark", 1))
+    assert "tensor 0.weight" in seen_differences(
+        lambda model, _: model[0].weight.register_hook(lambda grad: None)
+    )
+    assert "tensor 1.running_mean" in seen_differences(lambda model, _: model[1].running_mean.add_(0))
+    assert "tensor 0.weight" in seen_differences(lambda model, _: model[0].weight.requires_grad_(False))
+    assert "the same objects" in seen_differences(
         lambda model, _: setattr(model[0], "bias", nn.Parameter(model[0].bias + 0))
     )
 
 
 def test_a_changed_input_is_noticed() -> None:
-    assert seen(lambda _, input: input.add_(0)) == {"input input"}
+    assert seen_differences(lambda _, input: input.add_(0)) == {"input input"}
 
 
 def test_every_model_of_the_zoo_has_a_name_of_its_own() -> None:

@@ -72,6 +72,6 @@ def test_a_model_computes_under_equal_new_values_what_it_computes_without(subjec
     torch.manual_seed(0)
     model, inputs = subject.make()
     tool = Fresh(copied)
-    found = computed(model, inputs, lambda: amanda.apply(tool))
-    assert apart(found, computed(model, inputs)) == []
+    tensors = computed(model, inputs, lambda: amanda.apply(tool))
+    assert apart(tensors, computed(model, inputs)) == []
     assert tool.calls > tool.analyses > 0

@@ -79,10 +79,10 @@ def subjects() -> Iterator[Subject]:
 
 
 def _subject(name: str, size: int, settings: dict[str, Any]) -> Subject:
-    return Subject(name, lambda: _made(name, size, settings))
+    return Subject(name, lambda: _make_model(name, size, settings))
 
 
-def _made(name: str, size: int, settings: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
+def _make_model(name: str, size: int, settings: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     timm = importlib.import_module("timm")
     model = timm.create_model(name, pretrained=False, num_classes=10, **settings).train()
     return model, {"x": torch.randn(2, 3, size, size)}

@@ -103,14 +103,25 @@ SAMPLE = frozenset({"mamba2", "mixtral", "qwen2_5_vl", "t5", "swin", "wav2vec2"}
 
 def subjects() -> Iterator[Subject]:
     """Every architecture, under its name in transformers."""
-    for names, given in GIVEN.items():
+    for names, make_inputs in GIVEN.items():
         for name in names.split():
-            yield Subject(name, lambda name=name, given=given: _made(name, {}, given()), SETTLES.get(name, 1))
-    for name, (config, given) in CONFIGURED.items():
-        yield Subject(name, lambda name=name, config=config, given=given: _made(name, config, given()))
+            yield Subject(
+                name,
+                lambda name=name, make_inputs=make_inputs: _make_model(name, {}, make_inputs()),
+                SETTLES.get(name, 1),
+            )
+    for name, (config, make_inputs) in CONFIGURED.items():
+        yield Subject(
+            name,
+            lambda name=name, config=config, make_inputs=make_inputs: _make_model(
+                name, config, make_inputs()
+            ),
+        )
 
 
-def _made(name: str, config: dict[str, Any], given: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+def _make_model(
+    name: str, config: dict[str, Any], inputs: dict[str, Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
     auto = importlib.import_module("transformers.models.auto")
     transformers = importlib.import_module("transformers")
     config_class = auto.configuration_auto.CONFIG_MAPPING[name]
@@ -118,7 +129,7 @@ def _made(name: str, config: dict[str, Any], given: dict[str, Tensor]) -> tuple[
     if not isinstance(model_class, str):
         model_class = model_class[0]
     settings = {**_small(config_class), **config}
-    return getattr(transformers, model_class)(config_class(**settings)).train(), given
+    return getattr(transformers, model_class)(config_class(**settings)).train(), inputs
 
 
 def _small(config_class: type) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of an eager framework, and the backward ops that they make, as a driver describes them."""
+"""The interface of an eager driver: calls of ops, tensors, and the backward ops of a call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Call(ABC):
-    """One call of an op: its inputs in schema order, and how to make the call with others.
+    """One call of an op: its inputs in schema order, and a repetition of the call with other inputs.
 
     mutable: positions of the inputs that the op writes into.
-    targets: positions of those that it returns: `self` of an in-place op, `out=`.
+    targets: positions of the inputs that the op writes and returns: `self` of an in-place op, `out=`.
     """
 
     __slots__ = ("inputs", "mutable", "names", "op", "targets")
@@ -36,7 +36,7 @@ class Call(ABC):
         """Run the op itself on these inputs."""
 
     def fitted(self, inputs: list[Any]) -> list[Any]:
-        """Return changed inputs in the memory that the op needs; one may read beyond its tensor."""
+        """Return changed inputs in memory that the op accepts; some ops read beyond a tensor's elements."""
         return inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
@@ -50,7 +50,7 @@ class Call(ABC):
         return self.invoke(list(inputs))
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return the user's tensors that the op has written and gives back."""
+        """Return the user's tensors that the op has written and returned."""
         return spread(inputs[i] for i in self.targets) if self.targets else []
 
     def unreturned(self, outputs: Any) -> Sequence[int]:
@@ -68,33 +68,33 @@ class Call(ABC):
         return [*values, *written], lambda changed: rebuild(list(changed[:count]))
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""
+        """Return the user's tensors that the op has written, for `Views.wrote`."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
 
     def may_write(self) -> bool:
-        """Return whether the op may write into its inputs; some ops do so without a schema that says it."""
+        """Return True if the op may write into its inputs, also an op without a schema that declares it."""
         return True
 
     def may_write_unseen(self) -> bool:
-        """Return True if the op may write other tensors, or inputs without saying so, as scripts do."""
+        """Return True if the op may write other tensors, or inputs that no schema declares, as scripts do."""
         return False
 
     def takes_equals(self) -> bool:
-        """Return True if native code may give the op a tensor in the place of one of equal dtype and shape.
+        """Return True if native code may replace an input by a tensor of equal dtype and shape.
 
-        So it has no effect on its inputs, and reads of a tensor's memory what is the tensor's.
+        True only for ops that do not write inputs and do not read memory outside of an input's elements.
         """
         return False
 
     def formed(self, result: Any) -> Any:
-        """Return a replacement's result in the form that the op's own has."""
+        """Return a replacement's result in the form of the op's result, such as a named tuple."""
         return result
 
     def sources(self) -> tuple[int | tuple[int, int], ...] | None:
-        """Return which argument each input is, positional ones and then those by keyword; -1: a default.
+        """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
-        A pair for the one input that is the tuple of the arguments from its first to before its second.
-        None where that cannot be said.
+        A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
+        None where an input is not an argument as it is.
         """
         return None
 
@@ -103,7 +103,7 @@ class Call(ABC):
         return {}
 
     def parameters(self) -> Sequence[int]:
-        """Return the positions of inputs that were read from a variable, where the input does not show it."""
+        """Return the positions of inputs that were read from a variable, where the inputs do not show it."""
         return ()
 
     def op_type(self) -> str:
@@ -112,25 +112,24 @@ class Call(ABC):
 
 
 class Saved:
-    """Tensors that the backward ops of an op save, which may share memory with what is written later."""
+    """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
     def seeing(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op and see what it saves."""
+        """Run an op and record the tensors that it saves."""
         return call.invoke(inputs)
 
     def keep(self) -> None:
-        """Copy what was saved of the values, since they are written now."""
+        """Replace the saved tensors by copies, before a write changes them."""
 
 
 class EagerOps(TensorOps):
-    """Calls of a framework, beside its tensors; a driver implements it.
+    """Primitives of a framework's calls and tensors, which a driver implements.
 
-    identity_types: types of the values that tell ops apart, such as parameters.
-    slot_of: gives the name of the slot in which an object holds a parameter, and what fits there; None where
-    the object does not hold it. What is put anew into a slot, as offloading does, is the same parameter to
-    tools.
-    reader: how native code reads tensors; None where it does not.
-    views: which values stand for views; None where tensors never share memory.
+    identity_types: types of the values that distinguish ops, such as parameters.
+    slot_of: returns the name of the slot in which an object holds a parameter; None where the object does not
+    hold the parameter. Another tensor in the same slot, as after offloading, is the same parameter to tools.
+    reader: access of native code to tensors; None where native code does not read them.
+    views: links between values and the views that they replaced; None where tensors never share memory.
     """
 
     identity_types: tuple[type, ...] = ()
@@ -142,7 +141,7 @@ class EagerOps(TensorOps):
 
     @abstractmethod
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call as the tools see it."""
+        """Return the call with its inputs in schema order."""
 
     @abstractmethod
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -155,7 +154,7 @@ class EagerOps(TensorOps):
     def results(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return what `flatten` does for the result of a call, with what the op wrote and did not return."""
+        """Return the result of `flatten` for a call, with inputs that the op wrote and did not return."""
         return call.with_written(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
@@ -163,43 +162,47 @@ class EagerOps(TensorOps):
         """Return which of the inputs need a gradient; None where autodiff records nothing."""
 
     def written_later(self, values: Sequence[Any]) -> Saved | None:
-        """Return the context to run an op in, after which these values may be written once more.
+        """Return a `Saved` that runs an op on values which a routine may write into afterwards.
 
-        None where `saved_of` finds all that it will have saved.
+        None where `saved_of` finds all saved tensors after the op has run.
         """
         return None
 
     def saves_out_of_reach(self, value: Any) -> bool:
-        """Return True if `saved_of` could not find what an op that writes this value will save of it."""
+        """Return True if an op that writes this value may save it where `saved_of` does not find it."""
         return True
 
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
-        """Return what the backward ops of the op that has just written these values have saved of them.
+        """Return the tensors that backward ops have saved of the values that their op has just written.
 
-        outputs: what the op gave, from which its backward ops are found as well.
+        outputs: the op's outputs, from which its backward ops are found as well.
         """
         return Saved()
 
     def known_to_autodiff(
-        self, own: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]
+        self,
+        original_inputs: Sequence[Any],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        results: list[Any],
     ) -> list[Any]:
-        """Return the values that routines gave as outputs, with the place in autodiff that the op's have.
+        """Return the routines' results with the same role in autodiff as the op's outputs have.
 
-        So a leaf that the op makes stays a leaf, and a tensor that it hands through keeps its gradient.
-        own: the op's inputs.  inputs: those that it ran with.
+        A leaf that the op creates stays a leaf, and an input that the op returns keeps its gradient.
+        original_inputs: the op's inputs.  inputs: values with which the op ran.
         """
-        return given
+        return results
 
     def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
-        """Return True for an output that is a tensor which the program has already, such as an input."""
-        return self.is_tensor(value) and any(value is one for one in spread(inputs))
+        """Return True for an output that is a tensor of the program, such as an input, not a new tensor."""
+        return self.is_tensor(value) and any(value is tensor for tensor in spread(inputs))
 
     def shown(self, values: list[Any]) -> list[Any]:
-        """Return values as analysis routines see them, where a framework wraps them for autodiff."""
+        """Return the values for analysis routines; overridden where a framework wraps values for autodiff."""
         return values
 
     def variable_of(self, value: Any) -> Any:
-        """Return what holds an input's value from one execution to the next; None where nothing does."""
+        """Return the variable that holds an input's value across executions; None where there is none."""
         return None
 
     def part_of(self, value: Any, variable: Any) -> str:
@@ -207,52 +210,55 @@ class EagerOps(TensorOps):
         return ""
 
     def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
-        """Return what gives the path of a variable in the outermost of the enclosing calls' objects.
+        """Return a function of a variable that returns its path in the outermost module of the call stack.
 
-        It keeps none of them alive.
+        The function keeps no module alive.
         """
-        return _nowhere
+        return _no_path
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Return the path of the innermost enclosing call's object within the outermost's."""
         return ""
 
     def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
-        """Return other paths of the innermost object, such as by names of layers."""
+        """Return other paths of the innermost object, such as a path of layers' names."""
         return ()
 
     def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
-        """Return what keeps a call from being instrumented at this moment, and why; None if nothing does."""
+        """Return a description and a reason if a call cannot be instrumented at this moment, else None."""
         return None
 
     @abstractmethod
     def tracing(self) -> AbstractContextManager[Any]:
-        """Return a context around the op that finds the op's backward ops; made before the routines run."""
+        """Return a context around the op that finds its backward ops; created before the routines run."""
 
-    def begin(self, made: Any, inputs: Sequence[Any]) -> None:
-        """Take the inputs of the op, or of its replacement, before the context `made` is entered.
+    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
+        """Record the inputs of the op, or of its replacement, before the context `nodes` is entered.
 
-        What routines returned is among it: backward ops that these values come from are not of the op.
+        The inputs may be results of routines; backward ops of these results do not belong to the op.
         """
 
     @abstractmethod
-    def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
-        """Leave the trace with the backward ops that the context `made` has found.
+    def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:
+        """Attach the trace to the backward ops that the context `nodes` has found.
 
-        values: the op's outputs, and those of its inputs that it wrote.
+        values: the op's outputs, and the inputs that it wrote.
         """
 
     def made_between(self, begin: int, start: int, end: int) -> Any:
-        """Return what `tracing` would have found, by readings of the clock of the driver's `reader`."""
+        """Return the result of a context `tracing`, from readings of the clock of the driver's `reader`.
+
+        begin: reading before the routines.  start, end: readings before and after the op.
+        """
         raise NotImplementedError
 
     def leaving(self, trace: Trace, writes: bool) -> Any:
-        """Return what makes a `Program` leave this trace with the backward ops of each execution.
+        """Return an argument of a `Program` with which native code attaches this trace to each execution.
 
-        writes: whether the op writes into a tensor that it is given.
+        writes: whether the op writes into an input tensor.
         """
         raise NotImplementedError
 
 
-def _nowhere(variable: Any) -> str | None:
+def _no_path(variable: Any) -> str | None:
     return None

@@ -7,7 +7,7 @@ from typing import Any
 from amanda import interceptor
 from amanda.eager.execution import EagerExecution
 from amanda.interceptor.opid import digest
-from amanda.plan.lifetime import slots
+from amanda.plan.lifetime import parameter_slots
 from amanda.scope.driver import Driver
 from amanda.scope.report import Report
 
@@ -16,25 +16,25 @@ class EagerDriver(EagerExecution, Driver):
     """A driver that instruments calls as they happen; a subclass adds primitives of its tensors."""
 
     def introduce(self) -> None:
-        """Mark the code that is not the user's, and tell the interceptor which values tell ops apart."""
+        """Mark the framework's code, and register the types of values that distinguish ops."""
         super().introduce()
         for kind in self.identity_types:
             interceptor.add_identity_type(kind)
         if self.slot_of is not None:
-            slots.add_finder(self.slot_of)
+            parameter_slots.add_finder(self.slot_of)
 
     def site(self, target: Any, op: Any, key: str, flags: int = 0) -> interceptor.Site:
         """Return the site of an operator, whose calls come to `handle`.
 
-        target: what the program calls.  op: what tools are given as the op.  key: name of the operator, by
-        which op ids tell it from others of the framework.  flags: those of `amanda.interceptor`.
+        target: the callable that the program calls.  op: the op that tools see.  key: name of the operator,
+        unique in the framework, which enters op ids.  flags: flags of `amanda.interceptor`.
         """
         return interceptor.Site(
             target, op, key, digest(self._short_name, key), self.handle, flags, self.reader
         )
 
     def closing(self, report: Report) -> None:
-        """Make views again of the values that routines gave in their place."""
+        """Turn values from routines back into views of the tensors that they replaced."""
         for name, source in () if self.views is None else self.views.release():
             report.add(
                 f"what is written after the scope into a result of {name}, or into what that was a view of",

@@ -1,4 +1,4 @@
-"""Analysis and execution of an eager op, in terms of the primitives of a driver."""
+"""One call of an eager op in Python: its analysis the first time, its plan's routines every time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.eager.call import Call, EagerOps, Saved
-from amanda.eager.program import learn
+from amanda.eager.program import cache_program
 from amanda.eager.trace import Trace
 from amanda.plan.action import InstrumentationPoint
-from amanda.plan.analysis import Analysis
+from amanda.plan.analysis import OpAnalysis
 from amanda.plan.facts import OpFacts
 from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Plan
@@ -24,11 +24,11 @@ from amanda.scope.state import State, in_force
 if TYPE_CHECKING:
     from amanda.eager.views import Views
     from amanda.plan.action import Action
-    from amanda.plan.layer import Layer
+    from amanda.plan.tool_stack import ToolStack
 
 
 class EagerExecution(EagerOps):
-    """Analyses an op the first time that it executes, and runs its plan every time."""
+    """Executes eager ops: analyses an op at its first execution and runs its plan at every execution."""
 
     def handle(
         self,
@@ -41,14 +41,21 @@ class EagerExecution(EagerOps):
         key: int = 0,
         done: tuple[Any, ...] | None = None,
     ) -> Any:
-        """Run an op that has, or may have, a plan with actions; the interceptor calls it."""
-        layer = state.layer
-        assert layer is not None
+        """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
+
+        memo: native programs and plans of the op; None before its first execution.
+        key: key of the call's form, under which a program may be stored; 0 where none may.
+        done: state of a native execution that Python continues: plan, step, the routine's result, the outputs
+        and the inputs; None where the call starts here.
+        """
+        stack = state.stack
+        assert stack is not None
         if done is not None:
             return self._resume(self.bind(site, args, kwargs), state, op_id, *done)
-        watched = self._watches(layer, op_id)
-        if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs or watched):
+        must_see_writes = self._must_see_writes(stack, op_id)
+        if memo is not None and len(memo.plans) == 1 and not (stack.guards or kwargs or must_see_writes):
             (plan,) = memo.plans.values()
+            # The op has one plan, without actions: store that for native code before the arguments are bound.
             if not plan and not plan.wants_backward(self.gradients(args)):
                 memo.learn(key, None)
                 return self.invoke(site, args, kwargs)
@@ -57,17 +64,17 @@ class EagerExecution(EagerOps):
             state.report(*obstacle)
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
-        signature = layer.key(self, call.inputs, op_id)
+        signature = stack.key(self, call.inputs, op_id)
         if memo is None or signature not in memo.plans:
-            return self._first(call, state, op_id, signature)
+            return self._execute_first(call, state, op_id, signature)
         plan = memo.plans[signature]
-        if key and not layer.by_callables and not watched:
-            learn(self, memo, key, plan, call, state)
-        return self._execute(plan, call, state, op_id)
+        if key and not stack.keyed_by_callables and not must_see_writes:
+            cache_program(self, memo, key, plan, call, state)
+        return self._execute_plan(plan, call, state, op_id)
 
-    def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
-        layer = state.layer
-        assert layer is not None
+    def _execute_first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
+        stack = state.stack
+        assert stack is not None
         subjects = interceptor.subjects()
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, self.shown(call.inputs), attributes=call.attributes(),
@@ -75,155 +82,170 @@ class EagerExecution(EagerOps):
             parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
             part_of=self.part_of, device_of=self.device_of,
             compute=call.computation(), aliases=self.scope_aliases(subjects),
-            input_shapes=self.shapes(call.inputs) if layer.by_reads else (),
+            input_shapes=self.shapes(call.inputs) if stack.keyed_by_shapes_read else (),
         )  # fmt: skip
-        analysis = Analysis(facts, self, layer, key, state.cache)
-        result = self._execute(analysis.plan, call, state, op_id, analysis)
+        analysis = OpAnalysis(facts, self, stack, key, state.cache)
+        result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.keep()
             if call.mutable or call.may_write_unseen():
-                layer.writers.add(op_id)
-            self._keep(layer, op_id, analysis.plan)
+                stack.writing_ops.add(op_id)
+            self._store_memo(stack, op_id, analysis.plan)
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
         return result
 
-    def _execute(
+    def _execute_plan(
         self,
         plan: Plan,
         call: Call,
         state: State,
         op_id: int,
-        analysis: Analysis | None = None,
-        called: tuple[int, Any] = (-1, None),
+        analysis: OpAnalysis | None = None,
+        resumed: tuple[int, Any] = (-1, None),
         changed_inputs: list[Any] | None = None,
     ) -> Any:
-        told = plan.chain[0].context._facts if analysis is None else analysis.facts
+        facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
-        tracing = self.tracing() if plan.watches else None
-        step, returned = called
+        tracing = self.tracing() if plan.has_backward_routines else None
+        step, returned = resumed
         actions = plan.actions(state.recall is not None)
-        run = plan.runs(self, state.is_recorded).resumed(actions.before[: step + 1])
+        run = plan.runs(self, state.is_recorded).resume(actions.before[: step + 1])
         shapes: tuple[Any, ...] | None = None
-        if plan.watches or plan.takes_shapes or (analysis is not None and (plan.before or call.may_write())):
+        if (
+            plan.has_backward_routines
+            or plan.takes_shapes
+            or (analysis is not None and (plan.before or call.may_write()))
+        ):
             shapes = (self.shapes(call.inputs),)
         for i, action in enumerate(actions.before):
             if i >= step:
                 result = returned if i == step else NOT_CALLED
                 inputs = run_routine(
-                    self, action, inputs, told, run, state.autodiff, call.mutable, result, shapes=shapes
+                    self, action, inputs, facts, run, state.autodiff, call.mutable, result, shapes=shapes
                 )
         if inputs is not call.inputs:
             inputs = call.fitted(inputs)
-        gradients = self.gradients(inputs) if plan.watches else None
+        gradients = self.gradients(inputs) if plan.has_backward_routines else None
         traced = plan.wants_backward(gradients)
         trace = Trace(op_id, gradients, plan, run, not state.cache) if traced else None
         saved = None
-        if call.targets and _acts_later(plan, analysis):
+        if call.targets and _may_change_outputs(plan, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
         if trace is None or tracing is None:
-            outputs = self._compute(actions.replace, call, inputs, told, run, saved)
+            outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
         else:
             self.begin(tracing, inputs)
-            with tracing as made:
-                outputs = self._compute(actions.replace, call, inputs, told, run, saved)
+            with tracing as nodes:
+                outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
         values, rebuild = self.results(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
-            values, inputs = self._written_back(call, inputs, versions, values)
+            values, inputs = self._write_back(call, inputs, versions, values)
             outputs = rebuild(values)
         if shapes is not None:
             shapes = (*shapes, self.shapes(values))
         if analysis is not None:
-            told.inputs, told.outputs = list(self.shown(inputs)), list(self.shown(values))
+            facts.inputs, facts.outputs = list(self.shown(inputs)), list(self.shown(values))
             plan = analysis.after()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
             trace.shapes = shapes
-            trace.keep(self, told, inputs, values)
-            self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
+            trace.keep(self, facts, inputs, values)
+            self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.mutable)])
         written = call.written(inputs, values)
-        if written and saved is None and plan.gives_outputs:
+        if written and saved is None and plan.has_output_routines:
             saved = self.saved_of(written, values)
         after = plan.actions(state.recall is not None).after
-        changed = self._run_after(after, values, written, told, run, state, shapes, inputs, saved=saved)
+        changed = self._run_after(after, values, written, facts, run, state, shapes, inputs, saved=saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
+            changed = self._link_views(
+                self.views, call, inputs, values, changed, facts, _inputs_isolated(plan, state)
+            )
         return outputs if changed is values else rebuild(changed)
 
-    def _written_back(
+    def _write_back(
         self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Copy what the op wrote into routines' values to its own inputs; use these from then on.
+        """Copy the op's writes into routines' values to the op's original inputs.
 
-        So does an autograd.Function that marks an input dirty, which no schema tells before it runs.
+        Return outputs and inputs with the originals in the place of the written values.  Needed for ops such
+        as an autograd.Function that marks an input dirty: no schema announces the write before the op runs.
         """
-        own: dict[int, Any] = {}
-        for original, given, version in zip(call.inputs, inputs, versions, strict=True):
-            if given is not original and self.is_tensor(given) and self.version(given) != version:
-                self.write(original, given, isolated=False)
-                own[id(given)] = original
-        return [own.get(id(one), one) for one in values], [own.get(id(one), one) for one in inputs]
+        original_of: dict[int, Any] = {}
+        for original, replacement, version in zip(call.inputs, inputs, versions, strict=True):
+            if (
+                replacement is not original
+                and self.is_tensor(replacement)
+                and self.version(replacement) != version
+            ):
+                self.write(original, replacement, isolated=False)
+                original_of[id(replacement)] = original
+        return (
+            [original_of.get(id(value), value) for value in values],
+            [original_of.get(id(value), value) for value in inputs],
+        )
 
-    def _tied(
+    def _link_views(
         self,
         views: Views,
         call: Call,
         inputs: list[Any],
         values: list[Any],
         changed: list[Any],
-        told: OpFacts,
+        facts: OpFacts,
         isolated: bool,
     ) -> list[Any]:
-        """Tie the values that routines gave to the views whose place they took; return the outputs to use.
+        """Link values from routines with the views that they replaced; return the outputs to use.
 
         isolated: whether the routines before the op took no part in autodiff.
         """
         if inputs is not call.inputs:
 
             @cache
-            def again() -> list[Any]:
-                unseen = interceptor.Activation(None, State.current(), False, False)
-                with self.isolated(), in_force(unseen):
+            def rerun() -> list[Any]:
+                unobserved = interceptor.Activation(None, State.current(), False, False)
+                with self.isolated(), in_force(unobserved):
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:
-                handed = self._handed_back(call.inputs, inputs, changed, again)
-                if handed:
-                    values = [handed.get(id(one), one) for one in values]
-                    changed = [handed.get(id(one), one) for one in changed]
+                original_of = self._handed_through(call.inputs, inputs, changed, rerun)
+                if original_of:
+                    values = [original_of.get(id(value), value) for value in values]
+                    changed = [original_of.get(id(value), value) for value in changed]
         if inputs is not call.inputs or changed is not values:
             changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
         if inputs is not call.inputs:
-            views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
+            views.link_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
         if changed is not values:
-            changed = views.given_after(inputs, values, changed, (told.name, told.source))
+            changed = views.link_outputs(inputs, values, changed, (facts.name, facts.source))
         if views and call.mutable:
             views.wrote(call.writes(inputs, values))
         if views and call.may_write_unseen():
             views.settle()
         return changed
 
-    def _handed_back(
+    def _handed_through(
         self,
-        own: Sequence[Any],
+        original_inputs: Sequence[Any],
         inputs: Sequence[Any],
         values: list[Any],
-        again: Callable[[], Sequence[Any]],
+        rerun: Callable[[], Sequence[Any]],
     ) -> dict[int, Any]:
-        """Return the op's own inputs for equal ones that routines gave and the op handed back, by their ids.
+        """Return original inputs by the ids of equal replacements that the op has returned as outputs.
 
-        own: the op's inputs.  inputs: those that it ran with.  again: runs it on its own inputs.
+        An op that returns its input (`x.contiguous()`) has to return the program's tensor, not a copy.
+        inputs: values with which the op ran.  rerun: runs the op on the original inputs.
         """
-        pairs = zip(spread(own), spread(inputs), strict=False)
+        pairs = zip(spread(original_inputs), spread(inputs), strict=False)
         stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
         return {
             id(value): original
             for i, value in enumerate(values)
             if (original := stands_for.get(id(value))) is not None
             and self.same(original, value)
-            and again()[i] is original
+            and rerun()[i] is original
         }
 
     def _run_after(
@@ -231,7 +253,7 @@ class EagerExecution(EagerOps):
         actions: Sequence[Action],
         values: list[Any],
         written: Sequence[Any],
-        told: OpFacts,
+        facts: OpFacts,
         run: dict[str, Any],
         state: State,
         shapes: Hashable,
@@ -239,16 +261,17 @@ class EagerExecution(EagerOps):
         returned: Any = NOT_CALLED,
         saved: Saved | None = None,
     ) -> list[Any]:
-        """Run the routines on the outputs; an equal value for an input that the op handed back is that input.
+        """Run the routines on the outputs and return the outputs to use.
 
-        written: the user's tensors among the values.  inputs: those of the op.
-        returned: what the first routine did, if called.
+        Where the op returned an input and a routine an equal tensor, the input itself stays the output.
+        written: the user's tensors among the values.  inputs: inputs of the op.
+        returned: result of the first routine, if native code has called it.
         """
         keep = None if saved is None else saved.keep
         for action in actions:
-            mutable = [i for i, one in enumerate(values) if is_among(one, written)]
+            mutable = [i for i, value in enumerate(values) if is_among(value, written)]
             changed = run_routine(
-                self, action, values, told, run, state.autodiff, mutable, returned, keep, shapes
+                self, action, values, facts, run, state.autodiff, mutable, returned, keep, shapes
             )
             if changed is not values and not (action.differentiable or state.autodiff):
                 changed = [
@@ -273,15 +296,18 @@ class EagerExecution(EagerOps):
         outputs: Any,
         changed_inputs: list[Any] | None,
     ) -> Any:
-        """Go on where native code stopped: after a routine that returned a value, or at what it cannot do.
+        """Continue an execution that native code has stopped, with the plan that native code used.
 
-        By the plan that it had: the op may have changed what the call looks like.
-        changed_inputs: the inputs, where routines gave some.
+        Native code stops after a routine that returned a value which it cannot put in place.  The plan is not
+        looked up again, since an in-place op may have changed the dtype or shape of an argument.
+        outputs: NotImplemented where the op has not run.  changed_inputs: inputs from routines, if any.
         """
         if outputs is NotImplemented:
-            called = step, returned
-            return self._execute(plan, call, state, op_id, called=called, changed_inputs=changed_inputs)
-        told = plan.chain[0].context._facts
+            resumed = step, returned
+            return self._execute_plan(
+                plan, call, state, op_id, resumed=resumed, changed_inputs=changed_inputs
+            )
+        facts = plan.chain[0].context._facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.formed(outputs)
@@ -292,28 +318,32 @@ class EagerExecution(EagerOps):
             first, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
         saved = self.saved_of(written, values) if written else None
-        rest, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
+        remaining, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
         next_step = first + (returned is not NOT_CALLED)
         run: dict[str, Any] = {}
         if any(action.takes_run for action in actions.after[next_step:]):
             before = (*actions.before, *actions.after[:next_step])
-            run = plan.runs(self, state.is_recorded).resumed(before, plan.watches)
-        changed = self._run_after(rest, values, written, told, run, state, shapes, inputs, returned, saved)
+            run = plan.runs(self, state.is_recorded).resume(before, plan.has_backward_routines)
+        changed = self._run_after(
+            remaining, values, written, facts, run, state, shapes, inputs, returned, saved
+        )
         if self.views is not None:
-            changed = self._tied(self.views, call, inputs, values, changed, told, _is_isolated(plan, state))
+            changed = self._link_views(
+                self.views, call, inputs, values, changed, facts, _inputs_isolated(plan, state)
+            )
         return outputs if changed is values else rebuild(changed)
 
-    def _compute(
+    def _run_op(
         self,
         replace: Action | None,
         call: Call,
         inputs: list[Any],
-        told: OpFacts,
+        facts: OpFacts,
         run: dict[str, Any],
         saved: Saved | None,
     ) -> Any:
         if replace is not None:
-            result = run_replacement(self, replace, inputs, told, run, call.targets, call.compute)
+            result = run_replacement(self, replace, inputs, facts, run, call.targets, call.compute)
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:
@@ -321,39 +351,41 @@ class EagerExecution(EagerOps):
         return call.invoke(inputs)
 
     def identities(self, call: Call) -> list[Any]:
-        """Return the values that tell the call's op apart; its plan dies with any of them."""
+        """Return the values that distinguish the call's op; its plan is dropped when any of these dies."""
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
-    def _keep(self, layer: Layer, op_id: int, plan: Plan) -> None:
-        """Put the plans that the layer has of an op into the interceptor's table."""
-        known = layer.table.get(op_id)
-        if isinstance(known, interceptor.Memo):
-            known.forget()
-        elif plan or plan.watches or layer.guards or self._watches(layer, op_id):
-            layer.table.set(op_id, interceptor.Memo(layer.plans.get(op_id, {}), layer.is_sized(op_id)))
+    def _store_memo(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
+        """Put the stack's plans of an op into the interceptor's table; None for an op without work."""
+        entry = stack.table.get(op_id)
+        if isinstance(entry, interceptor.Memo):
+            entry.forget()
+        elif plan or plan.has_backward_routines or stack.guards or self._must_see_writes(stack, op_id):
+            stack.table.set(
+                op_id, interceptor.Memo(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
+            )
         else:
-            layer.table.set(op_id, None)
+            stack.table.set(op_id, None)
 
-    def _watches(self, layer: Layer, op_id: int) -> bool:
-        """Return whether the writes of an op have to be seen."""
-        return self.views is not None and self.views.watching and op_id in layer.writers
+    def _must_see_writes(self, stack: ToolStack, op_id: int) -> bool:
+        """Return True if views have to follow the writes of an op."""
+        return self.views is not None and self.views.watching and op_id in stack.writing_ops
 
     def finish(self, trace: Trace, again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed.
 
-        again: whether the framework lets another pass come through them.
+        again: whether another backward pass may run these ops.
         """
         trace.finish(again)
 
 
-def _is_isolated(plan: Plan, state: State) -> bool:
+def _inputs_isolated(plan: Plan, state: State) -> bool:
     """Return True if no routine before the op takes part in autodiff."""
     return not (state.autodiff or any(action.differentiable for action in plan.before))
 
 
-def _acts_later(plan: Plan, analysis: Analysis | None) -> bool:
-    """Return True if routines after the op are given values, or analyses may bring such routines."""
-    if plan.gives_outputs:
+def _may_change_outputs(plan: Plan, analysis: OpAnalysis | None) -> bool:
+    """Return True if a routine after the op may change outputs, or if analyses may still record one."""
+    if plan.has_output_routines:
         return True
     point = InstrumentationPoint.AFTER_FORWARD_OP
-    return analysis is not None and any(draft.plan.layer.routines[point] for _, draft in analysis.fresh)
+    return analysis is not None and any(pending.plan.stack.routines[point] for _, pending in analysis.pending)

@@ -1,4 +1,4 @@
-"""Plans as programs of the native interceptor, which runs routines without Python in between."""
+"""Native programs of plans: the interceptor's C code runs them without Python between the routines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.eager.trace import Trace
-from amanda.plan.arguments import arguments, refused
+from amanda.plan.arguments import replacement_arguments, signature_error
 from amanda.plan.notes import add_note, describe
-from amanda.plan.routine import mutation
+from amanda.plan.routine import mutation_error
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -18,120 +18,128 @@ if TYPE_CHECKING:
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
     from amanda.plan.plan import Actions, Plan
-    from amanda.plan.runs import Routine, Runs
+    from amanda.plan.run_dicts import Routine, RunDicts
     from amanda.scope.state import State
 
 
-def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call, state: State) -> None:
-    """Teach native code what calls like this one come to, if it can do that.
+def cache_program(
+    ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call, state: State
+) -> None:
+    """Store a native program for calls of this form, if native code can execute the plan.
 
-    key: under which the memo learns of them.  state: of calls that have this key.
+    key: the memo's key of the form.  state: state of a thread; part of the key.
     """
     gradients = ops.gradients(call.inputs)
-    traced = plan.watches and plan.wants_backward(gradients)
+    traced = plan.has_backward_routines and plan.wants_backward(gradients)
     actions = plan.actions(state.recall is not None)
     if not (actions or traced):
         memo.learn(key, None)
         return
     facts = plan.chain[0].context._facts
     runs = plan.runs(ops, state.is_recorded)
-    trace = _tracer(ops, memo, plan, actions, runs, call, gradients, facts) if traced else None
+    trace = _trace_recorder(ops, memo, plan, actions, runs, call, gradients, facts) if traced else None
     if traced and trace is None:
         return
     refuse = None
-    if call.targets and gradients is not None and plan.gives_outputs:
+    if call.targets and gradients is not None and plan.has_output_routines:
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return
         refuse = ops.saves_out_of_reach
-    program = _program_of(ops, plan, actions, runs, call, facts, trace, refuse)
+    program = _build_program(ops, plan, actions, runs, call, facts, trace, refuse)
     if program is not None:
         memo.learn(key, program)
 
 
-def _tracer(
+def _trace_recorder(
     ops: EagerOps,
     memo: interceptor.Memo,
     plan: Plan,
     actions: Actions,
-    runs: Runs,
+    runs: RunDicts,
     call: Call,
     gradients: Hashable,
     facts: OpFacts,
 ) -> Callable[[int, int, int, Any, list[Any]], None] | None:
-    """Leaves the traces of executions; None where it takes more."""
+    """Return a function that attaches the traces of native executions; None where only Python can.
+
+    Once all backward ops are analysed and no routine takes `run`, executions share one trace, which native
+    code attaches without Python.
+    """
     written = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
     if written or any(action.differentiable for action in plan.inserted):
         return None
     if plan.is_complete(gradients) and not plan.takes_run:
-        settled = Trace(facts.op_id, gradients, plan, {})
-        settled.keep(ops, facts, [], [])
-        leaving: Callable[..., None] = ops.leaving(settled, bool(call.targets))
-        return leaving
+        shared_trace = Trace(facts.op_id, gradients, plan, {})
+        shared_trace.keep(ops, facts, [], [])
+        leave_shared_trace: Callable[..., None] = ops.leaving(shared_trace, bool(call.targets))
+        return leave_shared_trace
 
     mutable, written = tuple(call.mutable), tuple(call.unreturned(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
-        run = runs.handed_on(actions.before, actions.after)
+        run = runs.dict_for_backward(actions.before, actions.after)
         trace = Trace(facts.op_id, gradients, plan, run)
         values = ops.flatten(outputs)[0] or [inputs[i] for i in written]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
         if plan.is_complete(gradients) and not plan.takes_run:
-            memo.forget()  # less is left to do
-        made = ops.made_between(begin, start, end)
-        ops.attach_trace(trace, made, [*values, *(inputs[i] for i in mutable)])
+            # The program that called this function was built for incomplete analyses; build a faster one.
+            memo.forget()
+        nodes = ops.made_between(begin, start, end)
+        ops.attach_trace(trace, nodes, [*values, *(inputs[i] for i in mutable)])
 
     return leave_trace
 
 
-def _program_of(
+def _build_program(
     ops: EagerOps,
     plan: Plan,
     actions: Actions,
-    runs: Runs,
+    runs: RunDicts,
     call: Call,
     facts: OpFacts,
     trace: Callable[..., None] | None,
     refuse: Callable[[Any], bool] | None,
 ) -> interceptor.Program | None:
-    """Return what native code shall do at calls like this one; None where it cannot.
+    """Return the native program for calls of this form; None where Python has to execute the plan.
 
-    trace: hears of the backward ops that the op made, if they are wanted.
-    refuse: whether a call with this first argument is for Python, if that differs among calls like these.
+    trace: called with the clock readings around the op, if backward ops have to be traced.
+    refuse: returns True for a first argument with which Python has to run the call; None if there is none.
 
-    Native code hands values to routines and sees that they are left alone. Tensors that they return take the
-    place of others like them; a routine that returns anything else is where Python goes on.
+    Native code calls the routines and checks that they did not modify their arguments. A returned tensor of
+    the same dtype, shape and device replaces the original; after any other result Python continues.
     """
     sources = call.sources()
     if sources is None:
         return None
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
-    if call.unreturned(...):  # native code has outputs that were returned or written, not both
+    # Native code passes either returned or written tensors to routines as outputs, not both.
+    if call.unreturned(...):
         return None
     substitutes = call.takes_equals()
     replace = None
     if actions.replace is not None:
-        replace = _replacement(ops, actions.replace, call) if substitutes and trace is None else None
+        replace = _replacement_step(ops, actions.replace, call) if substitutes and trace is None else None
         if replace is None:
             return None
     constants = tuple(
         value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
     routines = runs.routines(ops, actions.before, actions.after, trace is not None)
-    return _program(
+    return _program_of_routines(
         actions.before, actions.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        trace is not None and plan.hands_on_shapes, tuple(call.unreturned(None)),
+        trace is not None and plan.backward_takes_shapes, tuple(call.unreturned(None)),
         routines=routines, replaced_by=actions.replace,
     )  # fmt: skip
 
 
 def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:
-    """The same for routines on values that are there already, such as gradients; none takes `run`."""
-    return _program(actions, (), facts)
+    """Return a native program for routines without an op, such as routines on gradients; none takes `run`."""
+    return _program_of_routines(actions, (), facts)
 
 
-def _program(
+def _program_of_routines(
     before: Sequence[Action],
     after: Sequence[Action],
     facts: OpFacts,
@@ -139,16 +147,21 @@ def _program(
     routines: Mapping[Action, Routine] = MappingProxyType({}),
     replaced_by: Action | None = None,
 ) -> interceptor.Program | None:
-    told = _FailureNotes((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
-    steps = [tuple(_step(one, routines.get(one, one.func)) for one in actions) for actions in (before, after)]
+    reporter = _ErrorReporter((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
+    steps = [
+        tuple(_step(action, routines.get(action, action.func)) for action in actions)
+        for actions in (before, after)
+    ]
     try:
-        return interceptor.Program(*steps, told, *form)
-    except ValueError:  # more values than native code has room for
+        return interceptor.Program(*steps, reporter, *form)
+    except ValueError:  # more values than the fixed arrays of native code hold
         return None
 
 
-def _replacement(ops: EagerOps, action: Action, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
-    """Return the step that runs instead of the op, and the names of its last inputs.
+def _replacement_step(
+    ops: EagerOps, action: Action, call: Call
+) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
+    """Return the step that runs instead of the op, and the names of the inputs that it takes by keyword.
 
     None where Python has to run the replacement.
     """
@@ -161,11 +174,16 @@ def _replacement(ops: EagerOps, action: Action, call: Call) -> tuple[tuple[Any, 
         def holds_tensors(position: int) -> bool:
             return any(map(ops.is_tensor, spread([inputs[position]])))
 
-        positions, named = arguments(action.parameters, range(len(inputs)), call.names, holds_tensors)
+        positions, named = replacement_arguments(
+            action.parameters, range(len(inputs)), call.names, holds_tensors
+        )
     elif any(position >= len(inputs) for position in positions):
         return None
-    given, kwargs = [inputs[i] for i in positions], {name: inputs[i] for name, i in named.items()}
-    if named.keys() & action.kwargs.keys() or refused(action, inputs, call.names, given, kwargs) is not None:
+    arguments, kwargs = [inputs[i] for i in positions], {name: inputs[i] for name, i in named.items()}
+    if (
+        named.keys() & action.kwargs.keys()
+        or signature_error(action, inputs, call.names, arguments, kwargs) is not None
+    ):
         return None
     step = action.func, (*positions, *named.values()), dict(action.kwargs), action.tool._amanda.lock, False
     return step, tuple(named)
@@ -176,8 +194,8 @@ def _step(action: Action, routine: Routine) -> tuple[Any, ...]:
     return routine, action.select, dict(action.kwargs), lock, isolated, action.takes_shapes
 
 
-class _FailureNotes:
-    """Says in Python what went wrong in native code."""
+class _ErrorReporter:
+    """Raises and annotates errors of routines in native code, which calls these methods by name."""
 
     __slots__ = ("_actions", "_facts")
 
@@ -186,10 +204,10 @@ class _FailureNotes:
         self._facts = facts
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Note on a routine's exception where it comes from."""
+        """Add a note to a routine's exception with the op and the tool."""
         action = self._actions[step]
         add_note(error, describe(self._facts, action.tool, str(action)))
 
     def mutated(self, step: int, index: int) -> None:
-        """Raise for a routine that wrote into a value that it was given."""
-        raise mutation(self._actions[step], index)
+        """Raise MutationError for a routine that wrote into an argument."""
+        raise mutation_error(self._actions[step], index)

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
     from amanda.plan.plan import Plan
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
 
 
 class Trace:
     """The record that an execution leaves for its backward ops; it lives as long as their graph.
 
     gradients: which inputs needed a gradient.
-    plan: of the scope that it was made in.
-    shapes: of the op's inputs and outputs; None where marks have them, or nobody asks.
-    anew: whether its backward ops are analysed in each pass, as without the cache.
+    plan: the op's plan in the scope of the execution.
+    shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
+    anew: whether backward ops are analysed in each pass, as without the cache.
+    facts: facts for contexts of backward ops.
+    pending: ids of backward ops whose analysis is incomplete.
     """
 
     __slots__ = (
@@ -39,20 +41,20 @@ class Trace:
         self.pending: set[int] = set()
 
     @property
-    def layer(self) -> Layer:
-        """The tools of the scope that it was made in."""
-        return self.plan.layer
+    def stack(self) -> ToolStack:
+        """The tools of the scope of the execution."""
+        return self.plan.stack
 
     def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
-        """A trace for the backward ops of this execution's backward ops.  shapes: those of its mark."""
+        """Return a trace for backward ops of this execution's backward ops.  shapes: those of its mark."""
         trace = copy(self)
         trace.shapes = shapes or self.shapes
         trace.pending = set()
         return trace
 
-    def keep(self, ops: TensorOps, told: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
-        """Keep what the contexts of backward ops shall know: the values too, if some are to be analysed."""
-        facts = told.at_backward(None, 0, True)
+    def keep(self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
+        """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
+        facts = forward_facts.at_backward(None, 0, True)
         if self.plan.is_complete(self.gradients):
             facts.drop_values()
         else:
@@ -62,14 +64,14 @@ class Trace:
         self.facts = facts
 
     def finish(self, again: bool = True) -> None:
-        """Note that every backward op of the execution has been analysed.
+        """Record that every backward op of the execution has been analysed; drop the values.
 
-        again: whether another pass may come through them.
+        again: whether another pass may run these ops.
         """
         if again and self.anew:
             return
         if not self.plan.is_complete(self.gradients):
-            for plan in self.plan.watching:
+            for plan in self.plan.plans_with_backward:
                 plan.backward.complete.add(self.gradients)
         if self.facts is not None:
             self.facts.drop_values()

@@ -1,8 +1,8 @@
-"""Keep views and their bases one memory where a routine gives a value in the place of a view.
+"""Links between views and the values with which routines replaced them, so that writes reach both.
 
-The value that a routine gives has memory of its own, so a program that writes into it, or into the base of
-the view, would no longer see the write on the other side. `Views` knows which value stands for which view;
-after each op that writes, it copies what was written across.
+The value that a routine returns has memory of its own. A program that writes into the value, or into the base
+of the view, would no longer see the write on the other side. `Views` stores which value replaced which view,
+and after each op that writes, it copies the written elements to the other side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from amanda.plan.lifetime import mortality
+from amanda.plan.lifetime import plan_lifetimes
 from amanda.plan.tensors import spread
 from amanda.scope.state import when_enabled_again
 
@@ -21,9 +21,9 @@ Label = tuple[str, str]
 
 
 class Tie(ABC):
-    """A value that a routine gave, and the view whose place it took.
+    """A value from a routine, and the view that it replaced.
 
-    ends: the memory of the value, and that of the view.
+    ends: the memory of the value, and the memory of the view.
     """
 
     ends: tuple[Hashable, Hashable]
@@ -31,11 +31,11 @@ class Tie(ABC):
     @property
     @abstractmethod
     def value(self) -> Any:
-        """The value; None if the program has let go of it."""
+        """The value; None if the program has dropped it."""
 
     @property
     def is_link(self) -> bool:
-        """Return True if the program has let go of the value, so that the tie only joins others."""
+        """Return True if the program has dropped the value, so that the tie only connects other ties."""
         return self.value is None
 
     @property
@@ -45,40 +45,40 @@ class Tie(ABC):
 
     @abstractmethod
     def carry(self, start: Hashable, written: Any) -> Any:
-        """Copy what was written at one end to the other; return what that writes there, None if nothing.
+        """Copy written elements from one end to the other; return the elements written there, None if none.
 
-        start: the memory that was written.  written: which part of it.
+        start: the memory that was written.  written: which part of the memory.
         """
 
     @abstractmethod
     def drifted(self) -> Any:
-        """Return the side that was written since the last copy, unseen by the driver; None if neither was."""
+        """Return the side that was written without the driver since the last copy; None if neither was."""
 
     @abstractmethod
     def rejoin(self) -> bool:
-        """Make the value a view again if it holds what the view holds; return whether it is one."""
+        """Turn the value into a view again if its contents equal the view's; return True if it is one."""
 
 
 class Views(ABC):
-    """The ties that are alive.
+    """The ties of living values.
 
-    watching: whether there were any since the last scope opened. From then on ops that write are executed
-    in Python, so that their writes are seen.
+    watching: whether there was a tie since the last scope opened. From then on ops that write run in Python,
+    so that their writes are seen.
     """
 
     def __init__(self) -> None:
         self.watching = False
-        _all.add(self)
+        _all_views.add(self)
         self._ties: dict[Hashable, list[Tie]] = {}
         self._labels: dict[Tie, Label] = {}
         self._lost: list[Label] = []
 
     @abstractmethod
     def memory(self, value: Any) -> Hashable:
-        """Identity of the memory that a tensor lies in; None where it has none that can be told."""
+        """Return the identity of a tensor's memory; None where it has none or the memory is unknown."""
 
     def parts_of(self, value: Any) -> Sequence[Any]:
-        """Return the tensors with one memory each that a tensor consists of: mostly itself."""
+        """Return the tensors that a composite tensor consists of; for a plain tensor, the tensor itself."""
         return (value,)
 
     def keeps_alive(self, view: Any, value: Any) -> bool:
@@ -87,7 +87,7 @@ class Views(ABC):
 
     @abstractmethod
     def is_lent(self, value: Any) -> bool:
-        """Return whether a tensor lies in memory that is not the framework's own, such as a NumPy array's."""
+        """Return True if a tensor lies in memory of another library, such as a NumPy array's."""
 
     @abstractmethod
     def tie(
@@ -96,91 +96,93 @@ class Views(ABC):
     ) -> Tie:  # fmt: skip
         """Tie a value to a view.
 
-        is_input: whether that is a tensor which the op was given, not one that the op made.
-        holders: the tensors of the program in whose memory the value lies, if it is none itself.
+        is_input: whether the view is an input of the op, not an output.
+        holders: the program's tensors in whose memory the value lies, if the program does not hold the value.
         """
 
     @abstractmethod
     def laid_out(self, view: Any, value: Any) -> Any:
-        """Copy a tensor, differentiably, into memory of its own, laid out as that of a view if it can be."""
+        """Return a differentiable copy of a tensor with its own memory and, if possible, a view's strides."""
 
     @abstractmethod
     def shares(self, value: Any) -> bool:
-        """Return whether a tensor is known to share its memory."""
+        """Return True if a tensor certainly shares its memory."""
 
     @abstractmethod
-    def alike(self, one: Any, other: Any) -> bool:
-        """Return whether two tensors lie in memory alike, so that an op makes views of both or of neither."""
+    def alike(self, first: Any, second: Any) -> bool:
+        """Return True if two tensors have the same layout, so that an op returns views of both or neither."""
 
     @abstractmethod
     def parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:
-        """Return which part of which memory each of some tensors is."""
+        """Return the written part of each memory, for some written tensors."""
 
     def __bool__(self) -> bool:
         return bool(self._ties)
 
-    def given_before(
+    def link_inputs(
         self,
-        own: Sequence[Any],
-        given: Sequence[Any],
+        originals: Sequence[Any],
+        replacements: Sequence[Any],
         outputs: Sequence[Any],
-        again: Callable[[], Sequence[Any]],
+        rerun: Callable[[], Sequence[Any]],
         label: Label,
     ) -> None:
-        """Tie the values that routines gave as inputs where outputs of the op lie in their memory.
+        """Tie values that replaced inputs to these inputs, where outputs of the op lie in the values' memory.
 
-        again: runs the op on its own inputs, to see whether it makes views of these.
+        rerun: runs the op on its original inputs, to see whether the outputs are views of these.
         """
         results = spread(outputs)
-        reached = [self._memories(one) for one in results]
-        for view, value in _pairs(own, given):
+        reached = [self._memories(output) for output in results]
+        for view, value in _replaced_pairs(originals, replacements):
             parts = self.parts_of(view), self.parts_of(value)
             if len(parts[0]) != len(parts[1]):
                 continue
-            for own_part, part in zip(*parts, strict=True):
+            for view_part, part in zip(*parts, strict=True):
                 memory = self.memory(part)
-                lying = [
-                    one for one, memories in zip(results, reached, strict=True)
+                overlapping = [
+                    output for output, memories in zip(results, reached, strict=True)
                     if any(self._reaches(each, {memory}) for each in memories)
                 ]  # fmt: skip
-                if memory is None or not lying:
+                if memory is None or not overlapping:
                     continue
-                is_whole = part is value and all(self.keeps_alive(one, value) for one in lying)
-                if own_part.shape != part.shape or not (
-                    (is_whole and self.alike(own_part, part))
-                    or any(self.memory(own_part) in self._memories(one) for one in spread(again()))
+                is_whole = part is value and all(self.keeps_alive(output, value) for output in overlapping)
+                if view_part.shape != part.shape or not (
+                    (is_whole and self.alike(view_part, part))
+                    or any(self.memory(view_part) in self._memories(output) for output in spread(rerun()))
                 ):
                     continue
-                self._add(own_part, part, True, label, () if is_whole else lying)
+                self._add_tie(view_part, part, True, label, () if is_whole else overlapping)
 
-    def given_after(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], given: Sequence[Any], label: Label
+    def link_outputs(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
     ) -> list[Any]:
-        """Tie the values that routines gave as outputs where these are views; return the values to use."""
-        near = {id(one): self._memories(one) for one in spread(inputs)}
-        return [self._stand_in(old, new, near, label) for old, new in zip(outputs, given, strict=True)]
+        """Tie values that replaced outputs to these outputs if they are views; return the values to use."""
+        near = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
+        return [
+            self._link_output(old, new, near, label) for old, new in zip(outputs, replacements, strict=True)
+        ]
 
     def wrote(self, values: Sequence[Any]) -> None:
-        """Copy what an op has written into these tensors to where the program expects to see it."""
+        """Copy an op's writes into these tensors to the other sides of their ties."""
         parts = [part for value in values for part in self.parts_of(value)]
         values = [part for part in parts if self.memory(part) in self._ties]
         if values:
-            self._spread_out(self.parts(values))
+            self._copy_across(self.parts(values))
 
     def settle(self) -> None:
-        """Copy what was written where no op was seen, such as under `amanda.disabled()`."""
+        """Copy writes that no driver has seen, such as under `amanda.disabled()`."""
         for tie in list(self._labels):
             side = tie.drifted()
             if side is not None:
                 try:
-                    self._spread_out(self.parts([side]))
-                except Exception:  # the framework forbids the write, as into a tensor that was expanded
+                    self._copy_across(self.parts([side]))
+                except Exception:  # frameworks forbid some writes, as into an expanded tensor
                     self._lost.append(self._labels[tie])
 
     def release(self) -> Iterator[Label]:
-        """Make views of the values again, as the last scope closes; give where that would change a value."""
+        """Turn values back into views as the last scope closes; yield labels where contents would change."""
         self.settle()
-        for tie in self._each():
+        for tie in self._living_ties():
             if not tie.rejoin():
                 yield self._labels[tie]
         self._ties.clear()
@@ -193,29 +195,34 @@ class Views(ABC):
         """Return the memories that a tensor lies in."""
         return {memory for memory in map(self.memory, self.parts_of(value)) if memory is not None}
 
-    def _stand_in(self, view: Any, value: Any, inputs: dict[int, set[Hashable]], label: Label) -> Any:
+    def _link_output(self, view: Any, value: Any, inputs: dict[int, set[Hashable]], label: Label) -> Any:
         if value is view:
             return value
         if isinstance(view, (list, tuple)):
             if not isinstance(value, (list, tuple)) or len(value) != len(view):
                 return value
-            each = [self._stand_in(*pair, inputs, label) for pair in zip(view, value, strict=True)]
-            return tuple(each) if isinstance(value, tuple) else each
-        memory, own = self.memory(view), self.memory(value)
+            replaced = [self._link_output(*pair, inputs, label) for pair in zip(view, value, strict=True)]
+            return tuple(replaced) if isinstance(value, tuple) else replaced
+        memory, value_memory = self.memory(view), self.memory(value)
         memories = set().union(*inputs.values())
         if memory is None:
-            return self._composite(view, value, memories, label)
-        if own is None or own == memory or view.shape != value.shape:
-            return value  # no view can be a tensor of another shape, which a differentiable routine may give
+            return self._link_parts(view, value, memories, label)
+        if value_memory is None or value_memory == memory or view.shape != value.shape:
+            return value  # a differentiable routine may return another shape, which has no elements in common
         if not (self._reaches(memory, memories) or self.is_lent(view)):
             return value
-        if own in memories or own in self._ties or self.shares(value) or not self.alike(view, value):
+        if (
+            value_memory in memories
+            or value_memory in self._ties
+            or self.shares(value)
+            or not self.alike(view, value)
+        ):
             value = self.laid_out(view, value)
-        self._add(view, value, id(view) in inputs, label)
+        self._add_tie(view, value, id(view) in inputs, label)
         return value
 
     def _reaches(self, memory: Hashable, memories: set[Hashable]) -> bool:
-        """Return True for one of the memories, or where ties lead to one, as of a view made within the op."""
+        """Return True if a memory is among some memories, or if ties lead from it to one of them."""
         waiting = [memory]
         while waiting:
             if not memories.isdisjoint(waiting):
@@ -224,47 +231,52 @@ class Views(ABC):
             waiting = [tie.ends[1] for tie in ties]
         return False
 
-    def _composite(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
-        """Tie the parts of a value, such as the values of a sparse tensor, to those whose place they took."""
-        pairs = self._paired(view, value, memories)
-        if any(self.memory(own) in memories or self.memory(own) in self._ties for _, own in pairs):
+    def _link_parts(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
+        """Tie the parts of a composite value, such as a sparse tensor, to the parts that they replaced."""
+        pairs = self._part_pairs(view, value, memories)
+        if any(
+            self.memory(value_part) in memories or self.memory(value_part) in self._ties
+            for _, value_part in pairs
+        ):
             value = self.laid_out(view, value)
-            pairs = self._paired(view, value, memories)
-        for part, own in pairs:
-            self._add(part, own, False, label, (value,))
+            pairs = self._part_pairs(view, value, memories)
+        for part, value_part in pairs:
+            self._add_tie(part, value_part, False, label, (value,))
         return value
 
-    def _paired(self, view: Any, value: Any, memories: set[Hashable]) -> list[tuple[Any, Any]]:
-        """Return parts of a view in some memories, each with the part of a value that stands for it."""
+    def _part_pairs(self, view: Any, value: Any, memories: set[Hashable]) -> list[tuple[Any, Any]]:
+        """Return the parts of a view that lie in some memories, each with the part that replaced it."""
         parts = self.parts_of(view), self.parts_of(value)
         return [
-            (part, own) for part, own in zip(*parts, strict=False)
-            if part.shape == own.shape and self.memory(part) != self.memory(own)
+            (part, value_part) for part, value_part in zip(*parts, strict=False)
+            if part.shape == value_part.shape and self.memory(part) != self.memory(value_part)
             and self._reaches(self.memory(part), memories)
         ]  # fmt: skip
 
-    def _add(self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()) -> None:
+    def _add_tie(
+        self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
+    ) -> None:
         start = self.memory(value)
         if self._reaches(self.memory(view), {start}):
-            return  # ties make no circle
+            return  # a cycle of ties would copy a write forever
         if any(tie.ends[0] == start for tie in self._ties.get(start, ())):
             return
-        tie = self.tie(view, value, is_input, self._drop, holders)
+        tie = self.tie(view, value, is_input, self._drop_tie, holders)
         self._labels[tie] = label
         for memory in tie.ends:
             self._ties.setdefault(memory, []).append(tie)
         if not self.watching:
             self.watching = True
-            for layer in list(mortality.layers):
-                layer.watch_writes()
+            for stack in list(plan_lifetimes.stacks):
+                stack.watch_writes()
 
-    def _drop(self, tie: Tie) -> None:
-        """Forget a tie whose value is gone, and those that it alone was reached from.
+    def _drop_tie(self, tie: Tie) -> None:
+        """Drop a tie whose value is dead, and links that only this tie led to.
 
-        While views of the value stand for something, it is a link between that and the base.
+        While other ties start at views of the value, the tie stays as a link between them and the base.
         """
         value, view = tie.ends
-        if tie not in self._labels or any(one is not tie for one in self._ties.get(value, ())):
+        if tie not in self._labels or any(member is not tie for member in self._ties.get(value, ())):
             return
         del self._labels[tie]
         for memory in tie.ends:
@@ -275,13 +287,13 @@ class Views(ABC):
                 self._ties.pop(memory, None)
         for link in list(self._ties.get(view, ())):
             if link.ends[0] == view and link.is_link:
-                self._drop(link)
+                self._drop_tie(link)
 
-    def _each(self) -> list[Tie]:
+    def _living_ties(self) -> list[Tie]:
         return [tie for tie in list(self._labels) if tie.value is not None]
 
-    def _spread_out(self, parts: dict[Hashable, Any]) -> None:
-        """Copy from memory to memory: ties make no circle, because each begins with a value of its own."""
+    def _copy_across(self, parts: dict[Hashable, Any]) -> None:
+        """Copy writes along all ties; this ends, since ties have no cycle."""
         waiting: list[tuple[Hashable, Any, Tie | None]] = [(*part, None) for part in parts.items()]
         while waiting:
             memory, written, by = waiting.pop(0)
@@ -291,23 +303,23 @@ class Views(ABC):
 
 
 def settle_all() -> None:
-    """Copy across what was written while instrumentation was switched off."""
-    for views in list(_all):
+    """Copy writes that the program has made while instrumentation was off."""
+    for views in list(_all_views):
         views.settle()
 
 
-_all: weakref.WeakSet[Views] = weakref.WeakSet()
+_all_views: weakref.WeakSet[Views] = weakref.WeakSet()
 when_enabled_again.append(settle_all)
 
 
-def _pairs(own: Sequence[Any], given: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return each value that routines gave beside the one that was there."""
+def _replaced_pairs(originals: Sequence[Any], replacements: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return pairs of an original and the value that replaced it, also inside lists."""
     pairs: list[tuple[Any, Any]] = []
-    for old, new in zip(own, given, strict=True):
+    for old, new in zip(originals, replacements, strict=True):
         if new is old:
             continue
         if not isinstance(old, (list, tuple)):
             pairs.append((old, new))
         elif isinstance(new, (list, tuple)) and len(new) == len(old):
-            pairs += _pairs(old, new)
+            pairs += _replaced_pairs(old, new)
     return pairs

@@ -1,7 +1,7 @@
-"""Kinds of files that hold a model: which there are, and which one a path is.
+"""Kinds of model files: the base class, and the search for the kind of a path.
 
-A kind's entry is named after its files' suffix, or after a file that each of its folders has, so that
-nothing is imported to find it.
+The entry point of a kind is named after the suffix of its files, or after a file that each of its folders
+contains, so that no driver is imported during the search.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Artefact(ABC):
-    """A file, or a folder, that holds a model, and that a driver rewrites without running the model.
+    """A file or folder with a model, which a driver rewrites without running the model.
 
-    api: the `DRIVER_API` that it was written for.  kind: what such a file is called, e.g. "ONNX model".
+    api: the `DRIVER_API` that the class was written for.  kind: name of such files, e.g. "ONNX model".
     """
 
     api: ClassVar[int]
@@ -31,33 +31,33 @@ class Artefact(ABC):
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
-        """Read it. Raises ArtefactError, or an error of the framework's, where it is none."""
+        """Read a file. Raises ArtefactError, or an error of the framework, where it is not of this kind."""
 
     @abstractmethod
     def instrument(self, inlining: Inlining) -> None:
-        """Bring every op to `inlining.analysis(...)`, and inline the routines; begin with the file as it is.
+        """Pass every op to `inlining.analysis(...)`, and inline the routines; start from the file's contents.
 
-        A routine that cannot be inlined is told to `inlining.refuse`. It may be called again.
+        Pass a routine that cannot be inlined to `inlining.refuse`. This method may be called repeatedly.
         """
 
     @abstractmethod
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the instrumented model where nothing is yet, with `about` in its metadata."""
+        """Write the instrumented model to a path that does not exist, with `about` in its metadata."""
 
 
 def artefact_kind(path: Path) -> type[Artefact]:
     """Return the class that reads a path.
 
-    Raises ArtefactError where there is nothing, or nothing that an installed driver reads.
+    Raises ArtefactError where the path does not exist, or no installed driver reads it.
     """
     if not path.exists():
         raise ArtefactError(f"{path} does not exist")
-    found = [entry for entry in registry.entries(ARTEFACTS) if _fits(entry.name, path)]
-    if not found:
-        raise ArtefactError(f"{path} is no file that an installed driver reads; {_known()}")
-    if len(found) > 1:
-        raise PluginError(rivalry(found))
-    (entry,) = found
+    entries = [entry for entry in registry.entries(ARTEFACTS) if _matches(entry.name, path)]
+    if not entries:
+        raise ArtefactError(f"{path} is no file that an installed driver reads; {_readable_files()}")
+    if len(entries) > 1:
+        raise PluginError(rivalry(entries))
+    (entry,) = entries
     kind: type[Artefact] = entry.load()
     if kind.api != DRIVER_API:
         raise PluginError(
@@ -67,16 +67,16 @@ def artefact_kind(path: Path) -> type[Artefact]:
     return kind
 
 
-def _fits(name: str, path: Path) -> bool:
+def _matches(name: str, path: Path) -> bool:
     return (path / name).is_file() if path.is_dir() else path.suffix == f".{name}"
 
 
-def _known() -> str:
+def _readable_files() -> str:
     entries = registry.entries(ARTEFACTS, fresh=False)
-    known = [f"{_form(entry)} ({entry.distribution})" for entry in entries]
-    others = f"drivers come by {how_to_install()}"
-    return f"there are {', '.join(known)}; {others}" if known else others
+    forms = [f"{_file_form(entry)} ({entry.distribution})" for entry in entries]
+    install_hint = f"drivers come by {how_to_install()}"
+    return f"there are {', '.join(forms)}; {install_hint}" if forms else install_hint
 
 
-def _form(entry: Entry) -> str:
+def _file_form(entry: Entry) -> str:
     return f"folders with {entry.name}" if "." in entry.name else f"*.{entry.name}"

@@ -1,4 +1,4 @@
-"""Routines that are written into the file of a model for good, so that they run without Amanda."""
+"""Routines written into the file of a model, so that they run without Amanda."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from amanda.export.targets import check_target
 from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
 from amanda.options import checked
-from amanda.plan.layer import layer_of
-from amanda.plan.order import in_order
+from amanda.plan.order import in_dependency_order
 from amanda.plan.plan import Actions, Plan
+from amanda.plan.tool_stack import stack_of
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
 from amanda.tool import Tool, preparation
@@ -34,10 +34,10 @@ _LISTED = 12
 
 
 class Inlined(NamedTuple):
-    """A routine at an op, which is in the file now.
+    """A routine at an op that was written into the file.
 
-    type: of the op, StandardMapping's word if a tool asked for it.  action: "insert_before_op" and its like.
-    stored: whether what it gives was computed and stored, since all that it is given is in the file.
+    type: type of the op, StandardMapping's word if a tool uses the mapping.  action: "insert_before_op", ...
+    stored: whether the routine's result was stored instead, since all its inputs are constants of the file.
     """
 
     type: str
@@ -51,9 +51,9 @@ class Inlined(NamedTuple):
 
 @dataclass
 class Instrumented:
-    """The file that `amanda.instrument` wrote, its kind, how many ops were analysed, and the routines.
+    """The file that `amanda.instrument` wrote: its path and kind, the number of ops, and the routines.
 
-    left: what could not be instrumented, and why.
+    left: parts that could not be instrumented, with reasons.
     """
 
     path: Path
@@ -65,9 +65,9 @@ class Instrumented:
 
 @dataclass
 class Inlining:
-    """The routines of some tools on their way into a file.
+    """The routines of some tools, collected while a driver writes them into a file.
 
-    state: the tools in force, for what a driver's engine needs of it.
+    state: the state with the tools, for the driver's rewriter.
     """
 
     state: State
@@ -75,41 +75,41 @@ class Inlining:
     left: list[Uninstrumented] = field(default_factory=list)
     _actions: list[tuple[Action, OpFacts, str]] = field(default_factory=list)
     _types: dict[str, None] = field(default_factory=dict)
-    _meant: set[int] = field(default_factory=set)
+    _admitted_tools: set[int] = field(default_factory=set)
     _stored: set[int] = field(default_factory=set)
     _refused: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
     def analysis(
-        self, ops: TensorOps, seen: Callable[[Plan, OpFacts], object] | None = None
+        self, ops: TensorOps, on_plan: Callable[[Plan, OpFacts], object] | None = None
     ) -> GraphAnalysis:
-        """The analysis of a graph's forward ops; the plans that it gives have what may be inlined alone.
+        """Return an analysis of a graph's forward ops, whose plans have only routines that may be inlined.
 
-        seen: is called with the plan of each op, while its inputs are known.
+        on_plan: called with the plan and the facts of each op, before the facts drop their values.
         """
-        return _Analysis(self, ops, seen)
+        return _InliningAnalysis(self, ops, on_plan)
 
     def stored(self, action: Action) -> None:
-        """Note that a routine's result was computed and put into the file instead of the routine."""
+        """Record that a routine's result was computed and stored in the file instead of the routine."""
         self._stored.add(id(action))
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
-        """Note that a routine cannot be inlined; then nothing is written."""
+        """Record that a routine cannot be inlined; then nothing is written."""
         self._refused.append((facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
-    def leave(self, what: str, reason: str, where: str = "") -> None:
-        """Note something else that could not be instrumented, for the result."""
-        entry = Uninstrumented(what, reason, where)
+    def leave(self, subject: str, reason: str, where: str = "") -> None:
+        """Record an uninstrumented part for the result.  where: the line of the program, if known."""
+        entry = Uninstrumented(subject, reason, where)
         if entry not in self.left:
             self.left.append(entry)
 
     def take_over(self, rewriting: Rewriting) -> None:
-        """Note what a rewrite for the file has stored, refused and left."""
+        """Record the stored, refused and uninstrumented parts of a rewrite for the file."""
         for action in rewriting.folded:
             self.stored(action)
-        for facts, action, why in rewriting.refused:
-            self.refuse(action, facts, why)
-        for what, why in rewriting.reports:
-            self.leave(what, why)
+        for facts, action, reason in rewriting.refused:
+            self.refuse(action, facts, reason)
+        for subject, reason in rewriting.reports:
+            self.leave(subject, reason)
 
     @property
     def inlined(self) -> list[Inlined]:
@@ -124,31 +124,33 @@ class Inlining:
         ]  # fmt: skip
 
     def take(self, plan: Plan, facts: OpFacts) -> Plan:
-        """Of what is recorded at an op, what may be inlined; the rest is refused."""
+        """Return an op's plan with only the actions that may be inlined; refuse its other actions."""
         self.analysed += 1
         context = plan.context
         kind = str(context.get("type") or facts.op_type or facts.name)
         self._types.setdefault(kind)
-        for tool in self.state.layer.tools if self.state.layer is not None else ():
-            if id(tool) not in self._meant and all(admits(context) for admits in tool._amanda.admissions):
-                self._meant.add(id(tool))
+        for tool in self.state.stack.tools if self.state.stack is not None else ():
+            if id(tool) not in self._admitted_tools and all(
+                admits(context) for admits in tool._amanda.admissions
+            ):
+                self._admitted_tools.add(id(tool))
         for action in plan.all:
-            why = _why_not(action)
+            why = _obstacle(action)
             if why:
                 self.refuse(action, facts, why)
             else:
                 self._actions.append((action, facts, kind))
-        plan.before = tuple(one for one in plan.before if not _why_not(one))
-        plan.after = tuple(one for one in plan.after if not _why_not(one))
-        plan.replace = None if plan.replace and _why_not(plan.replace) else plan.replace
+        plan.before = tuple(action for action in plan.before if not _obstacle(action))
+        plan.after = tuple(action for action in plan.after if not _obstacle(action))
+        plan.replace = None if plan.replace and _obstacle(plan.replace) else plan.replace
         return plan
 
     def leave_idle(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
-        own = in_order([tool])
-        if tool.follows_dependents or any(action.tool in own for action, _, _ in self._actions):
+        tools = in_dependency_order([tool])
+        if tool.follows_dependents or any(action.tool in tools for action, _, _ in self._actions):
             return
-        if id(tool) in self._meant:
+        if id(tool) in self._admitted_tools:
             why = (
                 "its options leave nothing for it to do at these ops, or it only looks, which `amanda run` "
                 "and amanda.apply are for"
@@ -158,32 +160,32 @@ class Inlining:
         self.leave(type(tool).__name__, f"it inserts nothing at any op: {why}")
 
     def check(self, source: Path) -> None:
-        """Raise where a routine was refused, or none was recorded."""
+        """Raise an error where a routine was refused, or no routine was recorded."""
         if self._refused:
-            raise NotTraceableError(_refusal(source, self._refused), self._refused)
+            raise NotTraceableError(_refusal_text(source, self._refused), self._refused)
         if not self._actions:
-            reasons = "".join(f"\n  {one.what}: {one.reason}" for one in self.left[:_LISTED])
-            types = _shown(self._types)
+            reasons = "".join(f"\n  {entry.what}: {entry.reason}" for entry in self.left[:_LISTED])
+            types = _listed_names(self._types)
             raise ArtefactError(
                 f"the tools insert nothing at any of the {self.analysed} ops of {source}, so nothing was "
                 f"written{f'; there are {types}' if types else ''}{reasons}"
             )
 
 
-class _Analysis(GraphAnalysis):
-    """An analysis that tells what it comes to."""
+class _InliningAnalysis(GraphAnalysis):
+    """An analysis that passes each forward plan to an `Inlining`, and records no backward actions."""
 
     def __init__(
-        self, inlining: Inlining, ops: TensorOps, seen: Callable[[Plan, OpFacts], object] | None
+        self, inlining: Inlining, ops: TensorOps, on_plan: Callable[[Plan, OpFacts], object] | None
     ) -> None:
         super().__init__(inlining.state, ops)
         self._inlining = inlining
-        self._seen = seen
+        self._on_plan = on_plan
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         plan = self._inlining.take(super().forward(facts, outputs), facts)
-        if self._seen is not None:
-            self._seen(plan, facts)
+        if self._on_plan is not None:
+            self._on_plan(plan, facts)
         return plan
 
     def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
@@ -198,67 +200,68 @@ def instrument(
     force: bool = False,
     about: Sequence[str] = (),
 ) -> Instrumented:
-    """Write a copy of a model's file that has the routines of tools in it, and runs without Amanda.
+    """Write a copy of a model's file that contains the routines of tools, and runs without Amanda.
 
-    model: an ONNX file, a folder with a SavedModel, a file of torch.export, or what else a driver reads; it
-    is never changed.  out: what is written, all of it or nothing.  force: replace what is there.
-    about: what the file's metadata say of the tools; by default their classes' names.
+    model: an ONNX file, a folder with a SavedModel, a file of torch.export, or another file that a driver
+    reads; it is never changed.  out: path of the copy, written completely or not at all.
+    force: replace an existing file.
+    about: description of the tools in the file's metadata; by default the names of their classes.
 
-    Only routines that are `@amanda.traceable` can be written; a tool tells by `amanda.is_static(context)`
-    that they have to be.  Backward ops are not in a file, so their analyses do not run.
-    A tool that has a `write_parts` of its own writes a folder of files instead.
+    Only `@amanda.traceable` routines can be written; a tool sees by `amanda.is_static(context)` that its
+    routines have to be traceable.  Backward ops are not in a file, so their analyses do not run.
+    A tool that overrides `write_parts` writes a folder of files instead.
     Raises NotTraceableError, which lists the other routines, ArtefactError, and FileError where `out` cannot
     be written.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)
-    ordered = in_order(tools)
+    ordered = in_dependency_order(tools)
     cutting = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
     check_target(source, target, force, is_folder=bool(cutting) or source.is_dir())
-    told = {
+    metadata = {
         "amanda-core": version("amanda-core"),
-        "tools": list(about) or [f"{type(one).__module__}.{type(one).__qualname__}" for one in tools],
+        "tools": list(about) or [f"{type(tool).__module__}.{type(tool).__qualname__}" for tool in tools],
         "model": source.name,
     }
     if cutting:
         _check_alone(tools)
-        return _in_parts(cutting[0], kind, source, target, force, told)
+        return _write_in_parts(cutting[0], kind, source, target, force, metadata)
     with disabled():
         artefact = kind(source)
-        _prepare(artefact, ordered)
-        inlining = _inlining(ordered)
+        _prepare_tools(artefact, ordered)
+        inlining = _new_inlining(ordered)
         artefact.instrument(inlining)
-        _tell_backward(inlining, ordered)
+        _report_backward(inlining, ordered)
         for tool in tools:
             inlining.leave_idle(tool)
         inlining.check(source)
         _check_state(ordered, source)
         with replacing_all(target, force) as path:
-            artefact.write(path, told)
+            artefact.write(path, metadata)
     return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
 
 
 def _check_alone(tools: Sequence[Tool]) -> None:
-    """Raise ArtefactError where a tool that writes several files is given with others."""
+    """Raise ArtefactError where a tool that writes several files comes with other tools."""
     if len(tools) > 1:
-        names = ", ".join(type(one).__name__ for one in tools)
+        names = ", ".join(type(tool).__name__ for tool in tools)
         raise ArtefactError(
             f"{names}: a tool that writes a model in several files goes alone; write a copy with the other "
             "tools first, and give the copy to that tool"
         )
 
 
-def _in_parts(
+def _write_in_parts(
     tool: Tool, kind: type[Artefact], source: Path, target: Path, force: bool, about: Mapping[str, Any]
 ) -> Instrumented:
     """Call a tool's `write_parts`, which writes a folder of files."""
     with disabled():
         artefact = kind(source)
-        inlining = _inlining([])
+        inlining = _new_inlining([])
 
-        def analyse(one: Tool) -> None:
+        def analyse(part_tool: Tool) -> None:
             nonlocal inlining
-            inlining = _inlining(in_order([one]))
+            inlining = _new_inlining(in_dependency_order([part_tool]))
             artefact.instrument(inlining)
 
         with replacing_all(target, force) as folder:
@@ -267,43 +270,46 @@ def _in_parts(
     return Instrumented(target, f"{kind.kind} in parts", inlining.analysed, [], inlining.left)
 
 
-def _inlining(tools: Sequence[Tool]) -> Inlining:
-    return Inlining(State(layer_of(tools, None), cache=False))
+def _new_inlining(tools: Sequence[Tool]) -> Inlining:
+    return Inlining(State(stack_of(tools, None), cache=False))
 
 
-def _prepare(artefact: Artefact, tools: Sequence[Tool]) -> None:
-    """Show every op once before to tools that ask for that, such as those whose budget is of all weights."""
+def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
+    """Let tools that ask for it analyse every op in advance, such as a tool with one budget in all."""
     prepared = [(tool, context) for tool in tools if (context := preparation(tool)) is not None]
     if prepared:
         with ExitStack() as stack:
             for _, context in prepared:
                 stack.enter_context(context)
-            artefact.instrument(_inlining(in_order([tool for tool, _ in prepared])))
+            artefact.instrument(_new_inlining(in_dependency_order([tool for tool, _ in prepared])))
 
 
-def _tell_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:
+def _report_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:
+    """Report tools with analysis routines for backward ops, which a file does not contain."""
     for tool in tools:
-        if not tool.follows_dependents and any(one.point.is_backward for one in tool._amanda.analyses):
+        if not tool.follows_dependents and any(
+            routine.point.is_backward for routine in tool._amanda.analyses
+        ):
             inlining.leave(f"backward ops for {type(tool).__name__}", "a file holds the forward pass alone")
 
 
 def _check_state(tools: Iterable[Tool], source: Path) -> None:
-    """Raise for state that was loaded and that no op asked for: it belongs to another model."""
+    """Raise ArtefactError for loaded state that no op has used: it belongs to another model."""
     for tool in tools:
         unused = list(tool._amanda.loaded)
         if unused:
             raise ArtefactError(
-                f"no op of {source} has the state that {type(tool).__name__} was given for {_shown(unused)}; "
-                'state is kept by "module path/op/name", as tool.state_dict() tells'
+                f"no op of {source} has the state that {type(tool).__name__} was given for "
+                f'{_listed_names(unused)}; state is kept by "module path/op/name", as tool.state_dict() tells'
             )
 
 
-def _shown(names: Collection[str]) -> str:
+def _listed_names(names: Collection[str]) -> str:
     return ", ".join([*islice(names, _LISTED), *(["..."] if len(names) > _LISTED else [])])
 
 
-def _why_not(action: Action) -> str:
-    """Return why a routine cannot be inlined; "" where it may."""
+def _obstacle(action: Action) -> str:
+    """Return the reason why a routine cannot be inlined; "" where it can."""
     if not action.traceable:
         return "it is not marked @amanda.traceable"
     if action.observer or action.opening:
@@ -311,7 +317,8 @@ def _why_not(action: Action) -> str:
     return "it takes `run`, which belongs to one execution" if action.takes_run else ""
 
 
-def _refusal(source: Path, refused: Sequence[tuple[str, str, str, str, str]]) -> str:
+def _refusal_text(source: Path, refused: Sequence[tuple[str, str, str, str, str]]) -> str:
+    """Return the message that lists routines which cannot be written, grouped by tool, action and reason."""
     places: dict[tuple[str, str, str], list[str]] = {}
     for name, scope, tool, action, why in refused:
         places.setdefault((tool, action, why), []).append(f"{name} {scope}".strip())

@@ -1,11 +1,11 @@
-"""Ops of a graph: their analysis before it runs, and the routines that a rewritten copy of it calls.
+"""Ops of a graph: their analysis before the graph runs, and the routines that its rewritten copy calls.
 
-In: every op of a graph, as `OpFacts` of symbols, which a driver brings to a `GraphAnalysis`.  Out: what is to
-be inserted at which op; and an `Execution` for each run of the rewritten copy, whose number travels through
-the graph, so that graphs of one structure share one copy.
+In: every op of a graph, as `OpFacts` of symbols, which a driver passes to a `GraphAnalysis`.  Out: the
+actions at each op; and an `Execution` for each run of the rewritten copy, whose number travels through the
+graph, so that tools of one kind share one copy.
 Called by drivers of graphs, and by `export`.
 
-Beside `amanda.backend` a driver may import what is in `__all__`, where the framework keeps the copies.
+Beside `amanda.backend` a driver may import the names in `__all__`, where the framework stores the copies.
 """
 
 from amanda.graph.driver import Copy

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.plan.action import InstrumentationPoint
-from amanda.plan.analysis import Analysis, BackwardDraft
+from amanda.plan.analysis import OpAnalysis, PendingBackwardPlan
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Actions, Plan
@@ -14,26 +14,26 @@ from amanda.plan.plan import Actions, Plan
 if TYPE_CHECKING:
     from amanda.graph.guards import History
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.scope.state import State
 
 
 class GraphAnalysis:
-    """The analysis of the ops of one graph, and of graphs that belong to it, by the layers of a state.
+    """The analysis of the ops of one graph, and of graphs that belong to it, by the tools of a state.
 
-    plans: those of the op ids that have been met.
+    plans: plans of the analysed ops, by op id.
     closed: whether the tools' scopes are closed, so that backward ops have no plans.
-    history: of what traceable routines have read for earlier copies of the graph; None where there are none.
+    history: values that traceable routines have read for earlier copies of the graph; None for no copies.
     """
 
     def __init__(
-        self, state: State, ops: TensorOps, layer: Layer | None = None, history: History | None = None
+        self, state: State, ops: TensorOps, stack: ToolStack | None = None, history: History | None = None
     ) -> None:
-        chosen = layer or state.layer
-        assert chosen is not None
+        stack = stack or state.stack
+        assert stack is not None
         self.state = state
-        self.layer = chosen
+        self.stack = stack
         self.ops = ops
         self.history = history
         self.plans: dict[int, Plan] = {}
@@ -41,9 +41,9 @@ class GraphAnalysis:
         self._facts: list[OpFacts] = []
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
-        """Bring an op whose outputs are known beforehand, as symbols."""
-        key = self.layer.key(self.ops, facts.inputs or ())
-        analysis = Analysis(facts, self.ops, self.layer, key, self.state.cache)
+        """Analyse a forward op; return its plan.  outputs: symbols of the op's outputs."""
+        key = self.stack.key(self.ops, facts.inputs or ())
+        analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
         facts.outputs = list(outputs)
         plan = analysis.after()
         if self.state.cache:
@@ -53,58 +53,58 @@ class GraphAnalysis:
         return plan
 
     def absent(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
-        """Bring an op that does not run itself, though backward ops of it do: no forward analysis."""
+        """Register an op that does not run itself although its backward ops do; no forward analysis runs."""
         facts.outputs = list(outputs)
         plan: Plan | None = None
-        for one in self.layer.chain:
-            plan = Plan(one, OpContext(facts, one.analyse), plan)
+        for stack in self.stack.chain:
+            plan = Plan(stack, OpContext(facts, stack.analyse), plan)
         assert plan is not None
         self.plans[facts.op_id] = plan
         self._facts.append(facts)
 
     def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
-        """Bring a backward op of an op that was brought before; `facts` are those `at_backward`."""
+        """Analyse a backward op of an analysed op; return its actions.  facts: from `OpFacts.at_backward`."""
         backward_id = facts.backward_op_id
         assert backward_id is not None
-        several: list[Actions] = []
-        fresh: list[BackwardDraft] = []
+        by_plan: list[Actions] = []
+        pending_plans: list[PendingBackwardPlan] = []
         plan = self.plans.get(facts.op_id)
-        for one in () if plan is None or self.closed else plan.watching:
-            known = one.backward.actions.get(backward_id)
-            if known is None:
-                draft = BackwardDraft(facts, one, one.layer.backward_tools, False)
-                draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
-                fresh.append(draft)
-                known = draft.plan
-            several.append(known)
+        for scope_plan in () if plan is None or self.closed else plan.plans_with_backward:
+            actions = scope_plan.backward.actions.get(backward_id)
+            if actions is None:
+                pending_plan = PendingBackwardPlan(facts, scope_plan, scope_plan.stack.backward_tools, False)
+                pending_plan.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
+                pending_plans.append(pending_plan)
+                actions = pending_plan.plan
+            by_plan.append(actions)
         facts.grad_inputs = list(grad_inputs)
-        for draft in fresh:
-            draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
-            draft.keep()
+        for pending_plan in pending_plans:
+            pending_plan.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
+            pending_plan.keep()
         self._facts.append(facts)
-        return Actions.merged(several)
+        return Actions.merged(by_plan)
 
     def finish(self, graph: Any = None) -> None:
-        """Drop every symbol that the contexts know, and make the plans die with the graph."""
+        """Drop every symbol from the contexts, and bind the plans to the life of the graph."""
         if graph is not None:
             for facts in self._facts:
                 bind_to_subjects(facts.op_id, [graph])
         for facts in self._facts:
             facts.drop_values()
-            facts.read_value, facts.variable_of, facts.read_variables = _itself, _nothing, _nothing
+            facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
         self._facts.clear()
 
     def forget(self) -> None:
-        """Drop the plans made so far, which an exception left incomplete."""
+        """Drop the plans of this analysis, which an exception has left incomplete."""
         for op_id, plan in self.plans.items():
-            for one in plan.chain:
-                one.layer.forget(op_id)
+            for scope_plan in plan.chain:
+                scope_plan.stack.forget(op_id)
         self.finish()
 
 
-def _nothing(*_: Any) -> None:
+def _return_none(*_: Any) -> None:
     return None
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

@@ -19,8 +19,8 @@ from amanda.scope.driver import Driver
 
 if TYPE_CHECKING:
     from amanda.graph.rewriting import Rewriting
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.scope.state import State
 
 RewritingT = TypeVar("RewritingT", bound="Rewriting")
@@ -28,23 +28,23 @@ RunnableT = TypeVar("RunnableT")
 
 
 class Uninstrumented(Exception):
-    """A graph that runs as it is; what it is, and why, for the scopes' reports."""
+    """Raised for a graph that has to run uninstrumented; with a description and a reason for reports."""
 
-    def __init__(self, what: str, reason: str) -> None:
-        super().__init__(what, reason)
+    def __init__(self, subject: str, reason: str) -> None:
+        super().__init__(subject, reason)
 
 
 @dataclass(eq=False)
 class Copy(Generic[RunnableT]):
-    """The result of one rewrite, for a layer of tools.
+    """The result of one rewrite, for a stack of tools.
 
     runnable: runs instead of the graph; None where nothing is inserted.
-    table: the routines that it calls.  reports: what could not be instrumented, and why.
-    handed_on: what the rewriting has left for graphs that compute gradients of this one; None for nothing.
-    backward: copies of these graphs, for the same tools.
+    table: the routines that the copy calls.  reports: descriptions of uninstrumented parts, with reasons.
+    handed_on: data of the rewrite for graphs that compute gradients of this graph; None for no data.
+    backward: copies of these gradient graphs, for the same tools.
     """
 
-    layer: Layer
+    stack: ToolStack
     runnable: RunnableT | None
     table: Mapping[int, Any]
     reports: Collection[tuple[str, str]]
@@ -55,13 +55,13 @@ class Copy(Generic[RunnableT]):
 class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     """A driver of a framework that runs graphs: a rewritten copy runs instead of a graph.
 
-    `attach` puts stand-ins where the framework begins to run a graph.  A stand-in asks `prepare` for the
-    copy: what the driver's `runnable` made of a graph that its `rewrite` has gone through, by a `Rewriter`.
-    A copy is made once for a graph and a set of tools, and anew where a value changed that traceable
-    routines read.
+    `attach` patches the functions with which the framework runs a graph.  A patched function calls `prepare`
+    for the copy: the driver's `rewrite` walks through the graph with a `Rewriter`, and its `runnable` builds
+    the copy.  A copy is built once for a graph and a set of tools, and again where a value has changed that
+    traceable routines read.
 
-    tensors: the primitives of tensors: of symbols while a graph is analysed, of values while it runs.
-    reads: the values of the framework that traceable routines may read.
+    tensors: primitives of tensors, for symbols during analysis and for values during execution.
+    reads: class that finds the framework's values which traceable routines may read.
     """
 
     tensors: ClassVar[TensorOps]
@@ -74,12 +74,12 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> RewritingT:
         """Rewrite a graph; `analysis` is for the `Rewriting`.
 
-        Raises Uninstrumented where the graph is out of reach, and what analysis routines raise.
+        Raises Uninstrumented where the graph cannot be rewritten, and exceptions of analysis routines.
         """
 
     @abstractmethod
     def runnable(self, graph: Any, rewriting: RewritingT) -> RunnableT:
-        """Make what runs instead of a graph, of a rewriting that has changed it.
+        """Build the object that runs instead of a graph, from a rewriting that has changed the graph.
 
         Raises Uninstrumented where the framework refuses the copy.
         """
@@ -97,8 +97,8 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     ) -> tuple[RunnableT, Execution] | None:
         """Return the copy that runs instead of a graph, and its execution; None where the graph runs itself.
 
-        key: what tells copies of a graph apart, such as what is fetched.  owner: the copies live as long as
-        it does, and it is referenced weakly; by default the graph.
+        key: key that distinguishes copies of a graph, such as the fetched tensors.
+        owner: object with which the copies die, referenced weakly; by default the graph.
         """
         copy = self.copy(graph, state, key, owner)
         state.report_all(copy, copy.reports)
@@ -112,42 +112,43 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         owner: Any = None,
         forward: Copy[RunnableT] | None = None,
     ) -> Copy[RunnableT]:
-        """Return the copy of a graph; it is made where there is none that holds now.
+        """Return a copy of a graph that is valid for the present values; build one where there is none.
 
-        key, owner: as `prepare` has them.  forward: the copy of the graph that this one computes gradients
-        of, in another run, if it is another.
+        key, owner: see `prepare`.  forward: the copy of the forward graph, where this graph computes the
+        gradients of another graph in another run.
         """
-        layer = state.layer if forward is None else forward.layer
-        assert layer is not None
-        all_copies = layer.rewrites if forward is None else forward.backward
+        stack = state.stack if forward is None else forward.stack
+        assert stack is not None
+        all_copies = stack.rewrites if forward is None else forward.backward
         owner = graph if owner is None else owner
         copies = all_copies.setdefault(owner, {}) if state.cache else {}
         key = state.autodiff, key
-        kept = copies.get(key)
-        copy = None if kept is None else kept.find()
+        guarded = copies.get(key)
+        copy = None if guarded is None else guarded.find()
         if copy is None:
+            # Another thread may have built the copy while this thread waited: look again under the lock.
             with self._lock:
-                kept = copies.setdefault(key, GuardedCopies(self.reads))
-                analysis = GraphAnalysis(state, self.tensors, layer, kept.history)
-                copy = kept.find() or self._make(graph, owner, analysis, kept)
+                guarded = copies.setdefault(key, GuardedCopies(self.reads))
+                analysis = GraphAnalysis(state, self.tensors, stack, guarded.history)
+                copy = guarded.find() or self._rewrite_guarded(graph, owner, analysis, guarded)
         return copy
 
-    def _make(
-        self, graph: Any, owner: Any, analysis: GraphAnalysis, kept: GuardedCopies[Copy[RunnableT]]
+    def _rewrite_guarded(
+        self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[Copy[RunnableT]]
     ) -> Copy[RunnableT]:
         with interceptor.Suspension(), self.rewriting():
             try:
                 rewriting = self.rewrite(graph, analysis)
             except Uninstrumented as error:
                 analysis.forget()
-                copy = Copy[RunnableT](analysis.layer, None, {}, (error.args,))
-                kept.add(copy, self.reads())
+                copy = Copy[RunnableT](analysis.stack, None, {}, (error.args,))
+                guarded.add(copy, self.reads())
                 return copy
             except BaseException:
                 analysis.forget()
                 raise
             analysis.finish(owner)
-            rewriting.tell_unfollowed()
+            rewriting.report_unfollowed()
             runnable = None
             if rewriting.changed:
                 try:
@@ -155,6 +156,6 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                 except Uninstrumented as error:
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
-        copy = Copy(analysis.layer, runnable, rewriting.table, reports, rewriting.handed_on)
-        kept.add(copy, rewriting.reads)
+        copy = Copy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
+        guarded.add(copy, rewriting.reads)
         return copy

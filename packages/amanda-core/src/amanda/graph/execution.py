@@ -1,4 +1,4 @@
-"""One run of a rewritten graph, which calls back."""
+"""One run of a rewritten graph, which calls routines by the number of its execution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.graph.insertion import Insertion, Table
-from amanda.plan.notes import explained
+from amanda.plan.notes import explain_errors
 from amanda.scope.caller import caller, serving
 
 if TYPE_CHECKING:
@@ -19,44 +19,43 @@ if TYPE_CHECKING:
     from amanda.plan.tensors import TensorOps
     from amanda.scope.state import State
 
-Runs = dict[tuple[int, tuple[int, ...]], dict[str, Any]]
+RunsByOp = dict[tuple[int, tuple[int, ...]], dict[str, Any]]
 
 
-class _Numbers:
-    """Numbers of executions, which are given again when an execution is long gone.
+class _ExecutionNumbers:
+    """Numbers of executions, reused some time after an execution has ended.
 
-    Frameworks keep a tensor for each number that they have met.
+    Frameworks cache a tensor for each number that they have seen, so numbers have to stay few.
     """
 
     _LATELY = 64
 
     def __init__(self) -> None:
-        self._fresh = count(1)
-        self._gone: deque[int] = deque()
+        self._unused = count(1)
+        self._retired: deque[int] = deque()
 
     def take(self) -> int:
         """Return a number that no living execution has."""
-        if len(self._gone) > self._LATELY:
-            with suppress(IndexError):  # another thread was faster
-                return self._gone.popleft()
-        return next(self._fresh)
+        if len(self._retired) > self._LATELY:
+            with suppress(IndexError):  # another thread has taken the last one
+                return self._retired.popleft()
+        return next(self._unused)
 
     def give_back(self, number: int) -> None:
-        """Take back the number of an execution that is gone."""
-        self._gone.append(number)
+        """Take back the number of an execution that has ended."""
+        self._retired.append(number)
 
 
 class Execution:
-    """One run of a rewritten graph: the routines it calls, what they hand on, and their first exception.
+    """One run of a rewritten graph: the routines that it calls, their shared dicts, their first exception.
 
-    table: what runs at which slot.
-    runs: by forward op id and the rounds of the loops around the op, what its routines hand on from forward
-    to backward.
-    stores: values that a forward pass keeps for its backward pass, by the place that kept them and the rounds
-    of the loops around it; in a loop whose rounds are not told, one for each, asked for in reverse.
+    table: the routines by slot.
+    runs: dicts `run` of the routines at an op, by forward op id and the rounds of the loops around the op.
+    stores: values of a forward pass for its backward pass, by the place that stored them and the rounds of
+    the loops around it; in a loop without known rounds a list with a value for each round.
     """
 
-    _numbers = _Numbers()
+    _numbers = _ExecutionNumbers()
     _running: dict[int, Execution] = {}  # noqa: RUF012
 
     def __init__(
@@ -64,7 +63,7 @@ class Execution:
         state: State,
         ops: TensorOps,
         table: Mapping[int, Insertion],
-        runs: Runs | None = None,
+        runs: RunsByOp | None = None,
         every: bool = True,
         stores: dict[Hashable, list[Any]] | None = None,
     ) -> None:
@@ -72,40 +71,45 @@ class Execution:
         self.state = state
         self.ops = ops
         self.table = table
-        self.runs: Runs = {} if runs is None else runs
+        self.runs: RunsByOp = {} if runs is None else runs
         self.stores: dict[Hashable, list[Any]] = {} if stores is None else stores
-        self._left: dict[Any, int] = {}
+        self._remaining: dict[Any, int] = {}
         self.error: BaseException | None = None
         self._every = every
         self._caller = caller()
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
-        if "number" in vars(self):  # a signal's handler may have raised in __init__
+        if "number" in vars(self):  # missing if a signal's handler has raised in __init__
             self._numbers.give_back(self.number)
 
     @classmethod
     def of(cls, number: int) -> Execution:
-        """Return the execution under way that has this number."""
+        """Return the execution under way with this number."""
         return cls._running[number]
 
-    def keep(self, place: Hashable, entry: Any) -> None:
-        """Keep something for the backward pass."""
+    def store(self, place: Hashable, entry: Any) -> None:
+        """Store a value for the backward pass."""
         self.stores.setdefault(place, []).append(entry)
 
-    def kept(self, place: Hashable, reader: Any) -> Any:
-        """Return what a place has kept: to each reader the last first, then those before it."""
+    def stored_value(self, place: Hashable, reader: Any) -> Any:
+        """Return a value that a place has stored: each reader gets the last value first, then earlier ones.
+
+        The gradient of a loop runs the rounds in reverse.
+        """
         entries = self.stores[place]
-        left = self._left[reader, place] = max(self._left.get((reader, place), len(entries)) - 1, 0)
-        return entries[left]
+        index = self._remaining[reader, place] = max(
+            self._remaining.get((reader, place), len(entries)) - 1, 0
+        )
+        return entries[index]
 
     def runs_action(self, action: Action) -> bool:
         """Return True if a scope with the action's tool is open for this execution."""
         return not action.opening and (self._every or self.state.is_open(action.tool))
 
     def begin(self) -> None:
-        """Allow the graph to call back, after the routines that are called as a run begins."""
-        self._open()
+        """Call the opening routines; allow the graph to call back from now on."""
+        self._call_openings()
         self._running[self.number] = self
 
     def end(self) -> None:
@@ -114,7 +118,7 @@ class Execution:
 
     @contextmanager
     def under_way(self) -> Iterator[Execution]:
-        """Allow the graph to call back meanwhile; raise the first exception of a routine as itself."""
+        """Return a context in which the graph may call back; it raises the first exception of a routine."""
         self.begin()
         try:
             with self.part():
@@ -124,7 +128,8 @@ class Execution:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Run a part of what is between `begin` and `end`; raise a routine's exception as itself."""
+        """Return a context for a part between `begin` and `end`; it raises a routine's exception itself."""
+        # The framework wraps a routine's exception in its own error; raise the routine's exception instead.
         try:
             yield
         except BaseException:
@@ -134,10 +139,10 @@ class Execution:
             error, self.error = self.error, None
             raise error from error.__cause__
 
-    def _open(self) -> None:
+    def _call_openings(self) -> None:
         for action, facts in self.table.openings if isinstance(self.table, Table) else ():
             if self._every or self.state.is_open(action.tool):
-                with explained(facts, action.tool, str(action)), action.tool._amanda.lock:
+                with explain_errors(facts, action.tool, str(action)), action.tool._amanda.lock:
                     action.func(**action.kwargs)
 
     def call(self, slot: int, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:

@@ -21,19 +21,29 @@ if TYPE_CHECKING:
 class Insertion:
     """Routines that run at one place of a rewritten graph, one after another.
 
-    given: position of each value that the place is given; the others of the op stay out of sight.
-    count: how many values the op has there.
-    gives: positions of the values that it gives back, in order.
-    sizes: for each given value that is a list, its length; None for a single tensor.
-    wanted: of a replaced backward op, positions of the gradients that something reads.
-    depth: how many loops are around the forward op; each of their rounds has a `run` of its own.
-    original: of a replaced op, what computes it.
-    reads: how many tensors of other ops follow those of this one.
+    input_positions: positions of the op's values that the routines receive.
+    count: number of values that the op has at this place.
+    output_positions: positions of the values that the routines return to the graph, in order.
+    sizes: for each received value the length if it is a list; None for a single tensor.
+    read_gradients: at a replaced backward op, positions of the gradients that other nodes read.
+    depth: number of loops around the forward op; each round has its own `run`.
+    original: computes the op, if it is replaced.
+    reads: number of tensors of other ops, which follow the op's tensors.
     """
 
     __slots__ = (
-        "actions", "count", "depth", "facts", "given", "gives", "original", "reads", "replaces", "sizes",
-        "takes_run", "wanted",
+        "actions",
+        "count",
+        "depth",
+        "facts",
+        "input_positions",
+        "original",
+        "output_positions",
+        "read_gradients",
+        "reads",
+        "replaces",
+        "sizes",
+        "takes_run",
     )  # fmt: skip
 
     def __init__(
@@ -41,18 +51,18 @@ class Insertion:
         actions: Sequence[Action],
         facts: OpFacts,
         count: int,
-        given: Sequence[int],
+        input_positions: Sequence[int],
         sizes: Sequence[int | None],
-        gives: Sequence[int],
-        wanted: Sequence[int] = (),
+        output_positions: Sequence[int],
+        read_gradients: Sequence[int] = (),
     ) -> None:
         self.actions = tuple(actions)
         self.facts = facts
         self.count = count
-        self.given = tuple(given)
+        self.input_positions = tuple(input_positions)
         self.sizes = tuple(sizes)
-        self.gives = tuple(gives)
-        self.wanted = tuple(wanted)
+        self.output_positions = tuple(output_positions)
+        self.read_gradients = tuple(read_gradients)
         self.depth = 0
         self.original: Callable[[Sequence[Any]], Any] | None = None
         self.reads = 0
@@ -60,52 +70,54 @@ class Insertion:
         self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the op's values, made of the flat tensors that the graph hands over."""
+        """Return the op's values, with the flat tensors from the graph in their positions."""
         values: list[Any] = [None] * self.count
         tensors = iter(flat)
-        for position, size in zip(self.given, self.sizes, strict=True):
+        for position, size in zip(self.input_positions, self.sizes, strict=True):
             values[position] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
         return values
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the flat tensors that go back into the graph.
+        """Run the routines; return the flat tensors that go back into the graph.
 
         rounds: number of the round of each loop around the place, the outermost loop first.
         """
         run = self.run_of(execution, rounds) if self.takes_run else {}
         if self.replaces:
-            return self.replaced(self.actions[0], execution.ops, flat, run)
+            return self.run_replacement(self.actions[0], execution.ops, flat, run)
         actions = [action for action in self.actions if execution.runs_action(action)]
         return self.apply(actions, self.values(flat), execution.ops, execution.state, run)
 
     def run_of(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
-        """Return what the routines of one execution of the op hand on."""
+        """Return the dict `run` that the routines of one execution of the op share."""
         return execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), {})
 
     def apply(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
     ) -> list[Any]:
-        """Call routines on values; return the flat tensors that the place gives back."""
+        """Call routines on values; return the flat tensors that go back into the graph."""
         for action in actions:
-            given, values = values, run_routine(ops, action, values, self.facts, run, state.autodiff)
-            if values is not given:
-                self.check(action, given, values)
+            before, values = values, run_routine(ops, action, values, self.facts, run, state.autodiff)
+            if values is not before:
+                self.check(action, before, values)
         return self.results(values)
 
-    def check(self, action: Action, given: Sequence[Any], values: Sequence[Any]) -> None:
-        """Raise RoutineError where a routine changed a value that the graph does not take from it.
+    def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
+        """Raise RoutineError where a routine changed a value that cannot go back into the graph.
 
-        given: the op's values as they were.  values: as the routine left them.
+        before, values: the op's values before and after the routine.
         """
 
     def results(self, values: Sequence[Any]) -> list[Any]:
-        """Return the flat tensors that the place gives back, of all the op's values."""
-        return spread([values[position] for position in self.gives]) if self.gives else []
+        """Return the flat tensors that go back into the graph, from all the op's values."""
+        return spread(values[position] for position in self.output_positions)
 
-    def replaced(self, action: Action, ops: TensorOps, flat: Sequence[Any], run: dict[str, Any]) -> list[Any]:
-        """Call a replacement on the flat tensors; return those that the place gives back."""
-        own = len(flat) - self.reads
-        values, reads = self.values(flat[:own]), flat[own:]
+    def run_replacement(
+        self, action: Action, ops: TensorOps, flat: Sequence[Any], run: dict[str, Any]
+    ) -> list[Any]:
+        """Call a replacement on the flat tensors; return the flat tensors that go back into the graph."""
+        input_count = len(flat) - self.reads
+        values, reads = self.values(flat[:input_count]), flat[input_count:]
         result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
         if result is NotImplemented:
             error = RoutineError(
@@ -114,19 +126,19 @@ class Insertion:
             )
             raise self.facts.explain(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        wanted = list(self.wanted)
-        if len(self.gives) == 1 and len(results) != 1:
+        read_gradients = list(self.read_gradients)
+        if len(self.output_positions) == 1 and len(results) != 1:
             return results  # one output that is a list
-        if len(results) == len(self.gives):
+        if len(results) == len(self.output_positions):
             return spread(results)
-        if wanted and len(results) == len(wanted):
-            placed: list[Any] = [None] * len(self.gives)
-            for position, value in zip(wanted, results, strict=True):
+        if read_gradients and len(results) == len(read_gradients):
+            placed: list[Any] = [None] * len(self.output_positions)
+            for position, value in zip(read_gradients, results, strict=True):
                 placed[position] = value
             return placed
-        what = "gradients" if action.type.is_backward else "outputs"
+        noun = "gradients" if action.type.is_backward else "outputs"
         error = RoutineError(
-            f"{action} returned {len(results)} {what}; {self.facts.name} gives {len(self.gives)}"
+            f"{action} returned {len(results)} {noun}; {self.facts.name} gives {len(self.output_positions)}"
         )
         raise self.facts.explain(error, action)
 
@@ -136,6 +148,8 @@ class Table(dict[int, Any]):
 
     @cached_property
     def openings(self) -> tuple[tuple[Action, OpFacts], ...]:
-        """The routines that are called as a run begins; asked for when the graph has been rewritten."""
-        places = [one for one in self.values() if isinstance(one, Insertion)]
-        return tuple((action, place.facts) for place in places for action in place.actions if action.opening)
+        """The routines that are called at the start of a run; cached, so read this after the rewrite."""
+        insertions = [entry for entry in self.values() if isinstance(entry, Insertion)]
+        return tuple(
+            (action, entry.facts) for entry in insertions for action in entry.actions if action.opening
+        )

@@ -1,4 +1,4 @@
-"""Values that traceable routines read beside their arguments, so that graphs follow their changes."""
+"""Values that traceable routines read besides their arguments, so that graphs follow their changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISSING = object()
 
 
 class Reading(NamedTuple):
-    """A place that a routine reads: `read(holder, name)` gives what is there; value: what was there."""
+    """A place that a routine reads: `read(holder, name)` returns its value now; value: its earlier value."""
 
     read: Callable[[Any, Any], Any]
     holder: Any
@@ -32,22 +32,22 @@ class Reading(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Any]:
-        """Tells it from other places."""
+        """Identity of the place."""
         return id(self.holder), self.name
 
 
 class Reads:
-    """Values that routines read, as they are now: attributes, variables of modules and enclosing functions.
+    """Present values that routines read: attributes, variables of modules and of enclosing functions.
 
-    Their code says which names they read; it is followed into functions of the same package.  A name stands
-    for the attribute of that name of all that they reach.  What they set themselves is left out.  A driver's
-    subclass says what values of its framework are.
+    The names come from the routines' code, and from functions of the same package that it calls.  A name
+    stands for the attribute of this name of every object that the routines reach.  Attributes that routines
+    set themselves are left out.  A driver's subclass adds the values of its framework.
 
-    plain: types of values that are told apart by what they are, others by which object they are.
-    opaque: packages whose objects are not looked into.
-    called: names of the methods that expressions lead to, such as a call of an object.
-    dynamic: types whose objects may have attributes that only reading them shows.
-    written: names of what the routines set, as far as is known.
+    plain: types of values that are compared by equality; other values are compared by identity.
+    opaque: packages whose objects are not followed.
+    called: names of methods that expressions call implicitly, such as `__call__`.
+    dynamic: types whose objects may have attributes that only `getattr` finds.
+    written: names that the routines set, as far as their code shows.
     """
 
     plain: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
@@ -61,14 +61,14 @@ class Reads:
         self._holders: list[Any] = []
         self._names: dict[str, None] = {}
         self._stored: dict[str, None] = {}
-        self._looked: set[tuple[int, str]] = set()
-        self._homes: set[str] = set()
+        self._followed: set[tuple[int, str]] = set()
+        self._packages: set[str] = set()
         self._left_out: set[tuple[int, Any]] = set()
         self.written: dict[str, None] = {}
 
     @classmethod
     def is_same(cls, value: Any, before: Any) -> bool:
-        """Return True if two are the same object, or plain values that are equal."""
+        """Return True if two values are the same object, or equal plain values."""
         if value is before:
             return True
         if type(value) is not type(before):
@@ -78,19 +78,24 @@ class Reads:
         return isinstance(value, cls.plain) and bool(value == before)
 
     def follow(self, action: Action) -> None:
-        """Take up what an action's routine reads."""
-        self._homes |= {_package(action.func), _package(type(action.tool))} - self.opaque
+        """Record the values that an action's routine reads."""
+        self._packages |= {_home_package(action.func), _home_package(type(action.tool))} - self.opaque
         self.reach(action.func)
         for value in action.kwargs.values():
             self.reach(value)
-        while pairs := [pair for pair in self._pairs() if (id(pair[0]), pair[1]) not in self._looked]:
+        # What an attribute leads to may add holders and names, so repeat until no pair is new.
+        while pairs := [
+            (holder, name)
+            for holder, name in self._holder_names()
+            if (id(holder), name) not in self._followed
+        ]:
             for holder, name in pairs:
-                self._looked.add((id(holder), name))
-                self._look(holder, name)
+                self._followed.add((id(holder), name))
+                self._follow_attribute(holder, name)
 
     @contextmanager
     def tracing(self, actions: Iterable[Action]) -> Iterator[None]:
-        """Context in which routines are traced: what they read is taken up, without what they set."""
+        """Return a context in which routines are traced; record what they read, without what they set."""
         for action in actions:
             self.follow(action)
         steady = [place for place in self if self._holds(place)]
@@ -98,26 +103,27 @@ class Reads:
         self.settle(steady)
 
     def settle(self, among: Iterable[Reading] | None = None) -> None:
-        """Leave out what has changed since it was read: routines that were traced have set it."""
+        """Drop places whose value has changed since it was read: the traced routines have set them."""
         for name in self._stored:
-            if any(inspect.getattr_static(one, name, _MISSING) is not _MISSING for one in self._holders):
+            owners = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
+            if any(attribute is not _MISSING for attribute in owners):
                 self.written[name] = None
-        for place in [one for one in (self if among is None else among) if not self._holds(one)]:
+        for place in [reading for reading in (self if among is None else among) if not self._holds(reading)]:
             self.written[self.name_of(place)] = None
             self._left_out.add(place.key)
             del self._places[place.key]
 
     def name_of(self, place: Reading) -> str:
-        """The name of what is at a place, or of the container whose contents are."""
+        """Return the name of a place; for contents of a container the name of the container."""
         if place.name is not None:
             return str(place.name)
-        return next((self.name_of(one) for one in self if one.value is place.holder), "a container")
+        return next((self.name_of(outer) for outer in self if outer.value is place.holder), "a container")
 
     def hold(self) -> bool:
-        """Return True if all is as it was.  It runs at each call of a graph."""
+        """Return True if all values are unchanged.  This runs at each call of a graph."""
         if not self._places:
             return True
-        with interceptor.Suspension():  # a property may compute
+        with interceptor.Suspension():  # a property may call ops
             for read, holder, name, value in self._places.values():
                 now = read(holder, name)
                 if now is not value and not self.is_same(now, value):
@@ -127,9 +133,9 @@ class Reads:
     def unfollowed(
         self, traced: Sequence[tuple[Action, Sequence[Any]]], graph: str = "a graph"
     ) -> list[tuple[str, str]]:
-        """Return what graphs do not follow, and why, for the reports of scopes.
+        """Return descriptions of values that graphs do not follow, with reasons, for the reports of scopes.
 
-        traced: actions, with the tensors that their routines hold.  graph: what the routines are in.
+        traced: actions, with the tensors that their routines hold.  graph: the word for the traced program.
         """
         entries = []
         if self.written:
@@ -148,41 +154,41 @@ class Reads:
         return entries
 
     def look_into(self, value: Any) -> bool:
-        """Return True if a value has attributes that routines read; a driver takes up what else it holds.
+        """Return True if attributes of a value are to be followed; a driver's override adds other contents.
 
-        `reach` takes up one value, and `read` an attribute of one.
+        An override calls `reach` with a value, or `read` for an attribute of a value.
         """
-        return _package(type(value)) not in self.opaque
+        return _home_package(type(value)) not in self.opaque
 
     def reach(self, value: Any) -> None:
-        """Take up a value, and what it leads to."""
+        """Follow a value: record the attributes, cells and elements that it leads to."""
         if isinstance(value, self.plain) or id(value) in self._reached:
             return
         if isinstance(value, FunctionType):
-            self.reach(getattr(value, "__wrapped__", None))  # what a decorator of another package is around
-        if isinstance(value, (FunctionType, ModuleType, type)) and _package(value) not in self._homes:
+            self.reach(getattr(value, "__wrapped__", None))  # the decorator may be of another package
+        if isinstance(value, (FunctionType, ModuleType, type)) and _home_package(value) not in self._packages:
             return
         self._reached[id(value)] = value
         if isinstance(value, FunctionType):
             self._follow_code(value)
         elif isinstance(value, _FUNCTIONS):
-            for part in _parts(value):
+            for part in _wrapped_values(value):
                 self.reach(part)
         elif isinstance(value, _CONTAINERS):
-            for one in self._reading(_contents, value, None) or ():
-                self.reach(one)
+            for element in self._read_place(_contents, value, None) or ():
+                self.reach(element)
         elif isinstance(value, (ModuleType, type)):
             self._holders.append(value)
         elif self.look_into(value):
             self._holders.append(value)
             for name in self.called:
                 called = inspect.getattr_static(type(value), name, None)
-                called = getattr(called, "__wrapped__", called)  # within the `Enclosure` of a driver
+                called = getattr(called, "__wrapped__", called)  # a driver may have put an `Enclosure` around
                 self.reach(called if isinstance(called, FunctionType) else None)
 
     def read(self, holder: Any, name: str) -> Any:
-        """Take up an attribute; what it is, if it is kept there."""
-        return self._reading(_attribute, holder, name)
+        """Record an attribute; return its value, or None if each reading creates another value."""
+        return self._read_place(_attribute, holder, name)
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._reached
@@ -193,7 +199,7 @@ class Reads:
     def _holds(self, place: Reading) -> bool:
         return self.is_same(place.read(place.holder, place.name), place.value)
 
-    def _pairs(self) -> Iterator[tuple[Any, str]]:
+    def _holder_names(self) -> Iterator[tuple[Any, str]]:
         return ((holder, name) for holder in self._holders for name in self._names)
 
     def _follow_code(self, function: FunctionType) -> None:
@@ -202,26 +208,26 @@ class Reads:
         for name in names:
             self._names[name] = None
             if name in function.__globals__ and name not in stored:
-                self.reach(self._reading(dict.get, function.__globals__, name))
+                self.reach(self._read_place(dict.get, function.__globals__, name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name not in stored:
-                self.reach(self._reading(_in_cell, cell, name))
+                self.reach(self._read_place(_in_cell, cell, name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.reach(default)
 
-    def _look(self, holder: Any, name: str) -> None:
+    def _follow_attribute(self, holder: Any, name: str) -> None:
         if name in self._stored or (name.startswith("__") and name.endswith("__")):
             return
-        found = inspect.getattr_static(holder, name, _MISSING)
+        attribute = inspect.getattr_static(holder, name, _MISSING)
         is_own = name in getattr(holder, "__dict__", ())
-        is_elsewhere = isinstance(found, property) and _package(found.fget) not in self._homes
-        if isinstance(found, _FUNCTIONS) and not is_own and not is_elsewhere:
-            self.reach(found)
-        elif found is not _MISSING or isinstance(holder, self.dynamic):
+        is_elsewhere = isinstance(attribute, property) and _home_package(attribute.fget) not in self._packages
+        if isinstance(attribute, _FUNCTIONS) and not is_own and not is_elsewhere:
+            self.reach(attribute)
+        elif attribute is not _MISSING or isinstance(holder, self.dynamic):
             self.reach(self.read(holder, name))
 
-    def _reading(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
-        """Return what is at a place; None where nothing is, or what is made anew at each reading."""
+    def _read_place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
+        """Record a place and return its value; None if missing, or if each reading creates another value."""
         place = Reading(read, holder, name, read(holder, name))
         if not self._holds(place):
             return None
@@ -232,15 +238,16 @@ class Reads:
 
 @lru_cache(maxsize=1024)
 def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of attributes and variables of modules in some code, and of what it sets beyond itself."""
+    """Return the names of attributes and globals that code reads, and the names that it sets elsewhere."""
     names, stored = list(code.co_names), []
     for instruction in dis.get_instructions(code):
-        kind, _, what = instruction.opname.partition("_")
+        kind, _, target = instruction.opname.partition("_")
         if kind not in ("STORE", "DELETE"):
             continue
-        if what in ("ATTR", "GLOBAL") or (what == "DEREF" and instruction.argval in code.co_freevars):
+        if target in ("ATTR", "GLOBAL") or (target == "DEREF" and instruction.argval in code.co_freevars):
             stored.append(instruction.argval)
-    names += [one for one in code.co_consts if isinstance(one, str) and one.isidentifier()]  # for getattr
+    # A string constant may be the name that code passes to getattr.
+    names += [text for text in code.co_consts if isinstance(text, str) and text.isidentifier()]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             names += names_of(inner)[0]
@@ -251,14 +258,14 @@ def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _attribute(holder: Any, name: Any) -> Any:
     try:
         return getattr(holder, name, _MISSING)
-    except Exception:  # of a descriptor
+    except Exception:  # raised by a descriptor
         return _MISSING
 
 
 def _in_cell(cell: Any, _: str) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return _MISSING
 
 
@@ -268,7 +275,7 @@ def _contents(container: Any, _: None) -> tuple[Any, ...]:
     return tuple(container)
 
 
-def _parts(value: Any) -> list[Any]:
+def _wrapped_values(value: Any) -> list[Any]:
     if isinstance(value, property):
         return [value.fget]
     if isinstance(value, cached_property):
@@ -278,8 +285,8 @@ def _parts(value: Any) -> list[Any]:
     return [value.__func__, *([value.__self__] if isinstance(value, MethodType) else [])]
 
 
-def _package(value: Any) -> str:
-    """The outermost package of what defines a function or a class, or of a module; or Amanda's tools."""
+def _home_package(value: Any) -> str:
+    """Return the top-level package of a function, class or module; of Amanda's tools "amanda.tools"."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     outer, _, inner = str(name or "").partition(".")
     within = inner.partition(".")[0]

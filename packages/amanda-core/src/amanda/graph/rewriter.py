@@ -1,4 +1,4 @@
-"""The rewrite of one graph: its nodes go to the analysis in order, and routines are put among them."""
+"""The rewrite of one graph: analyse its nodes in order, and insert routines between them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PYTHON_IN_BODY = (
 
 
 class NotTraceable(Exception):
-    """A routine does something that has no counterpart in a graph; the message says what."""
+    """Raised for a routine with an operation that a graph cannot express; the message names the operation."""
 
 
 class Value(NamedTuple):
-    """A value of a graph: what it is called there, and its symbol."""
+    """A value of a graph: its name in the graph, and its symbol."""
 
     ref: Any
     symbol: Any
@@ -39,11 +39,10 @@ class Value(NamedTuple):
 class Rewriter(ABC, Generic[NodeT]):
     """The rewrite of one graph, which a driver's subclass reads and writes.
 
-    `run` takes each node in order: its inputs, as routines before it changed them, the node itself or what
-    replaces it, and its outputs.  A routine becomes part of the graph where it is traceable (`inline`), else
-    the graph calls it (`call`).
+    `run` handles each node in order: routines at its inputs, the node itself or its replacement, routines at
+    its outputs.  A traceable routine becomes part of the graph (`inline`); others are called (`call`).
 
-    current: what is read now instead of a value of the graph, by what the value is called.
+    current: for each replaced value of the graph, by name, the value that readers use instead.
     calls_python: False where no routine can run as Python, such as in a body of control flow.
     """
 
@@ -70,78 +69,80 @@ class Rewriter(ABC, Generic[NodeT]):
 
     @abstractmethod
     def keep(self, node: NodeT, inputs: Side, outputs: Side) -> None:
-        """Write a node, which reads `inputs.refs`."""
+        """Write a node to the new graph; it reads `inputs.refs`."""
 
     @abstractmethod
     def can_give(self, symbol: Any) -> bool:
-        """Return True for a value in whose place a routine can give another: a tensor."""
+        """Return True for a value that the result of a routine can replace: a tensor."""
 
     def can_replace(self, symbol: Any) -> bool:
-        """Return True for a value that what replaces a node can give."""
+        """Return True for a value that the replacement of a node can compute."""
         return self.can_give(symbol)
 
     @abstractmethod
     def call(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write a call of routines as Python, in a slot of `rewriting.add`; return the call's results.
+        """Write a Python call of routines, in a slot of `rewriting.add`; return the call's results.
 
-        given: the values that it is given.  wanted: symbols of those that it gives in their place; none of
-        observers.  side: all the values of the op there, before which an observer does not run.
+        inputs: values that the routines receive.  outputs: symbols of the values that the results replace;
+        none for observers.  side: all values of the op at this place; observers run after these are computed.
         """
 
     def inline(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Make routines part of the graph; return their results.  The arguments are those of `call`.
+        """Write traceable routines as nodes; return their results.  The arguments are those of `call`.
 
         Raises NotTraceable.
         """
         raise NotTraceable("the driver writes no routines into graphs")
 
     def constant(self, symbol: Any) -> Any:
-        """Return what a value always is; None where it is computed, or given to the graph."""
+        """Return the value of a constant; None for a value that is computed, or an input of the graph."""
         return None
 
     def stored(self, constant: Any) -> Value:
-        """Put a constant that a routine gave into the graph."""
+        """Store a constant that a routine returned in the graph."""
         raise NotImplementedError
 
-    def formed(self, place: Insertion, wanted: Sequence[Any], given_of: Side, gives_to: Side) -> Insertion:
-        """Fill in what the driver's own class of insertion has besides; return the insertion.
+    def formed(
+        self, place: Insertion, outputs: Sequence[Any], input_side: Side, output_side: Side
+    ) -> Insertion:
+        """Set the additional fields of a driver's subclass of Insertion; return the insertion.
 
-        wanted: symbols of what the insertion gives.  given_of, gives_to: the sides of what it is given and
-        of what it gives.
+        outputs: symbols of the values that the insertion returns.  input_side, output_side: sides of the
+        values that it receives and of the values that it returns.
         """
         return place
 
     def follow(self, node: NodeT, inputs: Side, outputs: Side, replaced: bool) -> None:
-        """Note what a node does, before the routines after it are put there."""
+        """Record a node's effects; called before routines are inserted after it."""
 
     def leave(self, node: NodeT, replaced: bool) -> None:
-        """Finish with a node; rewrite the graphs that it holds."""
+        """Finish a node: rewrite graphs inside it, such as bodies of loops."""
 
     def run(self) -> None:
-        """Analyse every node, and put the actions that tools record among the nodes."""
+        """Analyse every node, and insert the actions that tools record between the nodes."""
         for node in self.nodes():
             self.at_node(node)
 
     def at_node(self, node: NodeT) -> None:
-        """Analyse a node, and put the actions that tools record around it."""
+        """Analyse a node, and insert the actions that tools record around it."""
         inputs, outputs = self.sides(node)
         facts = self.facts(node, inputs)
         plan = self.rewriting.analysis.forward(facts, outputs.values)
         inputs.read(self.current)
         replaced = self.act(node, plan, inputs, outputs, facts)
-        self.read_instead(outputs)
+        self.redirect_readers(outputs)
         self.leave(node, replaced)
 
-    def read_instead(self, side: Side) -> None:
-        """Make others read what routines gave in the place of the values of a side."""
+    def redirect_readers(self, side: Side) -> None:
+        """Make later nodes read the results of routines instead of the replaced values of a side."""
         self.current |= {side.before[i]: side.refs[i] for i in side.changed()}
 
     def act(self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Put the actions of a plan before, instead of and after a node; return True if it is replaced."""
+        """Insert the actions of a plan before, instead of and after a node; return True if it is replaced."""
         self.insert_all(plan.before, inputs, facts)
         replaced = plan.replace is not None and self.replace(plan.replace, inputs, outputs, facts)
         if not replaced:
@@ -151,89 +152,94 @@ class Rewriter(ABC, Generic[NodeT]):
         return replaced
 
     def insert_all(self, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
-        """Put routines at a side; those of one group that follow one another go into one insertion."""
+        """Insert routines at a side; consecutive routines of one group go into one insertion."""
         for _, group in groupby(actions, self.group):
-            together = list(group)
-            positions = side.selected([action.select for action in together])
-            gives = [] if together[0].observer else side.where(positions, self.can_give)
-            self.put(together, side, positions, side, gives, facts)
+            grouped = list(group)
+            positions = side.selected([action.select for action in grouped])
+            changeable = [] if grouped[0].observer else side.where(positions, self.can_give)
+            self.insert(grouped, side, positions, side, changeable, facts)
 
     def group(self, action: Action) -> Hashable:
-        """Group of a routine: by default each traceable one is alone, observers and others are together."""
+        """Return the group of a routine: observers, others, and each traceable routine alone."""
         return action.observer, action if action.traceable else None
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Put a routine in the place of a node; return True if that is done."""
-        gives = outputs.selected([None])
-        if outputs.where(gives, self.can_replace) != gives:
+        """Insert a routine in the place of a node; return False if the node cannot be replaced."""
+        output_positions = outputs.selected([None])
+        if outputs.where(output_positions, self.can_replace) != output_positions:
             self.rewriting.refuse([action], facts, "what the op gives is no tensor")
             return False
         if action.reads:
             self.rewriting.refuse([action], facts, "it reads inputs of other ops")
             return False
-        return self.put([action], inputs, inputs.selected([action.select]), outputs, gives, facts)
+        return self.insert(
+            [action], inputs, inputs.selected([action.select]), outputs, output_positions, facts
+        )
 
-    def put(
+    def insert(
         self,
         actions: Sequence[Action],
-        given_of: Side,
-        positions: Sequence[int],
-        gives_to: Side,
-        gives: Sequence[int],
+        input_side: Side,
+        input_positions: Sequence[int],
+        output_side: Side,
+        output_positions: Sequence[int],
         facts: OpFacts,
-        others: Sequence[Value] = (),
+        extra_inputs: Sequence[Value] = (),
     ) -> bool:
-        """Put routines that are given values of one side where they give values of one; False if refused.
+        """Insert routines that read values of one side and replace values of one; return False if refused.
 
-        others: values of other nodes that they are given besides.
+        extra_inputs: values of other nodes that the routines receive besides.
         """
-        sizes = [given_of.sizes[i] for i in positions]
-        given = [Value(given_of.refs[i], given_of.symbols[i]) for i in given_of.flat(positions)]
-        given += others
-        out = gives_to.flat(gives)
-        wanted = [gives_to.symbols[i] for i in out]
-        place = self.insertion(actions, facts, given_of.count, positions, sizes, gives)
+        sizes = [input_side.sizes[i] for i in input_positions]
+        inputs = [Value(input_side.refs[i], input_side.symbols[i]) for i in input_side.flat(input_positions)]
+        inputs += extra_inputs
+        flat_outputs = output_side.flat(output_positions)
+        output_symbols = [output_side.symbols[i] for i in flat_outputs]
+        place = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
         if actions[0].takes_original and facts.original is not None:
             place.original = facts.original()
-        place.reads = len(others)
-        made = self._written(self.formed(place, wanted, given_of, gives_to), given, wanted, given_of)
-        if made is None:
+        place.reads = len(extra_inputs)
+        results = self._write_insertion(
+            self.formed(place, output_symbols, input_side, output_side), inputs, output_symbols, input_side
+        )
+        if results is None:
             return False
-        for i, (ref, symbol) in zip(out, made, strict=True):
-            self.rewriting.changed |= ref != gives_to.refs[i]
-            gives_to.refs[i], gives_to.symbols[i] = ref, symbol
+        for i, (ref, symbol) in zip(flat_outputs, results, strict=True):
+            self.rewriting.changed |= ref != output_side.refs[i]
+            output_side.refs[i], output_side.symbols[i] = ref, symbol
         return True
 
-    def _written(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+    def _write_insertion(
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value] | None:
-        """Return what a place gives in the new graph; None where the graph stays as it is there."""
+        """Write an insertion folded, inline or as a call; return its results, or None where it is refused."""
         actions, rewriting, facts = place.actions, self.rewriting, place.facts
-        why = self.untraced(place)
-        if why is None:
-            why = self._restless(actions, facts)
+        obstacle = self.untraced(place)
+        if obstacle is None:
+            obstacle = self._volatile_obstacle(actions, facts)
         may_run_once = rewriting.written and not actions[0].observer and not place.takes_run
-        may_fold = why is None or may_run_once
-        constants = [self.constant(one.symbol) for one in given] if may_fold else []
-        if constants and all(one is not None for one in constants):
-            return self._traced(actions, lambda: self._folded(place, given, constants))
-        if why is None:
+        # In a file an untraced routine may still run now, once, if all its inputs are constants of the file.
+        may_fold = obstacle is None or may_run_once
+        constants = [self.constant(value.symbol) for value in inputs] if may_fold else []
+        if constants and all(value is not None for value in constants):
+            return self._write_traced(actions, lambda: self._fold(place, inputs, constants))
+        if obstacle is None:
             try:
-                return self._traced(actions, lambda: self.inline(place, given, wanted, side))
+                return self._write_traced(actions, lambda: self.inline(place, inputs, outputs, side))
             except NotTraceable as error:
-                why = str(error)
+                obstacle = str(error)
         if rewriting.written or not self.calls_python:
-            kept_out = actions[0].traceable or rewriting.written
-            rewriting.refuse(actions, facts, why if kept_out else _PYTHON_IN_BODY)
+            gives_reason = actions[0].traceable or rewriting.written
+            rewriting.refuse(actions, facts, obstacle if gives_reason else _PYTHON_IN_BODY)
             return None
-        if why:
-            self.tell_called(place, why)
-        rewriting.free |= bool(wanted) and self.frees_shapes(place)
+        if obstacle:
+            self.report_python_call(place, obstacle)
+        rewriting.free |= bool(outputs) and self.frees_shapes(place)
         rewriting.changed = True
-        return self.call(place, given, wanted, side)
+        return self.call(place, inputs, outputs, side)
 
     def untraced(self, place: Insertion) -> str | None:
-        """Return why routines are not even tried to be traced ("": nothing to tell); None where they are."""
+        """Return the reason why routines are called without an attempt to trace; None if tracing is tried."""
         for action in place.actions:
             if not action.traceable:
                 return "it is not marked @amanda.traceable"
@@ -243,42 +249,45 @@ class Rewriter(ABC, Generic[NodeT]):
                 return "it takes `original`, which is called"
         return None
 
-    def tell_called(self, place: Insertion, why: str) -> None:
-        """Report that traceable routines run as Python."""
+    def report_python_call(self, place: Insertion, why: str) -> None:
+        """Report traceable routines that run as Python calls."""
         for action in place.actions:
             if action.traceable:
-                what = f"traceable {action} of {place.facts.name}"
-                self.rewriting.report(what, f"{why}, so it runs as Python")
+                subject = f"traceable {action} of {place.facts.name}"
+                self.rewriting.report(subject, f"{why}, so it runs as Python")
 
     def frees_shapes(self, place: Insertion) -> bool:
-        """Return True if routines may give other shapes than those that the graph had there."""
+        """Return True if routines may return other shapes than those of the values in the graph."""
         return (
             self.rewriting.state.autodiff
             or place.replaces
-            or any(one.differentiable for one in place.actions)
+            or any(action.differentiable for action in place.actions)
         )
 
     def results(self, place: Insertion, values: Sequence[Any]) -> list[Any]:
-        """Return what routines make of constants, or of values that record what is computed of them."""
+        """Return the routines' results for constants, or for symbols that record computations."""
         return place.run(Execution(self.rewriting.state, self.rewriting.ops, {}), values)
 
-    def _folded(self, place: Insertion, given: Sequence[Value], constants: Sequence[Any]) -> list[Value]:
-        """Call routines once, on constants, and put what they give into the graph."""
+    def _fold(self, place: Insertion, inputs: Sequence[Value], constants: Sequence[Any]) -> list[Value]:
+        """Call routines once, on constants, and store the results in the graph."""
         results = self.results(place, constants)
         self.rewriting.folded += place.actions
-        known = {id(constant): value for constant, value in zip(constants, given, strict=True)}
-        return [known.get(id(one)) or self.stored(one) for one in results]
+        input_of = {id(constant): value for constant, value in zip(constants, inputs, strict=True)}
+        return [input_of.get(id(result)) or self.stored(result) for result in results]
 
-    def _traced(self, actions: Sequence[Action], write: Callable[[], list[Value]]) -> list[Value]:
-        """Make routines part of the graph, and note what they read meanwhile."""
+    def _write_traced(self, actions: Sequence[Action], write: Callable[[], list[Value]]) -> list[Value]:
+        """Write routines to the graph, and record the values that they read while they are traced."""
         with self.rewriting.reads.tracing(actions):
-            made = write()
+            results = write()
         self.rewriting.traced += [(action, ()) for action in actions]
-        return made
+        return results
 
-    def _restless(self, actions: Sequence[Action], facts: OpFacts) -> str | None:
-        """Return why routines are not traced once more; None where what they read has had few values."""
-        changing = next(filter(None, map(self.rewriting.restless, actions)), None)
+    def _volatile_obstacle(self, actions: Sequence[Action], facts: OpFacts) -> str | None:
+        """Return the reason not to trace routines that read volatile values; None where they read none.
+
+        Where Python cannot run, they are traced nevertheless, and the report says so.
+        """
+        changing = next(filter(None, map(self.rewriting.volatile_name, actions)), None)
         if changing is None:
             return None
         why = f"what it reads changes often: {changing}"

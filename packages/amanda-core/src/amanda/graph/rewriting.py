@@ -1,4 +1,4 @@
-"""One rewrite of a graph: what is known meanwhile, and what comes of it."""
+"""The state and the results of one rewrite of a graph."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 class Rewriting:
     """One rewrite of a graph, with the graphs that it calls or holds.
 
-    analysis: of the ops.  namespace: their tags.
-    written: True for a graph that is written into a file and runs without Amanda: no routine may run as
-    Python, and those that would have to are in `refused`.
-    history: what traceable routines have read for earlier copies: that of the analysis, where it has one.
+    analysis: analysis of the ops.  namespace: namespace of the ops.
+    written: True for a graph that is written into a file and runs without Amanda: routines that would have
+    to run as Python are in `refused`.
+    history: values that traceable routines have read for earlier copies.
     table: the routines that are called as Python, by slot.
-    reports: what is not instrumented, and why.  changed: True once anything was inserted.
-    free: True once a routine may have changed the shape of what the graph computes.
-    handed_on: what is left for graphs that compute gradients of this one in another run.
-    reads: what traceable routines read for this copy.  traced: these, with the tensors that they hold.
-    folded: actions whose routines were called once, on constants.
+    reports: descriptions of uninstrumented parts, with reasons.  changed: True once a routine was inserted.
+    free: True once a routine may have changed the shape of a result of the graph.
+    handed_on: data for graphs that compute gradients of this graph in another run.
+    reads: values that traceable routines read for this copy.  traced: the routines' actions, with the tensors
+    that they hold.  folded: actions whose routines were called once, on constants.
     """
 
     analysis: GraphAnalysis
@@ -46,7 +46,7 @@ class Rewriting:
     changed: bool = False
     free: bool = False
     handed_on: Any = None
-    _restless: dict[Action, str] = field(default_factory=dict)
+    _volatile_names: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.history = self.analysis.history or self.history
@@ -60,28 +60,28 @@ class Rewriting:
         self.table[slot] = routines
         return slot
 
-    def report(self, what: str, reason: str) -> None:
-        """Note what is not instrumented, to be told at each execution."""
-        self.reports.setdefault((what, reason))
+    def report(self, subject: str, reason: str) -> None:
+        """Record a part that is not instrumented, for the report at each execution."""
+        self.reports.setdefault((subject, reason))
 
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
-        """Note that routines do not run at all."""
+        """Record that routines do not run at all, and notify their tools."""
         for action in actions:
             self.refused.append((facts, action, why))
             if not self.written:
                 self.report(f"{action} of {getattr(facts.op, 'name', facts.op)} ({facts.name})", why)
                 action.tool.refused(action, why)
 
-    def restless(self, action: Action) -> str:
-        """Return the name of a value that a routine reads and that changes often; else "".
+    def volatile_name(self, action: Action) -> str:
+        """Return the name of a value that a routine reads and that changes often, "" if there is none.
 
-        Such a routine is not traced.
+        A routine with such a value is not traced, since each change would build another copy.
         """
-        if action not in self._restless:
-            self._restless[action] = self.history.restless(action)
-        return self._restless[action]
+        if action not in self._volatile_names:
+            self._volatile_names[action] = self.history.volatile_name(action)
+        return self._volatile_names[action]
 
-    def tell_unfollowed(self) -> None:
-        """Report what traceable routines read or set that the copy does not follow."""
-        for what, reason in self.reads.unfollowed(self.traced):
-            self.report(what, reason)
+    def report_unfollowed(self) -> None:
+        """Report values that traceable routines read or set and that the copy does not follow."""
+        for subject, reason in self.reads.unfollowed(self.traced):
+            self.report(subject, reason)

@@ -1,4 +1,4 @@
-"""The values at one side of a graph's node while routines are put there."""
+"""The values at one side of a graph's node while routines are inserted there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Side:
-    """Inputs or outputs of a node, in order: what each is called in the graph, and where it is read now.
+    """The inputs or outputs of a node, in order, with the names under which the graph reads them.
 
     A value may be a list of tensors; flat positions count each tensor of a list.
 
-    refs: where each flat value is read now, in the graph's terms.  before: where it was read at first.
+    refs: name of each flat value for its readers.  before: the names before routines replaced values.
     symbols: each flat value as an analysis sees it.  sizes: for each value the length of a list; None for a
-    single tensor.  unread: flat positions of values that routines are not given.
+    single tensor.  unread: flat positions of values that routines do not receive.
     """
 
     def __init__(
@@ -36,44 +36,46 @@ class Side:
 
     @property
     def count(self) -> int:
-        """Return how many values there are."""
+        """Return the number of values."""
         return len(self.sizes)
 
     @property
     def values(self) -> list[Any]:
-        """Return the symbols as an analysis is given them: those of a list as a list."""
+        """Return the symbols for an analysis, with a list for a value that is a list."""
         return [
             self.symbols[first] if size is None else self.symbols[first : first + size]
             for first, size in zip(self._firsts, self.sizes, strict=True)
         ]
 
     def selected(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
-        """Return the positions of values that routines with these selections get; None selects all."""
+        """Return the positions of values that routines with these selections receive; None selects all."""
         count = self.count
-        chosen = set(range(count)) if None in selections else set()
-        chosen |= {
+        positions = set(range(count)) if None in selections else set()
+        positions |= {
             position % count
             for select in selections
             for position in select or ()
             if -count <= position < count
         }
-        return sorted(one for one in chosen if self.unread.isdisjoint(self._range(one)))
+        return sorted(position for position in positions if self.unread.isdisjoint(self._range(position)))
 
     def flat(self, positions: Sequence[int]) -> list[int]:
         """Return the flat positions of values."""
         return [i for position in positions for i in self._range(position)]
 
     def where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
-        """Return those of some positions at which a condition holds for each symbol."""
-        return [one for one in positions if all(holds(self.symbols[i]) for i in self._range(one))]
+        """Return the positions among `positions` where a condition holds for each symbol."""
+        return [
+            position for position in positions if all(holds(self.symbols[i]) for i in self._range(position))
+        ]
 
     def changed(self) -> list[int]:
-        """Return the flat positions that are read elsewhere than at first."""
+        """Return the flat positions of replaced values."""
         return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
 
     def read(self, current: Mapping[Any, Any]) -> None:
-        """Read each value where others read it now."""
-        self.refs = [current.get(one, one) for one in self.refs]
+        """Take over the names under which other nodes read the values now."""
+        self.refs = [current.get(ref, ref) for ref in self.refs]
         self.before = list(self.refs)
 
     def _range(self, position: int) -> range:

@@ -66,8 +66,11 @@ class Attributes:
         """
         for name in through:
             code = getattr(kind, name).__code__
-            for one in (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType))):
-                codes.add_code(one, BOUNDARY)
+            for region_code in (
+                code,
+                *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)),
+            ):
+                codes.add_code(region_code, BOUNDARY)
         call = vars(kind)["__call__"]
         self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
 
@@ -82,7 +85,7 @@ class Attributes:
     @staticmethod
     def serves_again(holder: Any, name: str) -> bool:
         """Return whether the program has wrapped a stand-in that was there in an earlier scope."""
-        return _is_held(_outlived.get((holder, name)), vars(holder).get(name))
+        return _wraps(_outlived.get((holder, name)), vars(holder).get(name))
 
     def restore(self) -> None:
         """Undo every step, then every `set`, last first.
@@ -109,12 +112,12 @@ _outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValue
 """Stand-ins in whose place the program has put something, by holder and name."""
 
 
-def _is_held(stand_in: Any, value: Any) -> bool:
+def _wraps(stand_in: Any, value: Any) -> bool:
     """Return whether a function has a stand-in in its closure, or in what it wraps."""
-    found = [value]
+    referents = [value]
     for _ in range(_DEPTH if stand_in is not None else 0):
-        found = [one for one in gc.get_referents(*found) if isinstance(one, _WRAPPING)]
-        if any(one is stand_in for one in found):
+        referents = [referent for referent in gc.get_referents(*referents) if isinstance(referent, _WRAPPING)]
+        if any(referent is stand_in for referent in referents):
             return True
     return False
 

@@ -153,13 +153,13 @@ class _Watch(MetaPathFinder):
         """Call a watch off; return whether the callback had not been called."""
         with self._lock:
             waiting = self._callbacks.get(name, [])
-            left = [one for one in waiting if one is not callback]
-            if left:
-                self._callbacks[name] = left
+            remaining = [entry for entry in waiting if entry is not callback]
+            if remaining:
+                self._callbacks[name] = remaining
             else:
                 self._callbacks.pop(name, None)
             self._tidy()
-        return len(left) < len(waiting)
+        return len(remaining) < len(waiting)
 
     def _install(self) -> None:
         # A list of its own, because another thread may be walking the old one.
@@ -170,9 +170,9 @@ class _Watch(MetaPathFinder):
         if self._callbacks or not self._with_us:
             return
         if sys.meta_path is self._with_us:
-            left = [finder for finder in self._with_us if finder is not self]
-            if left != self._before:
-                self._before[:] = left
+            remaining = [finder for finder in self._with_us if finder is not self]
+            if remaining != self._before:
+                self._before[:] = remaining
             sys.meta_path = self._before  # type: ignore[assignment]
         else:  # someone put a list in place of ours, and may put ours back
             # None at the interpreter's end, when what is suspended in a scope is let go.

@@ -23,13 +23,13 @@ def uninterrupted(work: Callable[[], None]) -> None:
     arrived: list[tuple[Handler, int, FrameType | None]] = []
 
     try:
-        _take(handlers, lambda handler, number, frame: arrived.append((handler, number, frame)))
+        _replace_handlers(handlers, lambda handler, number, frame: arrived.append((handler, number, frame)))
         work()
     finally:
         try:
-            _hand_back(handlers)
+            _restore_handlers(handlers)
         finally:
-            _hand_back(handlers)  # those that an exception has left
+            _restore_handlers(handlers)  # those that an exception has left
     for handler, number, frame in arrived:
         handler(number, frame)
 
@@ -59,28 +59,31 @@ def raised_by_signals() -> Iterator[list[BaseException]]:
 
     try:
         if threading.current_thread() is threading.main_thread():
-            _take(handlers, call)
+            _replace_handlers(handlers, call)
         yield raised
     finally:
         try:
-            _hand_back(handlers)
+            _restore_handlers(handlers)
         finally:
-            _hand_back(handlers)
+            _restore_handlers(handlers)
 
 
-def _take(handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]) -> None:
+def _replace_handlers(
+    handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]
+) -> None:
     """Call `call(handler, number, frame)` in the place of each handler of the program."""
 
-    def instead(number: int, frame: FrameType | None) -> None:
-        call(found[number], number, frame)
+    def replacement(number: int, frame: FrameType | None) -> None:
+        call(originals[number], number, frame)
 
-    found = {n: one for n in range(1, signal.NSIG) if callable(one := signals.getsignal(n))}
-    for number, handler in found.items():
+    installed = ((number, signals.getsignal(number)) for number in range(1, signal.NSIG))
+    originals = {number: handler for number, handler in installed if callable(handler)}
+    for number, handler in originals.items():
         handlers[number] = handler
-        signals.signal(number, instead)
+        signals.signal(number, replacement)
 
 
-def _hand_back(handlers: dict[int, Handler]) -> None:
+def _restore_handlers(handlers: dict[int, Handler]) -> None:
     """Put handlers back, all of them also where one is called at once and raises."""
     if handlers:
         number = next(iter(handlers))
@@ -88,4 +91,4 @@ def _hand_back(handlers: dict[int, Handler]) -> None:
             signals.signal(number, handlers[number])
         finally:
             del handlers[number]
-            _hand_back(handlers)
+            _restore_handlers(handlers)

@@ -92,21 +92,21 @@ def _checked(target: Any, error: type[AmandaError]) -> Any:
         constructor = getattr(target, "__init__")  # noqa: B009
         setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
         return target
-    call: _Call | None = None
+    call: _ArgumentChecks | None = None
 
     @functools.wraps(target)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal call
         if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
-            call = _Call(target, error)
+            call = _ArgumentChecks(target, error)
         args = call.positions(args)
         return target(*args, **call.names(args, kwargs)) if kwargs else target(*args)
 
     return with_checks
 
 
-class _Call:
+class _ArgumentChecks:
     """The kinds of the arguments of a function, by position and by name."""
 
     def __init__(self, function: Callable[..., Any], error: type[AmandaError]) -> None:
@@ -116,18 +116,18 @@ class _Call:
         self._error, self._qualname = error, function.__qualname__
         self._is_method = next(iter(parameters), "") == "self"
         self._positions: list[tuple[str, Kind | None]] = []
-        self._more: tuple[str, Kind | None] = "", None
+        self._variadic: tuple[str, Kind | None] = "", None
         self._names: dict[str, Kind | None] = {}
-        self._others: Kind | None = None
-        self._takes_others = False
+        self._keyword_kind: Kind | None = None
+        self._takes_any_keyword = False
         for name, parameter in parameters.items():
             kind = kinds.get(name)
             if parameter.kind is parameter.VAR_POSITIONAL:
-                self._more = name, kind
+                self._variadic = name, kind
             elif parameter.kind is parameter.VAR_KEYWORD:
                 unpacked = _unpacked(hints.get(name))
                 self._names.update({key: kind_of(hint) for key, hint in unpacked.items()})
-                self._takes_others, self._others = not unpacked, None if unpacked else kind
+                self._takes_any_keyword, self._keyword_kind = not unpacked, None if unpacked else kind
             else:
                 if parameter.kind is not parameter.KEYWORD_ONLY:
                     self._positions.append((name, kind))
@@ -139,7 +139,7 @@ class _Call:
         """Return the arguments that are given by position; Python itself refuses those that are too many."""
         accepted = args
         for position, value in enumerate(args):
-            name, kind = self._positions[position] if position < self._count else self._more
+            name, kind = self._positions[position] if position < self._count else self._variadic
             if kind is not None:
                 try:
                     number = kind.accept(value)
@@ -152,13 +152,13 @@ class _Call:
     def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that are given by name; raise OptionError for a name that is no option."""
         for name, value in kwargs.items():
-            kind = self._names.get(name, self._others)
+            kind = self._names.get(name, self._keyword_kind)
             if kind is not None:
                 try:
                     kwargs[name] = kind.accept(value)
                 except Mismatch as mismatch:
                     raise self._mistake(args, name, value, kind, mismatch) from None
-            elif name not in self._names and not self._takes_others:
+            elif name not in self._names and not self._takes_any_keyword:
                 hint = did_you_mean(name, self._names.keys() - {"self"})
                 raise OptionError(f"{self._name(args)} got an unexpected keyword argument {name!r}; {hint}")
         return kwargs
@@ -202,14 +202,14 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a function; Any stands for names that type checkers alone import."""
     function = inspect.unwrap(function)
     names, hints = getattr(function, "__globals__", {}), {}
-    others: dict[str, Any] = {"Unpack": _Unpack}
+    stand_ins: dict[str, Any] = {"Unpack": _Unpack}
     for name, annotation in getattr(function, "__annotations__", {}).items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         while name not in hints:
             try:
-                hints.update(typing.get_type_hints(holder, names, others, include_extras=True))
+                hints.update(typing.get_type_hints(holder, names, stand_ins, include_extras=True))
             except NameError as error:
-                others[str(error.name)] = Any
+                stand_ins[str(error.name)] = Any
             except Exception:  # such as an array of a type that is Any
                 hints[name] = Any
     return hints

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from amanda.errors import FileError
 from amanda.files import check_file_to_write, check_folder_to_write
-from amanda.options.ranges import WHOLE, At, Length, Range, Where
+from amanda.options.ranges import WHOLE, Length, PathTarget, Range, Where
 
 _SHOWN = 120
 _LISTS = (Sequence, list, Iterable, Collection)
@@ -70,7 +70,7 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if where is not None:
         return _where(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
     if origin in (Union, types.UnionType):
-        at = next((mark for mark in marks if isinstance(mark, At)), None)
+        at = next((mark for mark in marks if isinstance(mark, PathTarget)), None)
         return _path(at) if at is not None else _union([_kind(member, marks) for member in members])
     if origin is Literal:
         return _literal(members)
@@ -92,7 +92,7 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if not isinstance(plain, type):
         return _ANY
     if issubclass(plain, os.PathLike):
-        return _path(next((mark for mark in marks if isinstance(mark, At)), None))
+        return _path(next((mark for mark in marks if isinstance(mark, PathTarget)), None))
     if getattr(plain, "_is_protocol", False):
         return _protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
     return _noun(plain.__name__, lambda value: isinstance(value, plain))
@@ -216,8 +216,8 @@ def _any(marks: tuple[Any, ...]) -> Kind:
     return _ANY
 
 
-def _path(at: At | None) -> Kind:
-    name = "path" if at is None else f"path of a {at.what.removeprefix('output ')}"
+def _path(at: PathTarget | None) -> Kind:
+    name = "path" if at is None else f"path of a {at.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
@@ -226,7 +226,7 @@ def _path(at: At | None) -> Kind:
         if not isinstance(text, str) or not text or "\0" in text:
             raise Mismatch("it is empty" if not text else "")
         try:
-            if at is not None and (trouble := _trouble_at(Path(text), at.what)):
+            if at is not None and (trouble := _trouble_at(Path(text), at.target)):
                 raise Mismatch(trouble)
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
@@ -237,16 +237,16 @@ def _path(at: At | None) -> Kind:
     return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
 
 
-def _trouble_at(path: Path, wanted: str) -> str:
+def _trouble_at(path: Path, target: str) -> str:
     """Return what is wrong at a path; "" if nothing is."""
-    if wanted == "file":
+    if target == "file":
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
-    if wanted == "folder":
+    if target == "folder":
         return "" if path.is_dir() else "it is no folder" if path.exists() else "there is no such folder"
     if any(len(os.fsencode(part)) > 255 for part in path.parts):
         return "a name in it is too long"
     try:
-        (check_file_to_write if wanted == "output file" else check_folder_to_write)(path)
+        (check_file_to_write if target == "output file" else check_folder_to_write)(path)
     except FileError as error:
         return str(error).partition(" cannot be written: ")[2]
     return ""
@@ -379,6 +379,6 @@ def _mapping(members: tuple[Any, ...]) -> Kind:
 _ANY = Kind("any value", "text", "values", lambda value: value)
 _PLAIN: dict[Any, Callable[[tuple[Any, ...]], Kind]] = {
     bool: _bool, int: _int, float: _float, str: _str, type(None): _none, None: _none, Any: _any, object: _any,
-    Path: lambda marks: _path(next((mark for mark in marks if isinstance(mark, At)), None)),
+    Path: lambda marks: _path(next((mark for mark in marks if isinstance(mark, PathTarget)), None)),
     PurePath: lambda marks: _path(None), os.PathLike: lambda marks: _path(None),
 }  # fmt: skip

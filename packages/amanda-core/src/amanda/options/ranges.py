@@ -74,14 +74,14 @@ class Length:
 
 
 @dataclass(frozen=True)
-class At:
+class PathTarget:
     """The file or folder that a path has to lead to: a "file", "folder", "output file" or "output folder".
 
     An output file need not be there, but its folder must.  An output folder need not be there either; its
     nearest parent that is there must be a folder that can be written.
     """
 
-    what: Literal["file", "folder", "output file", "output folder"]
+    target: Literal["file", "folder", "output file", "output folder"]
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ AnyFloat = Annotated[float, Range(finite=False)]
 """A number that may be nan or infinite; a plain `float` is finite."""
 Name = Annotated[str, NotEmpty]
 """A text that is not empty."""
-File = Annotated[str | PathLike[str] | Path, At("file")]
+File = Annotated[str | PathLike[str] | Path, PathTarget("file")]
 """The path of a file that is there."""
-Folder = Annotated[str | PathLike[str] | Path, At("folder")]
+Folder = Annotated[str | PathLike[str] | Path, PathTarget("folder")]
 """The path of a folder that is there."""
-OutputFile = Annotated[str | PathLike[str] | Path, At("output file")]
+OutputFile = Annotated[str | PathLike[str] | Path, PathTarget("output file")]
 """The path of a file to write, in a folder that is there."""
-OutputFolder = Annotated[str | PathLike[str] | Path, At("output folder")]
+OutputFolder = Annotated[str | PathLike[str] | Path, PathTarget("output folder")]
 """The path of a folder to write into, which is made when needed."""

@@ -1,11 +1,11 @@
-"""The plan of an op: its facts go through the tools' analysis routines into what runs there.
+"""The plan of an op: the actions that the tools' analysis routines record for the op's facts.
 
-In: `OpFacts` of a driver, and the tools that are applied, in order.  Out: a `Plan` of actions for each layer
-of tools, kept by op id as long as the op's module, parameters and tools live; and the call of one routine,
-`run_routine`, with its result in the place of what it was given.
-Called by `scope`, which makes layers, and by `eager`, `graph` and `export`, which carry plans out.
+In: `OpFacts` of a driver, and the tools that are applied, in order.  Out: a `Plan` of actions for each stack
+of tools, stored by op id as long as the op's module, parameters and tools live; and the call of a routine,
+`run_routine`, which puts the results in the place of the routine's arguments.
+Called by `scope`, which creates stacks, and by `eager`, `graph` and `export`, which execute plans.
 
-Beside `amanda.backend` a driver may import what is in `__all__`, to carry plans out by itself.
+Beside `amanda.backend` a driver may import the names in `__all__`, to execute plans by itself.
 """
 
 from amanda.plan.plan import Actions, Plan

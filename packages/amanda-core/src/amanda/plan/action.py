@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from amanda import interceptor
 from amanda.errors import RoutineError
 from amanda.options import checked
-from amanda.plan.arguments import Parameters, parameters_of
+from amanda.plan.arguments import RoutineParameters, parameters_of
 from amanda.plan.gathered import gathered_form
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ _MARKS = "__amanda_marks__"
 class InstrumentationPoint(enum.Enum):
     """A point of an op at which analysis routines run.
 
-    is_backward: whether it lies in the backward pass.
-    is_after: whether the op has run there.
+    is_backward: whether the point is in the backward pass.
+    is_after: whether the point comes after the op.
     """
 
     BEFORE_FORWARD_OP = "before_forward_op"
@@ -53,8 +53,8 @@ class InstrumentationPoint(enum.Enum):
 class ActionType(enum.Enum):
     """A kind of action; the value is the name of the method of `OpContext` that records it.
 
-    is_backward: whether it concerns a backward op.
-    is_after, is_replacement: whether its routine runs after the op, or instead of the op.
+    is_backward: whether the action is at a backward op.
+    is_after, is_replacement: whether the routine runs after the op, or instead of the op.
     """
 
     INSERT_BEFORE_OP = "insert_before_op"
@@ -80,15 +80,15 @@ REPLACE_OP = ActionType.REPLACE_OP
 class Action:
     """One instrumentation routine at one op.
 
-    select: positions of the values that the routine is given; None for all of them.
-    kwargs: what the tool injects into every call of the routine.
-    reads: of a replacement in a graph, inputs of other ops that it is given: op ids and positions.
-    gathered: takes many executions of the routine in one call; None where nothing does.
-    takes_run: whether the routine has a parameter `run`, for what one execution hands on.
-    takes_shapes: whether the routine, unless it replaces, has a keyword `shapes`, for those of one execution.
+    select: positions of the values that the routine receives; None for all values.
+    kwargs: keyword arguments from the tool, passed in every call of the routine.
+    reads: for a replacement in a graph, inputs of other ops that it receives: op ids and positions.
+    gathered: routine that takes many executions in one call; None where there is none.
+    takes_run: whether the routine has a parameter `run`, the dict that routines of one execution share.
+    takes_shapes: whether the routine has a keyword `shapes`; False for a replacement.
     takes_recomputed: whether the routine has a parameter `recomputed`, True in a recomputation.
-    takes_original: whether a replacement has a parameter `original`, for what computes the op.
-    parameters: those of a replacement that the op's inputs may fill; None of one written in C.
+    takes_original: whether a replacement has a parameter `original`, a function that computes the op.
+    parameters: a replacement's parameters that inputs of the op may fill; None for a routine written in C.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class Action:
         "traceable", "type",
     )  # fmt: skip
 
-    # Recorded by the thousand, so this is no dataclass: a frozen one takes twice as long to make.
+    # No dataclass, since tools record thousands of actions: to create a frozen one takes twice as long.
     def __init__(
         self,
         type: ActionType,
@@ -113,13 +113,13 @@ class Action:
         self.select = select
         self.kwargs = kwargs
         self.reads = reads
-        carried = marks(func)
-        self.differentiable = "differentiable" in carried
-        self.traceable = "traceable" in carried
-        self.observer = "observer" in carried
+        mark_names = marks(func)
+        self.differentiable = "differentiable" in mark_names
+        self.traceable = "traceable" in mark_names
+        self.observer = "observer" in mark_names
         self.gathered = gathered_form(func) if self.observer else None
-        self.opening = "opening" in carried
-        self.innermost = "innermost" in carried
+        self.opening = "opening" in mark_names
+        self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
         self.takes_recomputed = not isinstance(func, interceptor.Tally) and self._takes("recomputed")
         if self.takes_recomputed:
@@ -128,27 +128,27 @@ class Action:
         self.takes_original = type is REPLACE_OP and self._takes("original")
         self.parameters = self._parameters() if type is REPLACE_OP else None
 
-    def _parameters(self) -> Parameters | None:
-        taken = [*self.kwargs, *(name for name in ("run", "original") if self._takes(name))]
-        return parameters_of(self.func, [*taken, "reads"] if self.reads else taken)
+    def _parameters(self) -> RoutineParameters | None:
+        bound_names = [*self.kwargs, *(name for name in ("run", "original") if self._takes(name))]
+        return parameters_of(self.func, [*bound_names, "reads"] if self.reads else bound_names)
 
     def _takes(self, name: str) -> bool:
-        return name not in self.kwargs and has_parameter(self.func, name, alone=name == "shapes")
+        return name not in self.kwargs and has_parameter(self.func, name, keyword_only=name == "shapes")
 
     def in_recomputation(self) -> Action | None:
         """Return the action for a recomputation of the op; None where its routine is not called.
 
-        Observers have heard of the execution, unless they ask for it by a parameter `recomputed`.
-        A `Tally` counts in its attribute `recomputed`, if it has one.
+        Observers were called in the first execution; those with a parameter `recomputed` are called again.
+        A `Tally` counts recomputations in its attribute `recomputed`, if it has one.
         """
         if isinstance(self.func, interceptor.Tally):
-            other = getattr(self.func, "recomputed", None)
-            return None if other is None else self._with(other, self.kwargs)
+            recomputed_tally = getattr(self.func, "recomputed", None)
+            return None if recomputed_tally is None else self._with_routine(recomputed_tally, self.kwargs)
         if self.takes_recomputed:
-            return self._with(self.func, {**self.kwargs, "recomputed": True})
+            return self._with_routine(self.func, {**self.kwargs, "recomputed": True})
         return None if self.observer or self.opening else self
 
-    def _with(self, func: Routine, kwargs: Mapping[str, Any]) -> Action:
+    def _with_routine(self, func: Routine, kwargs: Mapping[str, Any]) -> Action:
         action = copy(self)
         action.func, action.kwargs = func, kwargs
         return action
@@ -162,54 +162,56 @@ def has_run(func: Routine) -> bool:
     return has_parameter(func, "run")
 
 
-def has_parameter(func: Routine, name: str, alone: bool = False) -> bool:
+def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """Return True if a routine has a parameter of this name.
 
-    alone: whether it has to be one that only a keyword fills.
+    keyword_only: whether the parameter has to be keyword-only.
     """
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(func, interceptor.Tally):
         function, first = type(func).__call__, 1
-    if isinstance(function, FunctionType) and not _is_described_elsewhere(function.__dict__):
-        # A tenth of what inspect takes; a tool may record thousands of actions.
+    if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
+        # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.
         code = function.__code__
-        start, end = code.co_argcount if alone else first, code.co_argcount + code.co_kwonlyargcount
+        start, end = code.co_argcount if keyword_only else first, code.co_argcount + code.co_kwonlyargcount
         return end > start and name in code.co_varnames[start:end]
     try:
-        found = inspect.signature(func).parameters.get(name)
+        parameter = inspect.signature(func).parameters.get(name)
     except (TypeError, ValueError):
         return False
-    return found is not None and (not alone or found.kind is found.KEYWORD_ONLY)
+    return parameter is not None and (not keyword_only or parameter.kind is parameter.KEYWORD_ONLY)
 
 
-def _is_described_elsewhere(attributes: Mapping[str, Any]) -> bool:
+def _has_other_signature(attributes: Mapping[str, Any]) -> bool:
     return bool(attributes) and ("__wrapped__" in attributes or "__signature__" in attributes)
 
 
 def marks(func: Routine) -> frozenset[str]:
     """Return the names of the decorators that a routine carries."""
     function = func.__func__ if isinstance(func, MethodType) else func
-    if isinstance(function, FunctionType):  # `getattr` would make an AttributeError for most
-        carried: frozenset[str] = function.__dict__.get(_MARKS, _UNMARKED)
+    if isinstance(function, FunctionType):
+        # Most functions have no marks, and `getattr` would create an AttributeError for each of these.
+        mark_names: frozenset[str] = function.__dict__.get(_MARKS, _UNMARKED)
     else:
-        carried = getattr(func, _MARKS, _UNMARKED)
-    return carried
+        mark_names = getattr(func, _MARKS, _UNMARKED)
+    return mark_names
 
 
 _UNMARKED: frozenset[str] = frozenset()
 
 
-def _marked(func: RoutineT, mark: str) -> RoutineT:
-    carried = marks(func) | {mark}
+def _add_mark(func: RoutineT, mark: str) -> RoutineT:
+    """Return the routine with a mark; wraps a routine, such as a builtin, that takes no attributes."""
+    mark_names = marks(func) | {mark}
     try:
-        setattr(func, _MARKS, carried)
+        setattr(func, _MARKS, mark_names)
     except (AttributeError, TypeError):
 
         @wraps(func)
         def routine(*values: Any, **kwargs: Any) -> Any:
             return func(*values, **kwargs)
 
-        setattr(routine, _MARKS, carried)
+        setattr(routine, _MARKS, mark_names)
         return routine  # type: ignore[return-value]
     return func
 
@@ -222,24 +224,24 @@ def differentiable(func: RoutineT) -> RoutineT:
     ... def scale(weight):
     ...     return weight * 2
     """
-    return _marked(func, "differentiable")
+    return _add_mark(func, "differentiable")
 
 
 @checked(error=RoutineError)
 def traceable(func: RoutineT) -> RoutineT:
     """Promise that a routine is pure tensor code, which a graph backend inlines as native ops."""
-    return _marked(func, "traceable")
+    return _add_mark(func, "traceable")
 
 
 @checked(error=RoutineError)
 def observer(func: RoutineT) -> RoutineT:
     """Promise that a routine never changes a value, so that a driver may batch its calls."""
-    return _marked(func, "observer")
+    return _add_mark(func, "observer")
 
 
 def opening(func: RoutineT) -> RoutineT:
-    """Mark a routine, given no value, that a graph calls once as each run of it begins, ahead of all ops."""
-    return _marked(func, "opening")
+    """Mark a routine without values that a graph calls once at the start of each run, ahead of all ops."""
+    return _add_mark(func, "opening")
 
 
 @checked(error=RoutineError)
@@ -248,11 +250,11 @@ def innermost(func: RoutineT) -> RoutineT:
 
     Among several such routines the order of tools decides, as ever.
     """
-    return _marked(func, "innermost")
+    return _add_mark(func, "innermost")
 
 
-def in_turn(actions: Iterable[Action], after: bool) -> list[Action]:
-    """Actions in the order of their tools, except that innermost ones are next to the op."""
+def in_running_order(actions: Iterable[Action], after: bool) -> list[Action]:
+    """Return the actions in the order of their tools, except that innermost ones are next to the op."""
     ordered = list(actions)
     if len(ordered) > 1:
         ordered.sort(key=lambda action: action.innermost is not after)

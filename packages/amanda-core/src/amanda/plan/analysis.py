@@ -1,4 +1,4 @@
-"""The analysis of an op that tools meet for the first time."""
+"""The analysis of an op: the tools' analysis routines run at its first execution, once for all threads."""
 
 from __future__ import annotations
 
@@ -10,73 +10,74 @@ from weakref import ref
 from amanda import interceptor
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
-from amanda.plan.plan import DELETED, Actions, Changes, Plan, Recorded
+from amanda.plan.plan import DELETED, Actions, ContextChanges, Plan, RecordedActions
 
 if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
-P = TypeVar("P", bound="Actions | Plan")
+PlanT = TypeVar("PlanT", bound="Actions | Plan")
 
 
-class Draft(Generic[P]):
-    """A plan that is being made: each point of the op is analysed once, by whichever thread comes first."""
+class PendingPlan(Generic[PlanT]):
+    """A plan whose op is under analysis: whichever thread comes first analyses each point of the op, once."""
 
-    __slots__ = ("__weakref__", "_done", "_lock", "_source", "context", "plan")
+    __slots__ = ("__weakref__", "_analysed_points", "_lock", "_source", "context", "plan")
 
-    def __init__(self, plan: P, context: OpContext, source: Plan) -> None:
-        """source: the plan of the layer."""
+    def __init__(self, plan: PlanT, context: OpContext, source: Plan) -> None:
+        """source: the plan of the stack."""
         self.plan = plan
         self.context = context
         self._source = source
         self._lock = interceptor.Lock()
-        self._done: set[InstrumentationPoint] = set()
+        self._analysed_points: set[InstrumentationPoint] = set()
 
     def analyse(self, point: InstrumentationPoint, facts: OpFacts) -> None:
-        """Run the analyses of a point on an execution that is there; they see its values alone."""
+        """Run the analysis routines of a point on this thread's execution, unless another thread has."""
         with self._lock:
-            if point not in self._done:
+            if point not in self._analysed_points:
                 self.context._facts = facts
-                self._add(self._triggered(point))
-                self._done.add(point)
+                self._add_actions(self._run_analyses(point))
+                self._analysed_points.add(point)
 
-    def _triggered(self, point: InstrumentationPoint) -> Sequence[Action]:
-        """Run the analyses on what those of the scopes around have written; note what they write."""
+    def _run_analyses(self, point: InstrumentationPoint) -> Sequence[Action]:
+        """Run the analysis routines on the context that the scopes around have left; record their changes."""
         context, source = self.context, self._source
-        is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP  # contexts begin as copies there
-        if is_first or not (source.around or source.layer.routines[point]):
+        # Before the forward op, the context was just copied from that of the scope around.
+        is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP
+        if is_first or not (source.outer_plans or source.stack.routines[point]):
             return context.trigger_callback(point)
         key = context.get_backward_op_id(), point
-        begun = given = dict(context)
-        if source.around:
-            for one in source.around:
-                _take_over(context, one.written.get(key, {}))
-            given = dict(context)
+        initial = before = dict(context)
+        if source.outer_plans:
+            for outer_plan in source.outer_plans:
+                _apply_changes(context, outer_plan.context_changes.get(key, {}))
+            before = dict(context)
         recorded = context.trigger_callback(point)
-        changes = _changes(given, context)
+        changes = _changes(before, context)
         if changes:
-            source.written[key] = {**source.written.get(key, {}), **changes}
+            source.context_changes[key] = {**source.context_changes.get(key, {}), **changes}
         if point is InstrumentationPoint.AFTER_FORWARD_OP:
-            source.undone = _changes(context, begun)
+            source.changes_to_undo = _changes(context, initial)
         return recorded
 
-    def _add(self, recorded: Sequence[Action]) -> None:
+    def _add_actions(self, recorded: Sequence[Action]) -> None:
         if recorded:
-            own = self.plan.own if isinstance(self.plan, Plan) else self.plan
-            own.add(recorded)
+            actions = self.plan.scope_actions if isinstance(self.plan, Plan) else self.plan
+            actions.add(recorded)
 
 
-def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> Changes:
-    """Return what leads from one state of a context to another."""
+def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> ContextChanges:
+    """Return the changes that lead from one state of a context to another."""
     changes = {key: value for key, value in second.items() if first.get(key, DELETED) is not value}
     changes.update(dict.fromkeys(first.keys() - second.keys(), DELETED))
     return changes
 
 
-def _take_over(context: OpContext, changes: Changes) -> None:
-    """Change a context as another was changed."""
+def _apply_changes(context: OpContext, changes: ContextChanges) -> None:
+    """Apply the changes of another context to a context."""
     for key, value in changes.items():
         if value is DELETED:
             context.pop(key, None)
@@ -85,153 +86,164 @@ def _take_over(context: OpContext, changes: Changes) -> None:
 
 
 class AnalysisPart(NamedTuple):
-    """Some tools of a layer, and what their analysis routines have recorded."""
+    """Some tools of a stack, and the actions that their analysis routines have recorded."""
 
     tools: Sequence[AnyTool]
-    recorded: Recorded
+    recorded: RecordedActions
 
 
-class BackwardDraft(Draft[Actions]):
-    """Actions at a backward op that some tools analyse, and those of tools that have analysed it before."""
+class PendingBackwardPlan(PendingPlan[Actions]):
+    """The plan of a backward op under analysis by some tools, with the actions of tools before them."""
 
     __slots__ = ("_recorded",)
-    _keeping = interceptor.Lock()
+    _record_lock = interceptor.Lock()
 
-    def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], anew: bool) -> None:
-        """anew: whether no earlier analysis counts."""
-        layer = source.layer
-        self._recorded: Recorded | None = None  # all tools together need not be told apart
-        if len(tools) == len(layer.backward_tools):
-            super().__init__(Actions(), OpContext(facts, layer.analyse, source.context), source)
+    def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], ignore_earlier: bool) -> None:
+        """ignore_earlier: whether no earlier analysis counts."""
+        stack = source.stack
+        self._recorded: RecordedActions | None = None  # None: all tools analyse the op together
+        if len(tools) == len(stack.backward_tools):
+            super().__init__(Actions(), OpContext(facts, stack.analyse, source.context), source)
             return
-        earlier = {} if anew else source.backward.partial.get(facts.backward_op_id or 0, {}).copy()
+        earlier = {} if ignore_earlier else source.backward.partial.get(facts.backward_op_id or 0, {}).copy()
         self._recorded = {
             (point, i): actions
             for (point, i), actions in earlier.items()
-            if not any(layer.routines[point][i].tool is one for one in tools)
+            if not any(stack.routines[point][i].tool is tool for tool in tools)
         }
-        analyse = partial(layer.analyse, part=AnalysisPart(tools, self._recorded))
+        analyse = partial(stack.analyse, part=AnalysisPart(tools, self._recorded))
         super().__init__(Actions(), OpContext(facts, analyse, source.context), source)
         self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
 
-    def _add(self, recorded: Sequence[Action]) -> None:
+    def _add_actions(self, recorded: Sequence[Action]) -> None:
         if self._recorded is None:
-            super()._add(recorded)
+            super()._add_actions(recorded)
             return
-        whole = Actions.of(self._recorded)
-        self.plan.before, self.plan.replace, self.plan.after = whole.before, whole.replace, whole.after
+        actions = Actions.of(self._recorded)
+        self.plan.before, self.plan.replace, self.plan.after = actions.before, actions.replace, actions.after
 
     def keep(self) -> None:
-        """Keep the actions for later passes, with those that other threads have kept meanwhile."""
-        id, record, layer = self.context.get_backward_op_id(), self._source.backward, self._source.layer
-        assert id is not None
-        with self._keeping:
+        """Store the actions for later passes, merged with actions that other threads have stored."""
+        backward_id, record, stack = (
+            self.context.get_backward_op_id(),
+            self._source.backward,
+            self._source.stack,
+        )
+        assert backward_id is not None
+        with self._record_lock:
             if self._recorded is None:
-                record.actions[id] = self.plan
-                record.partial.pop(id, None)
+                record.actions[backward_id] = self.plan
+                record.partial.pop(backward_id, None)
                 return
-            if id in record.actions and id not in record.partial:
+            if backward_id in record.actions and backward_id not in record.partial:
                 return  # another thread, or pass, had all tools
-            kept = record.partial.setdefault(id, {})
-            kept.update(self._recorded)
-            record.actions[id] = Actions.of(kept)
-            if len(kept) == sum(len(layer.routines[point]) for point in layer.routines if point.is_backward):
-                del record.partial[id]
+            recorded = record.partial.setdefault(backward_id, {})
+            recorded.update(self._recorded)
+            record.actions[backward_id] = Actions.of(recorded)
+            if len(recorded) == sum(
+                len(stack.routines[point]) for point in stack.routines if point.is_backward
+            ):
+                del record.partial[backward_id]
 
 
-class Drafts:
-    """The drafts of threads that execute an op for the first time; each lives as long as one of them."""
+class PendingPlans:
+    """Pending plans that threads share; each lives as long as a thread that executes its op first."""
 
-    __slots__ = ("_drafts", "_lock")
+    __slots__ = ("_lock", "_pending")
 
     def __init__(self) -> None:
         self._lock = interceptor.Lock()
-        self._drafts: dict[Hashable, ref[Draft[Any]]] = {}
+        self._pending: dict[Hashable, ref[PendingPlan[Any]]] = {}
 
     def share(
-        self, key: Hashable, known: Callable[[], P | None], make: Callable[[], Draft[P]]
-    ) -> Draft[P] | P:
-        """Return the plan once it is known, else the draft that another thread has begun, else a new one.
+        self, key: Hashable, find_plan: Callable[[], PlanT | None], create: Callable[[], PendingPlan[PlanT]]
+    ) -> PendingPlan[PlanT] | PlanT:
+        """Return the finished plan, else the pending plan of another thread, else a new pending plan.
 
-        A thread makes its plan known before it lets go of the draft.
+        The map holds pending plans weakly. A thread stores its finished plan before it drops the pending
+        plan, so no thread finds neither.
         """
         with self._lock:
-            drafts = self._drafts
-            reference = drafts.get(key)
-            begun = None if reference is None else reference()
-            if begun is not None:
-                return begun
-            plan = known()
+            pending = self._pending
+            reference = pending.get(key)
+            shared_plan = None if reference is None else reference()
+            if shared_plan is not None:
+                return shared_plan
+            plan = find_plan()
             if plan is not None:
                 return plan
-            draft = make()
+            new_plan = create()
 
-            def forget(reference: ref[Draft[P]]) -> None:
-                if drafts.get(key) is reference:
-                    del drafts[key]
+            def forget(reference: ref[PendingPlan[PlanT]]) -> None:
+                if pending.get(key) is reference:
+                    del pending[key]
 
-            drafts[key] = ref(draft, forget)
-            return draft
+            pending[key] = ref(new_plan, forget)
+            return new_plan
 
 
-class Analysis:
-    """The actions that the tools of a layer, and of those around it, record before and after an op.
+class OpAnalysis:
+    """The analysis of one op by the tools of a stack and of the stacks around it.
 
-    plan: that of the layer.
-    fresh: drafts of the plans that are made now, with the key that each is found by later.
+    plan: the plan of the stack.
+    pending: the pending plans of this analysis, each with the key under which it will be stored.
     """
 
-    __slots__ = ("_reading", "facts", "fresh", "plan")
+    __slots__ = ("_reading", "facts", "pending", "plan")
 
-    def __init__(self, facts: OpFacts, ops: TensorOps, layer: Layer, key: Hashable, cache: bool) -> None:
+    def __init__(self, facts: OpFacts, ops: TensorOps, stack: ToolStack, key: Hashable, cache: bool) -> None:
         self.facts = facts
         self._reading = ops.reading
-        self.fresh: list[tuple[Hashable, Draft[Plan]]] = []
+        self.pending: list[tuple[Hashable, PendingPlan[Plan]]] = []
         plan: Plan | None = None
-        called = facts.op_id if facts.namespace[-1] == "eager" else None
-        for one in layer.chain:
-            own = key if one is layer else one.key(ops, facts.inputs or (), called)
-            plan = self._plan(one, own, plan, cache)
+        eager_id = facts.op_id if facts.namespace[-1] == "eager" else None
+        for member in stack.chain:
+            member_key = key if member is stack else member.key(ops, facts.inputs or (), eager_id)
+            plan = self._plan_of(member, member_key, plan, cache)
         assert plan is not None
         self.plan = plan
-        plan.lay_out()
+        plan.merge_actions()
 
-    def _plan(self, layer: Layer, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
-        """Return a layer's plan: the one it has, or one of which all is recorded that comes before the op."""
+    def _plan_of(self, stack: ToolStack, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
+        """Return a stack's stored plan, or a pending one after the analyses before the op."""
         op_id = self.facts.op_id
 
-        def begin() -> Draft[Plan]:
-            context = OpContext(self.facts, layer.analyse, None if outer is None else outer.context)
+        def create() -> PendingPlan[Plan]:
+            context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
             if outer is not None:
-                _take_over(context, outer.undone)
-            plan = Plan(layer, context, outer)
-            return Draft(plan, context, plan)
+                _apply_changes(context, outer.changes_to_undo)
+            plan = Plan(stack, context, outer)
+            return PendingPlan(plan, context, plan)
 
-        draft: Draft[Plan] | Plan
+        pending: PendingPlan[Plan] | Plan
         if cache:
-            shared = (op_id, key, self.facts.input_shapes) if layer.by_reads else (op_id, key)
-            draft = layer.drafts.share(shared, lambda: layer.plans.get(op_id, {}).get(key), begin)
+            pending_key = (
+                (op_id, key, self.facts.input_shapes) if stack.keyed_by_shapes_read else (op_id, key)
+            )
+            pending = stack.pending_plans.share(
+                pending_key, lambda: stack.plans.get(op_id, {}).get(key), create
+            )
         else:
-            draft = begin()
-        if isinstance(draft, Plan):
-            return draft
+            pending = create()
+        if isinstance(pending, Plan):
+            return pending
         with self._reading():
-            draft.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
-        self.fresh.append((key, draft))
-        return draft.plan
+            pending.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
+        self.pending.append((key, pending))
+        return pending.plan
 
     def after(self) -> Plan:
-        """Run the analyses after the op, whose outputs the facts have; return all that was recorded."""
+        """Run the analyses after the op, whose outputs are in the facts; return the complete plan."""
         with self._reading():
-            for _, draft in self.fresh:
-                draft.analyse(InstrumentationPoint.AFTER_FORWARD_OP, self.facts)
-        self.plan.lay_out()
+            for _, pending in self.pending:
+                pending.analyse(InstrumentationPoint.AFTER_FORWARD_OP, self.facts)
+        self.plan.merge_actions()
         return self.plan
 
     def keep(self) -> None:
-        """Keep the plans for when the op is met again."""
-        op_id, read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
-        layers = [draft.plan.layer for _, draft in self.fresh]
-        apart = [layer.is_sized(op_id) or not layer.by_reads for layer in layers]
-        for (key, draft), layer, known in zip(self.fresh, layers, apart, strict=True):
-            layer.keep(op_id, key, draft.plan, None if known else read)
+        """Store the plans for later executions of the op."""
+        op_id, shapes_read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
+        stacks = [pending.plan.stack for _, pending in self.pending]
+        already_keyed = [stack.depends_on_shapes(op_id) or not stack.keyed_by_shapes_read for stack in stacks]
+        for (key, pending), stack, keyed in zip(self.pending, stacks, already_keyed, strict=True):
+            stack.keep(op_id, key, pending.plan, None if keyed else shapes_read)

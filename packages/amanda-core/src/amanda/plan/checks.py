@@ -1,4 +1,4 @@
-"""Checks of an action: may it be recorded at an op, and for which of its values."""
+"""Checks of an action: whether it may be recorded at an op, and for which values of the op."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -
 
 
 def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded: Iterable[Action]) -> None:
-    """Raise where the op cannot be replaced, or is replaced already."""
+    """Raise an error where the op cannot be replaced, or is replaced already."""
     if kind.is_backward and not facts.replaceable:
         raise ActionError(
             f"{facts.name} cannot be replaced; change its gradient with insert_before_backward_op"
@@ -49,35 +49,38 @@ def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded:
             )
 
 
-def selected(facts: OpFacts, kind: ActionType, select: int | str | Sequence[int | str]) -> tuple[int, ...]:
-    """Positions of the values that an action is for."""
-    chosen = (select,) if isinstance(select, (int, str)) else tuple(select)
+def selected_positions(
+    facts: OpFacts, kind: ActionType, select: int | str | Sequence[int | str]
+) -> tuple[int, ...]:
+    """Return the positions of the op's values that an action selects."""
+    keys = (select,) if isinstance(select, (int, str)) else tuple(select)
     takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
     inputs = facts.inputs
     count = len(inputs) if takes_inputs and inputs is not None else None
-    return positions(facts, chosen, kind.value, count)
+    return resolve_positions(facts, keys, kind.value, count)
 
 
-def positions(
-    facts: OpFacts, chosen: tuple[int | str, ...], method: str, count: int | None
+def resolve_positions(
+    facts: OpFacts, keys: tuple[int | str, ...], method: str, count: int | None
 ) -> tuple[int, ...]:
-    """Positions of `count` values that were asked for by position or name; of any where the count is open.
+    """Return the positions of values selected by position or name.
 
-    method: who asks, for the ActionError where there is no such value.
+    keys: positions or names.  count: number of values; None where the number is unknown.
+    method: name of the calling method, for the ActionError where there is no such value.
     """
     names = list(facts.names)
-    found = []
-    for one in chosen:
-        if isinstance(one, str) and one in names and count is not None:
-            one = names.index(one)
-        valid = isinstance(one, int) and not isinstance(one, bool)
-        if not valid or (count is not None and not -count <= int(one) < count):
-            known = ", ".join(names) if names and count is not None else "given by position"
-            near = get_close_matches(str(one), names, n=1) if count is not None else []
+    indices = []
+    for key in keys:
+        if isinstance(key, str) and key in names and count is not None:
+            key = names.index(key)
+        valid = isinstance(key, int) and not isinstance(key, bool)
+        if not valid or (count is not None and not -count <= int(key) < count):
+            described_values = ", ".join(names) if names and count is not None else "given by position"
+            near = get_close_matches(str(key), names, n=1) if count is not None else []
             raise ActionError(
-                f"{method} of {facts.name} was asked for {one!r}; it has "
-                f"{'some' if count is None else count} values ({known})"
+                f"{method} of {facts.name} was asked for {key!r}; it has "
+                f"{'some' if count is None else count} values ({described_values})"
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
-        found.append(int(one) + count if count is not None and int(one) < 0 else int(one))
-    return tuple(found)
+        indices.append(int(key) + count if count is not None and int(key) < 0 else int(key))
+    return tuple(indices)

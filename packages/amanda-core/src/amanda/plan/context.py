@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
 from amanda.namespace import Namespace
 from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
-from amanda.plan.checks import Selection, check_point, check_replacement, positions, selected
+from amanda.plan.checks import (
+    Selection,
+    check_point,
+    check_replacement,
+    resolve_positions,
+    selected_positions,
+)
 from amanda.plan.facts import OpFacts
-from amanda.plan.order import in_order
+from amanda.plan.order import in_dependency_order
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -61,16 +67,18 @@ class OpContext(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key in FACTS:
             return getattr(self, f"get_{key}")()
-        tool = "a tool" if self._tool is None else type(self._tool).__name__
-        tools = [] if self._tool is None else [type(one).__name__ for one in in_order([self._tool])]
-        if key in STANDARD_KEYS and "StandardMapping" in tools:
+        tool_name = "a tool" if self._tool is None else type(self._tool).__name__
+        tool_names = (
+            [] if self._tool is None else [type(tool).__name__ for tool in in_dependency_order([self._tool])]
+        )
+        if key in STANDARD_KEYS and "StandardMapping" in tool_names:
             fix = f"StandardMapping has no rule for {self.namespace}: give it one, StandardMapping(rules)"
         elif key in STANDARD_KEYS:
-            fix = f"StandardMapping writes it: self.depends_on(StandardMapping()) in {tool}"
+            fix = f"StandardMapping writes it: self.depends_on(StandardMapping()) in {tool_name}"
         else:
             near = did_you_mean(str(key), map(str, self))
-            fix = f"write it before, in a tool that {tool} depends on; {near}"
-        raise MissingKeyError(f"{tool} reads {key!r} of a context that has no such key: {fix}")
+            fix = f"write it before, in a tool that {tool_name} depends on; {near}"
+        raise MissingKeyError(f"{tool_name} reads {key!r} of a context that has no such key: {fix}")
 
     def get_op(self) -> Any:
         """Return the forward op: PyTorch's callable, TensorFlow's operation; it has a `__name__`."""
@@ -92,7 +100,7 @@ class OpContext(dict[str, Any]):
 
         Raises AmandaError when they were dropped: they live until the op's first backward pass.
         """
-        return self._present(self._facts.inputs, "inputs")
+        return self._require_values(self._facts.inputs, "inputs")
 
     def get_input_names(self) -> tuple[str, ...]:
         """Return the names of the inputs in the order of the op's schema, also of inputs not given."""
@@ -106,7 +114,7 @@ class OpContext(dict[str, Any]):
         `guard="read"`, and in graphs, where tensors may have no shape yet.
         """
         tool = self._tool
-        guards = [] if tool is None else [one.guard for one in tool._amanda.analyses]
+        guards = [] if tool is None else [routine.guard for routine in tool._amanda.analyses]
         if not self.is_eager() or self.is_backward() or not {"read", "shape"}.intersection(guards):
             raise AmandaError(
                 f"get_input_shapes of {self._facts.name} in {self.namespace} is for forward analysis "
@@ -120,7 +128,7 @@ class OpContext(dict[str, Any]):
         """Return the op's outputs; None before it has run."""
         if self._facts.outputs is None and not self._facts.dropped:
             return None
-        return self._present(self._facts.outputs, "outputs")
+        return self._require_values(self._facts.outputs, "outputs")
 
     def get_backward_op(self) -> Any:
         """Return the backward op; None in the forward pass."""
@@ -195,7 +203,7 @@ class OpContext(dict[str, Any]):
 
     def get_value(self, index: int | str) -> Any:
         """Return the present value of an input, also where `get_inputs` is symbolic."""
-        return self._facts.read_value(self._input(index, "get_value"))
+        return self._facts.read_value(self._input_at(index, "get_value"))
 
     def get_variable(self, index: int | str) -> Any:
         """Return what holds an input's value from one execution to the next; None where nothing does.
@@ -203,7 +211,7 @@ class OpContext(dict[str, Any]):
         PyTorch: the parameter, or the leaf, that the input is or is a view of.  TensorFlow: the handle of the
         variable that it was read of (`variable.handle`), in a session's graph the tensor that makes it.
         """
-        return self._facts.variable_of(self._input(index, "get_variable"))
+        return self._facts.variable_of(self._input_at(index, "get_variable"))
 
     def get_variable_path(self, variable: Any) -> str | None:
         """Return where in the model a variable lies that `get_variable` gave: "layer1.0.conv1.weight".
@@ -244,19 +252,19 @@ class OpContext(dict[str, Any]):
         In graphs, analysis routines that require outputs may call it, too: `func` runs behind the routines
         that those without outputs have recorded, also of tools that depend on this one.
         """
-        self._record(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
+        self._record_action(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
 
     def insert_after_op(self, func: Routine, outputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` on the op's outputs after each execution; what it returns takes their place."""
-        self._record(ActionType.INSERT_AFTER_OP, func, outputs, kwargs)
+        self._record_action(ActionType.INSERT_AFTER_OP, func, outputs, kwargs)
 
     def insert_before_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` on the gradients that enter the backward op."""
-        self._record(ActionType.INSERT_BEFORE_BACKWARD_OP, func, grad_outputs, kwargs)
+        self._record_action(ActionType.INSERT_BEFORE_BACKWARD_OP, func, grad_outputs, kwargs)
 
     def insert_after_backward_op(self, func: Routine, grad_inputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` on the gradients that leave the backward op."""
-        self._record(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
+        self._record_action(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
 
     def replace_op(
         self, func: Routine, inputs: Selection = None, reads: Sequence[tuple[int, int]] = (), **kwargs: Any
@@ -280,11 +288,11 @@ class OpContext(dict[str, Any]):
                 f"replace_op of {self._facts.name} is to read inputs of other ops; that is for graphs, where "
                 "they are known: eagerly, keep what an execution hands on in the tool"
             )
-        self._record(ActionType.REPLACE_OP, func, inputs, kwargs, tuple(reads))
+        self._record_action(ActionType.REPLACE_OP, func, inputs, kwargs, tuple(reads))
 
     def replace_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
         """Run `func` for the gradients that leave the backward op; the kernel may still run."""
-        self._record(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
+        self._record_action(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
 
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
         """Run the analysis routines of a point; the actions that they recorded."""
@@ -298,20 +306,20 @@ class OpContext(dict[str, Any]):
         self._point = self._tool = None
         return tuple(self._actions[first:])
 
-    def _input(self, index: int | str, method: str) -> Any:
+    def _input_at(self, index: int | str, method: str) -> Any:
         inputs = self.get_inputs()
-        (position,) = positions(self._facts, (index,), method, len(inputs))
+        (position,) = resolve_positions(self._facts, (index,), method, len(inputs))
         return inputs[position]
 
-    def _present(self, values: list[Any] | None, what: str) -> list[Any]:
+    def _require_values(self, values: list[Any] | None, value_kind: str) -> list[Any]:
         if values is None:
             raise AmandaError(
-                f"the {what} of {self._facts.name} are gone: forward values are kept for the analysis "
+                f"the {value_kind} of {self._facts.name} are gone: forward values are kept for the analysis "
                 "of the first execution; keep what you need of them in the context"
             )
         return list(values)
 
-    def _record(
+    def _record_action(
         self,
         kind: ActionType,
         func: Routine,
@@ -334,8 +342,8 @@ class OpContext(dict[str, Any]):
             wrapped = None if wrapped is None else wrap(self, kind, wrapped)
         if wrapped is None:
             return
-        chosen = None if select is None else selected(self._facts, kind, select)
-        action = Action(kind, wrapped, self._tool, chosen, dict(kwargs) or NO_KWARGS, reads)
+        positions = None if select is None else selected_positions(self._facts, kind, select)
+        action = Action(kind, wrapped, self._tool, positions, dict(kwargs) or NO_KWARGS, reads)
         if action.takes_shapes and not self.is_eager():
             raise ActionError(
                 f"{action} has a keyword `shapes`, which eager mode alone gives; {self._facts.name} is an op "

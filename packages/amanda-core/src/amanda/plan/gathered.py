@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
 
 
-class Place(Protocol):
-    """The place of an observer: its action, and facts of the op."""
+class ObserverPlace(Protocol):
+    """An observer's action, with facts of its op."""
 
     action: Action
     facts: OpFacts
@@ -28,37 +28,39 @@ _NAME = "__amanda_gathered__"
 
 
 class Observed:
-    """One execution of an op that an observer would have been called for.
+    """One execution of an op, gathered instead of a call of its observer.
 
-    values: those that the observer selects.  kwargs: keyword arguments from the tool.
+    values: values that the observer selects.  kwargs: keyword arguments from the tool.
     """
 
-    __slots__ = ("_at", "_run_of", "kwargs", "values")
+    __slots__ = ("_place", "_run_of", "kwargs", "values")
 
-    def __init__(self, values: Sequence[Any], kwargs: Mapping[str, Any], at: Place, run_of: RunOf) -> None:
+    def __init__(
+        self, values: Sequence[Any], kwargs: Mapping[str, Any], place: ObserverPlace, run_of: RunOf
+    ) -> None:
         self.values = values
         self.kwargs = kwargs
-        self._at = at
+        self._place = place
         self._run_of = run_of
 
     @property
     def run(self) -> dict[Any, Any]:
-        """Return what routines of this execution hand on: `run` of a routine that takes it."""
-        return self._run_of(self._at)
+        """Return the dict that routines of this execution share: the argument `run`."""
+        return self._run_of(self._place)
 
     def explain(self, error: BaseException) -> None:
-        """Note the op and the observer on an exception."""
-        self._at.facts.explain(error, self._at.action)
+        """Add a note to an exception with the op and the observer."""
+        self._place.facts.explain(error, self._place.action)
 
 
 class Executions(Sequence[Observed]):
     """Executions of ops, in the order in which observers would have been called.
 
-    Remembers the one that an iteration has reached, so that an exception is traced to an op.
+    An iteration remembers the execution that it has reached, so that an exception names the right op.
 
-    executions: a driver may give a sequence that makes each `Observed` when it is asked for.
-    tensors: see the property.  prepared: kept by the driver for executions that come together again.
-    values: returns what the method of this name does, where a driver has it without each `Observed`.
+    executions: a sequence; a driver may create each `Observed` when it is read.
+    tensors: see the property.  prepared: the driver's cache for executions that are gathered together again.
+    values: function that returns the result of the method `values` without creating each `Observed`.
     """
 
     def __init__(
@@ -76,27 +78,29 @@ class Executions(Sequence[Observed]):
 
     @property
     def tensors(self) -> Sequence[Any]:
-        """Return all values that the observers are given, tensors of lists one by one; maybe others, too.
+        """Return all values of the executions, with tensors of lists one by one; maybe further tensors, too.
 
-        Asking for these makes no `Observed`.
+        Reading this property creates no `Observed`.
         """
         if self._tensors is None:
-            self._tensors = spread(value for one in self._executions for value in one.values)
+            self._tensors = spread(value for execution in self._executions for value in execution.values)
         return self._tensors
 
     def values(self) -> Sequence[Sequence[Any]]:
-        """Return the values of each execution, in order; quicker than to ask each for its own."""
-        return [one.values for one in self._executions] if self._values is None else self._values()
+        """Return the values of each execution, in order; faster than reading each execution's `values`."""
+        return (
+            [execution.values for execution in self._executions] if self._values is None else self._values()
+        )
 
     def prepared(self, make: Callable[[Sequence[Observed]], PreparedT]) -> PreparedT:
-        """Return what `make` returns of the executions, which may depend on their `kwargs` alone.
+        """Return `make(executions)`, called once for executions of the same ops and then cached.
 
-        `make` is called once for executions of the same ops.
+        The result may depend only on the `kwargs` of the executions.
         """
         if make not in self._prepared:
             self._prepared[make] = make(self._executions)
-        found: PreparedT = self._prepared[make]
-        return found
+        prepared: PreparedT = self._prepared[make]
+        return prepared
 
     def __len__(self) -> int:
         return len(self._executions)
@@ -112,29 +116,29 @@ class Executions(Sequence[Observed]):
 
     def __iter__(self) -> Iterator[Observed]:
         """Yield the executions."""
-        for i, one in enumerate(self._executions):
+        for i, execution in enumerate(self._executions):
             self._reached = i
-            yield one
+            yield execution
         self._reached = None
 
     def observe(self, action: Action) -> None:
-        """Call the gathered form of their observers, of which one belongs to the action."""
+        """Call the routine that gathers the observers, with the lock of the action's tool."""
         assert action.gathered is not None
         try:
             with action.tool._amanda.lock:
                 action.gathered(self)
         except BaseException as error:
             reached = self._reached
-            for one in (self[0], self[-1]) if reached is None else (self[reached],):
-                one.explain(error)
+            for execution in (self[0], self[-1]) if reached is None else (self[reached],):
+                execution.explain(error)
             raise
 
 
 def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
     """Mark a routine that takes many executions of observers of the same class, or module, in one call.
 
-    The routine is given a sequence of `Observed`, and has to do what the observers do one by one.  Drivers
-    that gather observers call it, others call the observers.
+    The routine receives a sequence of `Observed`, and has to do the same as calls of the observers one by
+    one.  Drivers that gather observers call the routine, other drivers call the observers.
 
     >>> class Count:
     ...     @observer
@@ -144,8 +148,8 @@ def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
     """
 
     def mark(func: RoutineT) -> RoutineT:
-        for one in observers:
-            setattr(one, _NAME, func)
+        for routine in observers:
+            setattr(routine, _NAME, func)
         return func
 
     return mark
@@ -156,8 +160,8 @@ def gathered_form(func: Routine) -> Routine | None:
     if not isinstance(func, MethodType):
         attributes = getattr(func, "__dict__", {})
         return None if "__wrapped__" in attributes else attributes.get(_NAME)
-    found = getattr(func.__func__, _NAME, None)
-    if found is None:
+    form = getattr(func.__func__, _NAME, None)
+    if form is None:
         return None
-    bound: Routine = getattr(func.__self__, found.__name__)
+    bound: Routine = getattr(func.__self__, form.__name__)
     return bound

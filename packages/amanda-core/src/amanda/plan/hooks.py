@@ -1,4 +1,4 @@
-"""Calls of plugins' hooks; `amanda.plugins` puts them here, so that no lower room imports it."""
+"""Calls of plugins' hooks; `amanda.plugins` sets the function, so that no lower room imports `plugins`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _untold(hook: str, **arguments: Any) -> None:
+def _without_plugins(hook: str, **arguments: Any) -> None:
     pass
 
 
-class Hooks:
-    """tell: calls the hook of a name, with its arguments."""
+class HookCaller:
+    """Caller of plugins' hooks.
 
-    tell: Callable[..., None] = staticmethod(_untold)
+    call: calls all implementations of the hook with this name, with the arguments.
+    """
+
+    call: Callable[..., None] = staticmethod(_without_plugins)
 
 
-hooks = Hooks()
+hooks = HookCaller()

@@ -1,4 +1,4 @@
-"""The lives of plans: they end with their tool, their model or their parameter."""
+"""Lifetimes of plans: a plan ends with its tool, its model or its parameter."""
 
 from __future__ import annotations
 
@@ -10,109 +10,115 @@ from amanda import interceptor
 from amanda.interceptor.registry import codes
 
 if TYPE_CHECKING:
-    from amanda.plan.layer import Layer
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
 SlotOf = Callable[[Any, Any], Hashable]
-"""Gives the name of the slot in which an object holds another, and what fits there; None where none is."""
+"""Function of an owner and a value: name of the owner's slot that holds the value; None where none does."""
 
 
-class Slots:
-    """Slots of objects: what is put anew into one is the same parameter, though it is another tensor.
+class ParameterSlots:
+    """Slots of modules that hold parameters: another tensor in the same slot is the same parameter.
 
-    So libraries that load a module's parameters at each call of it leave the ops what they were.
+    So the ids of ops stay the same where a library loads a module's parameters at each call of the module.
     """
 
     def __init__(self) -> None:
         self._finders: list[SlotOf] = []
-        self._ordinals: dict[int, dict[Hashable, int]] = {}  # by that of the owner, and by slot
-        self._held: set[int] = set()
+        self._ordinals: dict[int, dict[Hashable, int]] = {}  # by the owner's ordinal and the slot
+        self._slot_ordinals: set[int] = set()
 
     def add_finder(self, slot_of: SlotOf) -> None:
         """Add a function that finds the slots of a framework's objects."""
         if slot_of not in self._finders:
             self._finders.append(slot_of)
 
-    def ordinal(self, owner: Any, held: Any) -> int | None:
-        """The ordinal of what an object holds in a slot; None where no op has read that slot."""
-        slot = self._slot(owner, held)
+    def ordinal(self, owner: Any, value: Any) -> int | None:
+        """Return the ordinal of a value in a slot of an object; None where no op has read the slot."""
+        slot = self._slot(owner, value)
         return None if slot is None else self._ordinals.get(interceptor.ordinal(owner), {}).get(slot)
 
-    def adopt(self, owner: Any, held: Any, ordinal: int) -> tuple[int, bool]:
-        """The ordinal of what was met first in the slot where an object lies; whether it will not change."""
-        slot, number = self._slot(owner, held), interceptor.ordinal(owner)
+    def adopt(self, owner: Any, value: Any, ordinal: int) -> tuple[int, bool]:
+        """Return the ordinal of the first value in the slot that holds a value, and True if it is final.
+
+        ordinal: the value's number where no slot holds the value.
+        """
+        slot, number = self._slot(owner, value), interceptor.ordinal(owner)
         if slot is None or not number:
             return ordinal, not self._finders
-        found = self._ordinals.setdefault(number, {}).setdefault(slot, ordinal)
-        self._held.add(found)
-        if found != ordinal:
-            mortality.on_death(ordinal)
-        return found, True
+        first_ordinal = self._ordinals.setdefault(number, {}).setdefault(slot, ordinal)
+        self._slot_ordinals.add(first_ordinal)
+        if first_ordinal != ordinal:
+            plan_lifetimes.on_death(ordinal)
+        return first_ordinal, True
 
     def released(self, ordinal: int) -> Iterable[int]:
-        """The ordinals that nothing has any more when an object that has this one is gone."""
+        """Return the ordinals that no living object has once the object with this ordinal is dead."""
         slots = self._ordinals.pop(ordinal, {}).values()
-        self._held.difference_update(slots)
-        return [*slots] if ordinal in self._held else [ordinal, *slots]
+        self._slot_ordinals.difference_update(slots)
+        return [*slots] if ordinal in self._slot_ordinals else [ordinal, *slots]
 
-    def _slot(self, owner: Any, held: Any) -> Hashable:
-        return next((found for find in self._finders if (found := find(owner, held)) is not None), None)
+    def _slot(self, owner: Any, value: Any) -> Hashable:
+        return next((slot for find in self._finders if (slot := find(owner, value)) is not None), None)
 
 
-class Mortality:
-    """The ops that die with each module instance or parameter."""
+class PlanLifetimes:
+    """Ids of the ops whose plans end with each module instance or parameter (a subject).
+
+    ops_of: ids of ops by the ordinal of a subject.  subjects_of: ordinals of subjects by the id of an op.
+    """
 
     def __init__(self) -> None:
-        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
-        self.ops: dict[int, set[int]] = {}
-        self.subjects: dict[int, set[int]] = {}  # the same by op id, so that the living let go of the dead's
+        self.stacks: weakref.WeakSet[ToolStack] = weakref.WeakSet()
+        self.ops_of: dict[int, set[int]] = {}
+        self.subjects_of: dict[int, set[int]] = {}
 
     def bind(self, op_id: int, subjects: Iterable[Any]) -> None:
-        """Make plans under an op id die with any of the subjects."""
+        """Bind the plans of an op to subjects: the plans are dropped as soon as one subject dies."""
         ordinals = {interceptor.ordinal(subject) for subject in subjects}
         for ordinal in ordinals:
-            if ordinal in self.ops:
-                self.ops[ordinal].add(op_id)
+            if ordinal in self.ops_of:
+                self.ops_of[ordinal].add(op_id)
             else:
-                self.ops[ordinal] = {op_id}
+                self.ops_of[ordinal] = {op_id}
         if ordinals:
-            self.subjects[op_id] = ordinals.union(self.subjects.get(op_id, ()))
+            self.subjects_of[op_id] = ordinals.union(self.subjects_of.get(op_id, ()))
 
     def forget_all(self, tool: AnyTool) -> None:
-        """Forget every plan that a tool has a part in."""
-        for layer in list(self.layers):
-            if any(one is tool for one in layer.applied):
-                layer.plans.clear()
-                layer.rewrites.clear()
-                layer.table.clear()
+        """Forget every plan of the stacks with the tool."""
+        for stack in list(self.stacks):
+            if any(member is tool for member in stack.applied):
+                stack.plans.clear()
+                stack.rewrites.clear()
+                stack.table.clear()
 
     def forget_ops(self, tool: AnyTool, op_ids: Iterable[int]) -> None:
-        """Forget the plans of some ops that a tool has a part in, and the graphs made for its layers."""
-        gone = tuple(op_ids)
-        for layer in list(self.layers):
-            if any(one is tool for one in layer.applied):
-                layer.rewrites.clear()
-                for op_id in gone:
-                    layer.forget(op_id)
+        """Forget the plans of some ops in stacks with the tool, and the graphs rewritten for these stacks."""
+        dropped_ids = tuple(op_ids)
+        for stack in list(self.stacks):
+            if any(member is tool for member in stack.applied):
+                stack.rewrites.clear()
+                for op_id in dropped_ids:
+                    stack.forget(op_id)
 
     def on_death(self, ordinal: int) -> None:
-        """Forget the plans that belonged to an object that died."""
-        for one in slots.released(ordinal):
-            self._forget(one)
+        """Drop the plans bound to an object that died."""
+        for dead_ordinal in parameter_slots.released(ordinal):
+            self._drop_ops_of(dead_ordinal)
 
-    def _forget(self, ordinal: int) -> None:
-        for op_id in self.ops.pop(ordinal, ()):
-            for other in self.subjects.pop(op_id, ()):
-                if other in self.ops:
-                    self.ops[other].discard(op_id)
-            for layer in list(self.layers):
-                layer.bury(op_id)
+    def _drop_ops_of(self, ordinal: int) -> None:
+        for op_id in self.ops_of.pop(ordinal, ()):
+            for subject in self.subjects_of.pop(op_id, ()):
+                if subject in self.ops_of:
+                    self.ops_of[subject].discard(op_id)
+            for stack in list(self.stacks):
+                stack.drop_dead_op(op_id)
 
 
-mortality = Mortality()
-slots = Slots()
-bind_to_subjects = mortality.bind
-"""`bind_to_subjects(op_id, subjects)`: let what is known of an op die with any of the subjects."""
-forget_all = mortality.forget_all
-forget_ops = mortality.forget_ops
-interceptor.configure(codes.describe, mortality.on_death, slots.adopt)
+plan_lifetimes = PlanLifetimes()
+parameter_slots = ParameterSlots()
+bind_to_subjects = plan_lifetimes.bind
+"""`bind_to_subjects(op_id, subjects)`: drop the plans of an op when one of the subjects dies."""
+forget_all = plan_lifetimes.forget_all
+forget_ops = plan_lifetimes.forget_ops
+interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.adopt)

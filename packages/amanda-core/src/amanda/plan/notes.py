@@ -1,4 +1,4 @@
-"""Notes on exceptions that say from where in tool and program they come."""
+"""Notes on exceptions with the tool, the op and the line of the program where they were raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once; keep a TypeError, which operators drop."""
+    """Add a note to an exception, once.
+
+    A TypeError is also stored in the interceptor, which raises it again: operator methods of frameworks turn
+    a TypeError into NotImplemented.
+    """
     if isinstance(error, TypeError):
         interceptor.keep_failure(error)
     notes = getattr(error, "__notes__", [])
@@ -26,8 +30,8 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
 
-class explained:
-    """Context that notes tool, op, id, point, module path and the user's line on an exception."""
+class explain_errors:
+    """Context that adds tool, op, id, point, module path and the user's line to an exception."""
 
     __slots__ = ("_at", "_facts", "_tool")
 
@@ -47,7 +51,7 @@ class explained:
 
 
 def describe(facts: OpFacts, tool: Any, at: str) -> str:
-    """One line that says where in tool and program something happened."""
+    """Return a line with the tool, the action or point, the op and its place in the program."""
     op_id = facts.op_id if facts.backward_op_id is None else facts.backward_op_id
     where = f", module {facts.scope}" if facts.scope else ""
     line = f", called from {facts.source}" if facts.source else ""

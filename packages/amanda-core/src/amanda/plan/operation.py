@@ -1,4 +1,4 @@
-"""The result of `get_op` and `get_backward_op` where a framework has no object for an operator."""
+"""Operators by name: results of `get_op` and `get_backward_op` where a framework has no operator objects."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Hashable
 
 
 class Operation:
-    """An operator by name: equal to another of its class that stands for the same one.
+    """An operator by name: equal to another object of its class with the same name and key.
 
-    __name__: what the op computes, in the framework's words: "dot_general", "Conv2D".
+    __name__: the framework's name of the operator: "dot_general", "Conv2D".
     """
 
     __slots__ = ("__name__", "__weakref__", "_key")
 
     def __init__(self, name: str, *key: Hashable) -> None:
-        """key: tells operators of one name apart."""
+        """key: distinguishes operators of one name."""
         self.__name__ = name
         self._key = (name, *key)
 

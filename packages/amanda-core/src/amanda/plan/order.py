@@ -9,26 +9,27 @@ from amanda.errors import DependencyCycleError
 from amanda.plan.action import InstrumentationPoint
 
 if TYPE_CHECKING:
-    from amanda.plan.tools import Analysis, AnyTool
+    from amanda.plan.tools import AnyTool, RegisteredRoutine
 
 ToolT = TypeVar("ToolT", bound="AnyTool")
 
 
-def in_order(tools: Iterable[ToolT]) -> list[ToolT]:
-    """The tools and all that they depend on, each once, dependencies first.
+def in_dependency_order(tools: Iterable[ToolT]) -> list[ToolT]:
+    """Return the tools and all that they depend on, each once, dependencies first.
 
-    Of those that stand for each other the first is taken.
+    Of interchangeable tools only the first is returned.
     Raises DependencyCycleError, which prints the cycle.
     """
     ordered: list[Any] = []
     path: list[AnyTool] = []
 
     def visit(tool: AnyTool) -> None:
-        if any(same(tool, done) for done in ordered):
+        if any(interchangeable(tool, done) for done in ordered):
             return
         if any(tool is above for above in path):
             start = next(i for i, above in enumerate(path) if above is tool)
-            names = [type(one).__name__ for one in [*path[start:], tool]]
+            cycle = [*path[start:], tool]
+            names = [type(member).__name__ for member in cycle]
             raise DependencyCycleError(
                 "tools depend on each other in a circle: " + " -> ".join(names) + "; drop one depends_on"
             )
@@ -43,37 +44,45 @@ def in_order(tools: Iterable[ToolT]) -> list[ToolT]:
     return ordered
 
 
-def same(tool: AnyTool, other: AnyTool) -> bool:
-    """Return True for one tool, and for two of which either may stand for the other."""
-    if tool is other:
+def interchangeable(tool: AnyTool, peer: AnyTool) -> bool:
+    """Return True if both arguments are the same tool, or if either tool may stand for the other."""
+    if tool is peer:
         return True
-    name, one, two = tool.stands_for(), tool._amanda, other._amanda
-    if name is None or name != other.stands_for() or len(one.analyses) != len(two.analyses):
+    name, state, peer_state = tool.stands_for(), tool._amanda, peer._amanda
+    if name is None or name != peer.stands_for() or len(state.analyses) != len(peer_state.analyses):
         return False
-    return not (one.admissions or one.wrappers or two.admissions or two.wrappers)
+    return not (state.admissions or state.wrappers or peer_state.admissions or peer_state.wrappers)
 
 
-def depends(tool: AnyTool, on: AnyTool) -> bool:
-    """Return True if `tool` depends on `on`, at any distance."""
-    return any(same(one, on) or depends(one, on) for one in tool._amanda.dependencies)
+def depends_on(tool: AnyTool, dependency: AnyTool) -> bool:
+    """Return True if `tool` depends on `dependency`, directly or through other tools."""
+    return any(
+        interchangeable(direct, dependency) or depends_on(direct, dependency)
+        for direct in tool._amanda.dependencies
+    )
 
 
 def routines_at(
     point: InstrumentationPoint, tools: Sequence[AnyTool], applied: Sequence[AnyTool]
-) -> tuple[Analysis, ...]:
-    """Analysis routines of `tools` at a point, closing ones behind those of the last dependent.
+) -> tuple[RegisteredRoutine, ...]:
+    """Return the analysis routines of `tools` at a point, in running order.
 
-    applied: `tools` and those of the scopes around, which may depend on them or be depended on.
+    Closing routines of a tool run after the routines of the last tool that depends on the tool.
+    applied: `tools` and the tools of the scopes around, which may depend on each other.
     """
-    routines: list[Analysis] = []
+    routines: list[RegisteredRoutine] = []
     for tool in tools:
         if takes_part(tool, point, applied):
-            routines += [one for one in _own(tool, point) if not one.closing]
+            routines += [routine for routine in _routines_of(tool, point) if not routine.closing]
     for tool in reversed(tools):
-        closing = [one for one in _own(tool, point) if one.closing]
+        closing = [routine for routine in _routines_of(tool, point) if routine.closing]
         if closing and takes_part(tool, point, applied):
             last = max(
-                (i for i, one in enumerate(routines) if one.tool is tool or depends(one.tool, tool)),
+                (
+                    i
+                    for i, routine in enumerate(routines)
+                    if routine.tool is tool or depends_on(routine.tool, tool)
+                ),
                 default=len(routines) - 1,
             )
             routines[last + 1 : last + 1] = closing
@@ -84,9 +93,11 @@ def takes_part(tool: AnyTool, point: InstrumentationPoint, applied: Sequence[Any
     """Return True if a tool's routines run at a point: always, unless it follows those that depend on it."""
     if not tool.follows_dependents:
         return True
-    dependents = [one for one in applied if depends(one, tool) and not one.follows_dependents]
-    return not dependents or any(any(_own(one, point)) for one in dependents)
+    dependents = [
+        dependent for dependent in applied if depends_on(dependent, tool) and not dependent.follows_dependents
+    ]
+    return not dependents or any(any(_routines_of(dependent, point)) for dependent in dependents)
 
 
-def _own(tool: AnyTool, point: InstrumentationPoint) -> Iterator[Analysis]:
-    return (one for one in tool._amanda.analyses if one.point is point)
+def _routines_of(tool: AnyTool, point: InstrumentationPoint) -> Iterator[RegisteredRoutine]:
+    return (routine for routine in tool._amanda.analyses if routine.point is point)

@@ -1,4 +1,4 @@
-"""Plans: what the analysis of an op came to."""
+"""Plans: the actions at one op that its analysis recorded, in running order."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ReplaceConflictError
-from amanda.plan.action import Action, InstrumentationPoint, in_turn
-from amanda.plan.runs import RecordedRuns, Runs
+from amanda.plan.action import Action, InstrumentationPoint, in_running_order
+from amanda.plan.run_dicts import RecordedRunDicts, RunDicts
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
-    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
 
 
-Recorded = dict[tuple[InstrumentationPoint, int], tuple[Action, ...]]
-"""Actions by the analysis routine that recorded them: its point, and its place in the layer's order there."""
+RecordedActions = dict[tuple[InstrumentationPoint, int], tuple[Action, ...]]
+"""Actions by the analysis routine that recorded them: its point, and its place in the stack's order there."""
 
 
-Changes = dict[str, Any]
+ContextChanges = dict[str, Any]
 """Values that analyses wrote into a context, by key; `DELETED` for a key that they deleted."""
 
 DELETED = object()
@@ -37,7 +37,7 @@ class Actions:
         self.after: Sequence[Action] = ()
 
     def add(self, actions: Iterable[Action]) -> None:
-        """Sort actions into their places."""
+        """Add actions before, instead of and after the op, as their types say."""
         for action in actions:
             if action.type.is_replacement:
                 self.replace = action
@@ -47,34 +47,36 @@ class Actions:
                 self.before = (*self.before, action)
 
     @classmethod
-    def of(cls, recorded: Recorded) -> Actions:
+    def of(cls, recorded: RecordedActions) -> Actions:
         """Return the actions that analysis routines recorded, in the order of the routines."""
-        whole = cls()
+        actions = cls()
         for key in sorted(recorded, key=lambda key: (key[0].is_after, key[1])):
-            whole.add(recorded[key])
-        return whole
+            actions.add(recorded[key])
+        return actions
 
     @classmethod
-    def merged(cls, several: Sequence[Actions]) -> Actions:
-        """Return the actions of several layers, the outermost first, in the order in which they run.
+    def merged(cls, by_stack: Sequence[Actions]) -> Actions:
+        """Return the actions of several stacks, the outermost first, in the order in which they run.
 
         Raises ReplaceConflictError when tools of nested scopes replace one op.
         """
-        if len(several) == 1:
-            return several[0].in_turn()
-        whole = cls()
-        whole.before = tuple(in_turn((action for one in several for action in one.before), False))
-        whole.after = tuple(in_turn((action for one in several for action in one.after), True))
-        whole.replace = only_replacement(one.replace for one in several)
-        return whole
+        if len(by_stack) == 1:
+            return by_stack[0].in_running_order()
+        merged = cls()
+        before = [action for actions in by_stack for action in actions.before]
+        after = [action for actions in by_stack for action in actions.after]
+        merged.before = tuple(in_running_order(before, False))
+        merged.after = tuple(in_running_order(after, True))
+        merged.replace = single_replacement(actions.replace for actions in by_stack)
+        return merged
 
-    def in_turn(self) -> Actions:
+    def in_running_order(self) -> Actions:
         """Return the same actions in the order in which they run; these themselves where they are in it."""
         if len(self.before) < 2 and len(self.after) < 2:
             return self
         ordered = Actions()
-        ordered.before = tuple(in_turn(self.before, False))
-        ordered.after = tuple(in_turn(self.after, True))
+        ordered.before = tuple(in_running_order(self.before, False))
+        ordered.after = tuple(in_running_order(self.after, True))
         ordered.replace = self.replace
         return ordered
 
@@ -93,109 +95,112 @@ class Actions:
 
 
 class BackwardRecord:
-    """Knowledge of the backward ops of a plan's op.
+    """The analysed backward ops of a plan's op.
 
-    actions: those of the plan's own layer, by the id of the backward op.
-    partial: what each analysis routine has recorded, of backward ops that not all its tools have analysed.
+    actions: actions of the plan's scope, by the id of the backward op.
+    partial: actions by analysis routine, for backward ops that only some of the tools have analysed.
     complete: needs of gradients for which every backward op has been analysed.
-    quiet: needs of gradients for which no layer wants anything of them.
-    steps: of all layers, in a driver's native form, by the driver's name for the place of a backward op.
+    needs_nothing: needs of gradients for which no tool acts at any backward op.
+    steps: actions of all scopes in a driver's native form, by the driver's name of a backward op's place.
     """
 
-    __slots__ = ("actions", "complete", "partial", "quiet", "steps")
+    __slots__ = ("actions", "complete", "needs_nothing", "partial", "steps")
 
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
-        self.partial: dict[int, Recorded] = {}
-        self.reopen()
+        self.partial: dict[int, RecordedActions] = {}
+        self.invalidate()
 
-    def reopen(self) -> None:
-        """Expect backward ops that have not been analysed."""
+    def invalidate(self) -> None:
+        """Expect backward ops that have not been analysed, so that the next passes analyse them."""
         self.complete: set[Hashable] = set()
-        self.quiet: set[Hashable] = {None}
+        self.needs_nothing: set[Hashable] = {None}
         self.steps: dict[Hashable, Any] = {}
 
 
-_UNWATCHED = BackwardRecord()
-"""Of plans without routines for backward ops; nothing is added to it."""
+_NO_BACKWARD_RECORD = BackwardRecord()
+"""Shared by all plans without routines for backward ops; nothing is added to it."""
 
 
 class Plan(Actions):
-    """The actions at one op of the tools of a layer, and of the layers around it, laid out for execution.
+    """The actions at one op of the tools of a stack, and of the stacks around it, in running order.
 
-    own: the actions of the layer's own tools.
-    context: what their forward analyses put in; backward contexts start from it.
-    watches: True if a layer has routines for backward ops.
-    backward: what is known of the backward ops, if it `watches`.
-    written: changes of the context by the layer's own tools after the op, and at backward ops: by the id of
-    the backward op, if any, and the point.
-    undone: what leads from the context back to how it was before the op.
+    scope_actions: the actions of the stack's own tools, without those of the stacks around.
+    context: the context of the forward analyses; contexts of backward ops start as copies of it.
+    has_backward_routines: True if a stack of the chain has analysis routines for backward ops.
+    backward: the analysed backward ops.
+    context_changes: changes of the context by the stack's own tools after the op and at backward ops, by the
+    id of the backward op, if any, and the point.
+    changes_to_undo: changes that lead from the context back to its state before the op.
     """
 
     __slots__ = (
-        "_around",
+        "_outer_plans",
         "_recomputation",
-        "_recorded_runs",
-        "_runs",
+        "_recorded_run_dicts",
+        "_run_dicts",
         "backward",
+        "changes_to_undo",
         "context",
-        "layer",
-        "own",
-        "undone",
-        "watches",
-        "written",
+        "context_changes",
+        "has_backward_routines",
+        "scope_actions",
+        "stack",
     )
 
-    def __init__(self, layer: Layer, context: OpContext, outer: Plan | None = None) -> None:
+    def __init__(self, stack: ToolStack, context: OpContext, outer: Plan | None = None) -> None:
         super().__init__()
-        self.layer = layer
+        self.stack = stack
         self.context = context
-        self.own = Actions()
-        self._around: tuple[Plan, ...] = () if outer is None else outer.chain
-        self._runs: Runs | None = None
-        self._recorded_runs: RecordedRuns | None = None
+        self.scope_actions = Actions()
+        self._outer_plans: tuple[Plan, ...] = () if outer is None else outer.chain
+        self._run_dicts: RunDicts | None = None
+        self._recorded_run_dicts: RecordedRunDicts | None = None
         self._recomputation: Actions | None = None
-        self.watches: bool = layer.wants_backward or (outer is not None and outer.watches)
-        self.backward = BackwardRecord() if self.watches else _UNWATCHED
-        self.written: dict[tuple[int | None, InstrumentationPoint], Changes] = {}
-        self.undone: Changes = {}
+        self.has_backward_routines: bool = stack.wants_backward or (
+            outer is not None and outer.has_backward_routines
+        )
+        self.backward = BackwardRecord() if self.has_backward_routines else _NO_BACKWARD_RECORD
+        self.context_changes: dict[tuple[int | None, InstrumentationPoint], ContextChanges] = {}
+        self.changes_to_undo: ContextChanges = {}
 
     @property
-    def around(self) -> tuple[Plan, ...]:
-        """Return the plan of each layer around, the outermost first."""
-        return self._around
+    def outer_plans(self) -> tuple[Plan, ...]:
+        """Return the plan of each stack around, the outermost first."""
+        return self._outer_plans
 
     @property
     def chain(self) -> tuple[Plan, ...]:
-        """Return the plan of each layer around, the outermost first, and this one."""
-        return (*self._around, self)  # kept, it would be a circle, and the plan live until a collection
+        """Return the plan of each stack around, the outermost first, and this one."""
+        # Not stored: a plan that refers to itself would live until the garbage collector runs.
+        return (*self._outer_plans, self)
 
     @property
-    def watching(self) -> list[Plan]:
-        """Return the plans of the chain whose layers have routines for backward ops."""
-        if not self._around:
-            return [self] if self.watches else []
-        return [plan for plan in self.chain if plan.layer.wants_backward]
+    def plans_with_backward(self) -> list[Plan]:
+        """Return the plans of the chain whose stacks have analysis routines for backward ops."""
+        if not self._outer_plans:
+            return [self] if self.has_backward_routines else []
+        return [plan for plan in self.chain if plan.stack.wants_backward]
 
-    def lay_out(self) -> None:
-        """Take over what the chain's tools have recorded so far."""
-        whole = Actions.merged([plan.own for plan in self.chain]) if self._around else self.own.in_turn()
-        self.before, self.replace, self.after = whole.before, whole.replace, whole.after
+    def merge_actions(self) -> None:
+        """Set the plan's actions from those that the tools of the chain have recorded so far."""
+        merged = Actions.merged([plan.scope_actions for plan in self.chain])
+        self.before, self.replace, self.after = merged.before, merged.replace, merged.after
         self._recomputation = None
 
     def actions(self, recomputed: bool) -> Actions:
-        """Return the actions at an execution.  recomputed: whether a framework runs it again."""
+        """Return the actions at an execution.  recomputed: whether a framework runs the execution again."""
         if not recomputed:
             return self
         if self._recomputation is None:
-            again = self._recomputation = Actions()
+            recomputation = self._recomputation = Actions()
             for action in self.all:
-                again.add(filter(None, [action.in_recomputation()]))
+                recomputation.add(filter(None, [action.in_recomputation()]))
         return self._recomputation
 
     @property
-    def gives_outputs(self) -> bool:
-        """Return True if routines after the op are given values of it, which they may change."""
+    def has_output_routines(self) -> bool:
+        """Return True if a routine after the op receives outputs of the op, which the routine may change."""
         return any(action.select != () for action in self.after)
 
     @property
@@ -203,73 +208,76 @@ class Plan(Actions):
         """Return True if a routine before or after the op takes shapes."""
         return any(action.takes_shapes for action in self.inserted)
 
-    def runs(self, ops: TensorOps, recorded: bool) -> Runs:
-        """Return the dicts of the executions under way.
+    def runs(self, ops: TensorOps, recorded: bool) -> RunDicts:
+        """Return the dicts `run` of the executions under way.
 
         recorded: whether executions may be recomputations, or be recomputed.
         """
         if recorded:
-            if self._recorded_runs is None:
-                self._recorded_runs = RecordedRuns(ops, self.context.get_op_id())
-            return self._recorded_runs
-        if self._runs is None:
-            self._runs = Runs()
-        return self._runs
+            if self._recorded_run_dicts is None:
+                self._recorded_run_dicts = RecordedRunDicts(ops, self.context.get_op_id())
+            return self._recorded_run_dicts
+        if self._run_dicts is None:
+            self._run_dicts = RunDicts()
+        return self._run_dicts
 
     @property
     def takes_run(self) -> bool:
-        """Return True if a routine takes `run`, also one of the backward ops that are known."""
-        known = [one for plan in self.chain for one in (plan.own, *plan.backward.actions.values())]
-        return any(action.takes_run for actions in known for action in actions.all)
+        """Return True if a routine at the op, or at an analysed backward op, takes `run`."""
+        forward = [plan.scope_actions for plan in self.chain]
+        backward = [actions for plan in self.chain for actions in plan.backward.actions.values()]
+        return any(action.takes_run for actions in (*forward, *backward) for action in actions.all)
 
     @property
-    def hands_on_shapes(self) -> bool:
-        """Return True if a routine at a backward op that is known takes shapes."""
-        known = [one for plan in self.watching for one in plan.backward.actions.values()]
-        return any(action.takes_shapes for actions in known for action in actions.all)
+    def backward_takes_shapes(self) -> bool:
+        """Return True if a routine at an analysed backward op takes shapes."""
+        backward = [
+            actions for plan in self.plans_with_backward for actions in plan.backward.actions.values()
+        ]
+        return any(action.takes_shapes for actions in backward for action in actions.all)
 
     def unanalysed(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
-        """Return those of some tools of the plan's layer that have not analysed a backward op."""
+        """Return the tools among `tools`, of the plan's stack, that have not analysed a backward op."""
         recorded = self.backward.partial.get(backward_id)
         if recorded is None:
             return () if backward_id in self.backward.actions else tools
-        done = [self.layer.routines[point][i].tool for point, i in list(recorded)]
-        return [tool for tool in tools if not any(tool is one for one in done)]
+        analysed_by = [self.stack.routines[point][i].tool for point, i in list(recorded)]
+        return [tool for tool in tools if not any(tool is analysed_tool for analysed_tool in analysed_by)]
 
-    def is_known(self, backward_id: int) -> bool:
-        """Return True if all tools of the plan's layer have analysed a backward op."""
+    def is_analysed(self, backward_id: int) -> bool:
+        """Return True if all tools of the plan's stack have analysed a backward op."""
         return backward_id in self.backward.actions and backward_id not in self.backward.partial
 
     def is_complete(self, gradients: Hashable) -> bool:
         """Return True if every backward op of executions with this need of gradients has been analysed."""
-        return all(gradients in plan.backward.complete for plan in self.watching)
+        return all(gradients in plan.backward.complete for plan in self.plans_with_backward)
 
     def wants_backward(self, gradients: Hashable) -> bool:
-        """Return True if the backward ops of an execution are wanted.
+        """Return True if backward ops of an execution have to be analysed, or have actions.
 
         gradients: which inputs need a gradient; None where autodiff records nothing.
         """
-        if not self.watches or gradients in self.backward.quiet:
+        if not self.has_backward_routines or gradients in self.backward.needs_nothing:
             return False
-        wanted = any(
+        has_work = any(
             gradients not in plan.backward.complete or any(plan.backward.actions.values())
-            for plan in self.watching
+            for plan in self.plans_with_backward
         )
-        if not wanted:
-            self.backward.quiet.add(gradients)
-        return wanted
+        if not has_work:
+            self.backward.needs_nothing.add(gradients)
+        return has_work
 
 
-def only_replacement(replacements: Iterable[Action | None]) -> Action | None:
-    """Return the one replacement among these, if any.
+def single_replacement(candidates: Iterable[Action | None]) -> Action | None:
+    """Return the only replacement among the candidates; None where all are None.
 
     Raises ReplaceConflictError when tools of nested scopes replace one op.
     """
-    found = [one for one in replacements if one is not None]
-    if len(found) > 1:
-        first, second = (type(action.tool).__name__ for action in found[:2])
+    replacements = [action for action in candidates if action is not None]
+    if len(replacements) > 1:
+        first, second = (type(action.tool).__name__ for action in replacements[:2])
         raise ReplaceConflictError(
             f"{second} wants to replace an op that {first}, of a scope around, replaces already; one op "
             "has one replacement: apply one of the two, or let one use insert_before_op or insert_after_op"
         )
-    return found[0] if found else None
+    return replacements[0] if replacements else None

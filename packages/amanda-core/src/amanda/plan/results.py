@@ -1,4 +1,4 @@
-"""Results of a routine, put in the place of what it was given."""
+"""The results of a routine, matched with the values that it received and put in their place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
-    """The routine's result as one value for each that it was given; None for no change."""
+    """Return the routine's result as a sequence with one value for each argument; None for no change."""
     if result is None:
         return None
     if len(picked) == 1:
@@ -35,40 +35,42 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
 
 
 def _depth(value: Any) -> int:
-    """Return how many lists are around the innermost values; 0 of what is no list."""
+    """Return the depth of nested lists; 0 for a value that is no list."""
     return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
-def write(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
+def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
     """Copy a routine's result into the user's tensor, or each of a list."""
     if isinstance(target, (list, tuple)):
-        for own, new in zip(target, _listed(target, result), strict=True):
-            if new is not own:
-                write(ops, own, new, isolated)
+        for tensor, new in zip(target, _require_list(target, result), strict=True):
+            if new is not tensor:
+                write_into(ops, tensor, new, isolated)
     else:
-        ops.write(target, _checked(ops, target, result), isolated)
+        ops.write(target, _require_tensor(ops, target, result), isolated)
 
 
 def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
-    """A routine's result for the op, with the identity as its gradients' way back to the original."""
+    """Return a routine's result for the original; its gradient passes unchanged to the original."""
     if ops.is_tensor(original):
-        return ops.straight_through(original, _checked(ops, original, result))
+        return ops.straight_through(original, _require_tensor(ops, original, result))
     if isinstance(original, _NUMBERS) and isinstance(result, _NUMBERS):
-        return _number(original, result)
-    if not isinstance(original, (list, tuple)) or not all(ops.is_tensor(one) for one in spread(original)):
+        return _number_like(original, result)
+    if not isinstance(original, (list, tuple)) or not all(
+        ops.is_tensor(tensor) for tensor in spread(original)
+    ):
         return result
-    each = [
+    substituted = [
         new if new is old else substitute(ops, old, new)
-        for old, new in zip(original, _listed(original, result), strict=True)
+        for old, new in zip(original, _require_list(original, result), strict=True)
     ]
-    return tuple(each) if isinstance(original, tuple) else each
+    return tuple(substituted) if isinstance(original, tuple) else substituted
 
 
 _NUMBERS = (bool, int, float)
 
 
-def _number(original: float, result: float) -> float:
-    """Return a result in the type of the number that was given, such as a bool for one."""
+def _number_like(original: float, result: float) -> float:
+    """Return a result as a number of the original's type; raise RoutineError where that changes its value."""
     number = result if isinstance(original, float) else type(original)(result)
     if number != result:
         raise RoutineError(
@@ -77,7 +79,7 @@ def _number(original: float, result: float) -> float:
     return number
 
 
-def _checked(ops: TensorOps, original: Any, result: Any) -> Any:
+def _require_tensor(ops: TensorOps, original: Any, result: Any) -> Any:
     if ops.is_tensor(original) and not ops.is_tensor(result):
         raise RoutineError(
             f"a routine returned {type(result).__name__} where a tensor was given; return a tensor of "
@@ -86,8 +88,8 @@ def _checked(ops: TensorOps, original: Any, result: Any) -> Any:
     return result
 
 
-def _listed(original: Sequence[Any], result: Any) -> Sequence[Any]:
-    """The result for a list of tensors: a list of as many."""
+def _require_list(original: Sequence[Any], result: Any) -> Sequence[Any]:
+    """Return a routine's result for a list of tensors; raise RoutineError unless it is a list of as many."""
     if isinstance(result, (list, tuple)) and len(result) == len(original):
         return result
     count = f"{len(result)} values" if isinstance(result, (list, tuple)) else type(result).__name__
@@ -97,9 +99,9 @@ def _listed(original: Sequence[Any], result: Any) -> Sequence[Any]:
     )
 
 
-def _wrong_count(action: Action, count: int, wanted: int) -> RoutineError:
-    values = "value" if wanted == 1 else "values"
+def _wrong_count(action: Action, count: int, expected: int) -> RoutineError:
+    values = "value" if expected == 1 else "values"
     return RoutineError(
-        f"{action} returned {count} values; it was given {wanted} {values} and may return None (no "
-        f"change) or {'that one value' if wanted == 1 else f'a sequence of {wanted}'}"
+        f"{action} returned {count} values; it was given {expected} {values} and may return None (no "
+        f"change) or {'that one value' if expected == 1 else f'a sequence of {expected}'}"
     )

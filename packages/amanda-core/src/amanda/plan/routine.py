@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import MutationError, RoutineError
 from amanda.plan.action import INSERT_BEFORE_OP, REPLACE_OP
-from amanda.plan.arguments import arguments, refused
-from amanda.plan.notes import add_note, describe, explained
-from amanda.plan.results import matched, substitute, write
+from amanda.plan.arguments import replacement_arguments, signature_error
+from amanda.plan.notes import add_note, describe, explain_errors
+from amanda.plan.results import matched, substitute, write_into
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def run_routine(
     keep_saved: Callable[[], None] | None = None,
     shapes: Hashable = None,
 ) -> list[Any]:
-    """Call a routine on the selected values: `values` itself where it changes none, else a new list.
+    """Call a routine on the selected values; return `values` itself if nothing changed, else a new list.
 
     autodiff: whether every routine takes part in the backward pass.
     mutable: positions of the user's tensors that the op writes into; a change is copied into them.
-    returned: what the routine returned, where it was called already.
-    shapes: of the execution, for a routine that takes them.
-    keep_saved: copies what backward ops have saved of the user's tensors, before these are written.
+    returned: the routine's result, where the routine has been called already.
+    shapes: shapes of the execution, for a routine that takes shapes.
+    keep_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
     """
     if ops.has_symbols and returned is NOT_CALLED:
         later = ops.run_later(action, values, facts, run, autodiff, shapes)
@@ -47,20 +47,20 @@ def run_routine(
             return later
     select = action.select
     isolated = not (action.differentiable or autodiff)
-    picked: Sequence[Any] = values
+    selection: Sequence[Any] = values
     try:
-        picked = values if select is None else picked_by(action, values, facts)
+        selection = values if select is None else picked_by(action, values, facts)
         positions = range(len(values)) if select is None else select
         if returned is NOT_CALLED:
             flags = [i in mutable for i in positions] if mutable else ()
-            given = _given(ops, action, picked, flags, isolated)
-            results = _call(ops, action, picked, given, run, isolated, shapes)
+            arguments = _routine_arguments(ops, action, selection, flags, isolated)
+            results = _call_routine(ops, action, selection, arguments, run, isolated, shapes)
         else:
-            results = matched(action, returned, picked)
+            results = matched(action, returned, selection)
         if results is None:
             return values
         changed = values
-        for position, original, result in zip(positions, picked, results, strict=True):
+        for position, original, result in zip(positions, selection, results, strict=True):
             if result is original:
                 continue
             if changed is values:
@@ -68,29 +68,32 @@ def run_routine(
             if position in mutable:
                 if keep_saved is not None:
                     keep_saved()
-                write(ops, original, result, isolated)
+                write_into(ops, original, result, isolated)
             else:
                 changed[position] = substitute(ops, original, result) if isolated else result
         return changed
     except BaseException as error:
-        told = failed(error, action, values, picked, facts)
-        if told is not None:
-            raise told from error
+        replacement = failed(error, action, values, selection, facts)
+        if replacement is not None:
+            raise replacement from error
         raise
 
 
 def failed(
-    error: BaseException, action: Action, values: Sequence[Any], picked: Sequence[Any], facts: OpFacts
+    error: BaseException, action: Action, values: Sequence[Any], selection: Sequence[Any], facts: OpFacts
 ) -> BaseException | None:
-    """Note the op on an exception of a routine that was given `picked`, or on the one to raise instead.
+    """Note the op on a routine's exception; return an exception to raise instead, or None.
 
-    Return the latter, or None: a frame that held the exception would keep it, and what it holds, alive.
+    selection: values that the routine received.
+    Does not return `error` itself: a frame that holds the exception keeps the exception's frames alive.
     values: all values that the op has there.
     """
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
-    told = refused(action, values, names, picked, {}) if isinstance(error, TypeError) else None
-    add_note(told or error, describe(facts, action.tool, str(action)))
-    return told
+    signature_failure = (
+        signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
+    )
+    add_note(signature_failure or error, describe(facts, action.tool, str(action)))
+    return signature_failure
 
 
 def run_replacement(
@@ -103,72 +106,74 @@ def run_replacement(
     original: Callable[[Sequence[Any]], Any] | None = None,
     reads: Sequence[Any] = (),
 ) -> Any:
-    """Call a routine instead of an op: what the op would have returned; NotImplemented: the op shall run.
+    """Call a routine instead of an op; return its result, or NotImplemented where the op has to run.
 
     targets: positions of the user's tensors that the op would have written and returned.
-    original: computes the op.  reads: the values that it reads of other ops.
+    original: computes the op.  reads: values that the routine reads of other ops.
     """
     if ops.has_symbols:
         ops.note_replacement(action, facts)
-    given = [_copied(ops, value) if i in targets else value for i, value in enumerate(values)]
+    inputs = [_copy_tensors(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:
-        kwargs = {**kwargs, "original": _spelt_out(original)}
+        kwargs = {**kwargs, "original": _taking_positional_inputs(original)}
     if action.reads:
         kwargs = {**kwargs, "reads": list(reads)}
-    with explained(facts, action.tool, str(action)):
-        lent = spread(given[i] for i in targets)
-        versions = ops.versions(lent)
+    with explain_errors(facts, action.tool, str(action)):
+        copies = spread(inputs[i] for i in targets)
+        versions = ops.versions(copies)
         if action.select is None and action.type is REPLACE_OP:
-            picked, named = arguments(action.parameters, given, facts.names, partial(_holds_tensors, ops))
+            selection, named = replacement_arguments(
+                action.parameters, inputs, facts.names, partial(_holds_tensors, ops)
+            )
             kwargs = {**kwargs, **named}
         else:
-            picked = given if action.select is None else picked_by(action, given, facts)
+            selection = inputs if action.select is None else picked_by(action, inputs, facts)
         with action.tool._amanda.lock:
-            result = _called(ops, action, picked, kwargs, given, facts.names)
+            result = _call_replacement(ops, action, selection, kwargs, inputs, facts.names)
         if not targets or result is NotImplemented:
             return result
         written = spread(values[i] for i in targets)
-        results = lent if result is None else spread([result])
+        results = copies if result is None else spread([result])
         if len(results) != len(written):
             raise RoutineError(
                 f"{action} returned {len(results)} values for an op that writes {len(written)}"
             )
-        for target, copy, version, new in zip(written, lent, versions, results, strict=True):
+        for target, copy, version, new in zip(written, copies, versions, results, strict=True):
             if new is not copy or version is None or ops.version(copy) != version:
                 ops.write(target, new, isolated=False)
-        own = [values[i] for i in targets]
-        return own[0] if len(own) == 1 else tuple(own)
+        user_tensors = [values[i] for i in targets]
+        return user_tensors[0] if len(user_tensors) == 1 else tuple(user_tensors)
 
 
-def _called(
+def _call_replacement(
     ops: TensorOps,
     action: Action,
-    given: Sequence[Any],
+    arguments: Sequence[Any],
     kwargs: Mapping[str, Any],
     values: Sequence[Any],
     names: Sequence[str],
 ) -> Any:
-    """Call a replacement; where it cannot take its arguments, say which values there are."""
+    """Call a replacement; raise an error that lists the op's values if its signature does not fit."""
     try:
-        return ops.call(action.func, given, kwargs)
+        return ops.call(action.func, arguments, kwargs)
     except TypeError as error:
-        told = refused(action, values, names, given, kwargs)
-        if told is None:
+        signature_failure = signature_error(action, values, names, arguments, kwargs)
+        if signature_failure is None:
             raise
-        raise told from error
+        raise signature_failure from error
 
 
 def _holds_tensors(ops: TensorOps, value: Any) -> bool:
     return ops.is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(ops.is_tensor, value)))
 
 
-def _spelt_out(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
+def _taking_positional_inputs(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
     return lambda *inputs: op(list(inputs))
 
 
 def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
-    """Return the values that a routine selects; raise RoutineError where the op has fewer."""
+    """Return the values that a routine selects; raise RoutineError where the op has fewer values."""
     assert action.select is not None
     try:
         return [values[position] for position in action.select]
@@ -178,63 +183,71 @@ def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any
         ) from None
 
 
-def _given(
-    ops: TensorOps, action: Action, picked: list[Any], mutable: Sequence[bool], isolated: bool
+def _routine_arguments(
+    ops: TensorOps, action: Action, selection: list[Any], mutable: Sequence[bool], isolated: bool
 ) -> list[Any]:
-    """Return what the routine is given: no graph that `run` could keep alive, nothing written later."""
+    """Return the routine's arguments: detached if `run` could keep a graph, copies of written tensors."""
     if isolated:
-        return [ops.kept(value) for value in picked] if action.takes_run else picked
+        return [ops.kept(value) for value in selection] if action.takes_run else selection
     if any(mutable):
-        return [_copied(ops, one) if flag else one for one, flag in zip(picked, mutable, strict=True)]
-    return picked
+        return [
+            _copy_tensors(ops, value) if flag else value
+            for value, flag in zip(selection, mutable, strict=True)
+        ]
+    return selection
 
 
-def _call(
+def _call_routine(
     ops: TensorOps,
     action: Action,
-    picked: list[Any],
-    given: list[Any],
+    selection: list[Any],
+    arguments: list[Any],
     run: dict[str, Any],
     isolated: bool,
     shapes: Hashable,
 ) -> Sequence[Any] | None:
+    """Call a routine; return a result for each selected value, or None where nothing changed.
+
+    Raises MutationError where an isolated routine wrote into an argument.  A differentiable routine receives
+    copies of the tensors that the op writes; a copy that it left alone stands for the tensor itself.
+    """
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_shapes:
         kwargs = {**kwargs, "shapes": shapes}
     with action.tool._amanda.lock:
-        versions = ops.versions(given) if isolated or given is not picked else []
+        versions = ops.versions(arguments) if isolated or arguments is not selection else []
         if not isolated:
-            result = ops.call(action.func, given, kwargs)
+            result = ops.call(action.func, arguments, kwargs)
         else:
             call = ops.call_observer if action.observer else ops.call_isolated
-            result = call(action.func, given, kwargs)
-            if ops.versions(given) != versions:
-                index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
-                raise mutation(action, index)
-    if given is picked:
-        return matched(action, result, picked)
+            result = call(action.func, arguments, kwargs)
+            if ops.versions(arguments) != versions:
+                index = next(i for i, value in enumerate(arguments) if ops.version(value) != versions[i])
+                raise mutation_error(action, index)
+    if arguments is selection:
+        return matched(action, result, selection)
     unchanged = {
-        id(lent): own
-        for lent, own, version in zip(given, picked, versions, strict=True)
-        if ops.version(lent) == version
+        id(argument): original
+        for argument, original, version in zip(arguments, selection, versions, strict=True)
+        if ops.version(argument) == version
     }
     if result is None:
-        if len(unchanged) == len(given):
+        if len(unchanged) == len(arguments):
             return None
-        result = given
-    results = matched(action, result, picked)
-    return results and [unchanged.get(id(one), one) for one in results]
+        result = arguments
+    results = matched(action, result, selection)
+    return results and [unchanged.get(id(value), value) for value in results]
 
 
-def mutation(action: Action, index: int) -> MutationError:
-    """The error for a routine that wrote into a value that it was given."""
+def mutation_error(action: Action, index: int) -> MutationError:
+    """Return the error for a routine that wrote into an argument."""
     return MutationError(
         f"{action} wrote into value {index} that it was given; return a new value instead, or "
         "mark the routine @amanda.differentiable"
     )
 
 
-def _copied(ops: TensorOps, value: Any) -> Any:
+def _copy_tensors(ops: TensorOps, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [ops.copied(one) for one in value]
+        return [ops.copied(tensor) for tensor in value]
     return ops.copied(value)

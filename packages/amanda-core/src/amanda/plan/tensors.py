@@ -1,4 +1,4 @@
-"""Primitives of a framework's tensors, which a driver implements."""
+"""Primitives of a framework's tensors, which a driver implements, and lists of tensors."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class TensorOps(ABC):
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
-        """Put a routine into the program that is traced; return the values with those that it will give.
+        """Put a routine into the program that is traced; return the values with the routine's future results.
 
-        None where the routine is called now.  It is asked of a driver that `has_symbols`.
+        None where the routine has to be called now.  Called only for a driver that `has_symbols`.
         """
         return None
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:  # noqa: B027 - most have nothing to do
-        """Note that a replacement runs now, perhaps in a program that is traced.
+        """Record that a replacement runs now, perhaps in a program that is traced.
 
-        It is told to a driver that `has_symbols`.
+        Called only for a driver that `has_symbols`.
         """
 
     @abstractmethod
@@ -48,7 +48,7 @@ class TensorOps(ABC):
 
     @abstractmethod
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype, rank and device of every tensor among the inputs."""
+        """Return dtype, rank and device of every tensor among the inputs."""
 
     def device_of(self, value: Any) -> str:
         """Name the device of a value, in the framework's words; "" where it is no tensor or has none."""
@@ -56,18 +56,18 @@ class TensorOps(ABC):
 
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each input: a tuple for a tensor, a tuple of these for a list, else None."""
+        """Return the shape of each input: a tuple for a tensor, a tuple of shapes for a list, else None."""
 
     @abstractmethod
     def isolated(self) -> AbstractContextManager[Any]:
-        """Context in which autodiff records nothing."""
+        """Return a context in which autodiff records nothing."""
 
     @abstractmethod
     def version(self, value: Any) -> Any:
-        """Return what changes when a value is written into; None where that cannot be told."""
+        """Return a counter that changes with each write into a value; None where there is no counter."""
 
     def versions(self, values: Sequence[Any]) -> list[Any]:
-        """The version of each value."""
+        """Return the version of each value."""
         return [self.version(value) for value in values]
 
     def call_isolated(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -75,12 +75,12 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
-    def same(self, value: Any, other: Any) -> bool:
-        """Return True if two tensors are known to be of one kind and to hold the same bits."""
+    def same(self, first: Any, second: Any) -> bool:
+        """Return True if two tensors certainly have the same class, dtype, shape and bits."""
         return False
 
     def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a routine that changes no value; it reads tensors outside of what their classes override."""
+        """Call a routine that changes no value, with the overrides of tensor subclasses switched off."""
         return self.call_isolated(func, values, kwargs)
 
     def call(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -88,35 +88,35 @@ class TensorOps(ABC):
         return func(*values, **kwargs)
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Context in which tensors are read for tools: no mode, and no class of tensors, sees it."""
+        """Return a context in which tools read tensors without modes and overrides of tensor subclasses."""
         return nullcontext()
 
     @abstractmethod
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value`, with the identity as its gradient's way back to `original`.
+        """Return `value` so that its gradient passes unchanged to `original`.
 
-        Raises RoutineError where it has another shape or is complex and `original` is not, or the
-        reverse; casts between floating types.
+        Casts between floating types.  Raises RoutineError where the shapes differ, or where only one of the
+        two is complex.
         """
 
     @abstractmethod
     def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor, straight through where isolated."""
+        """Copy a value into the user's tensor; where isolated, the gradient passes straight through."""
 
     @abstractmethod
     def kept(self, value: Any) -> Any:
-        """A value for later: what it holds, without the graph that it hangs in."""
+        """Return a value that can be stored: the same contents, detached from the graph of autodiff."""
 
     @abstractmethod
     def copied(self, value: Any) -> Any:
-        """A differentiable copy of a tensor."""
+        """Return a differentiable copy of a tensor."""
 
 
 class UnwrittenTensors(TensorOps):
-    """Primitives of tensors that nothing writes into, and that hang in no graph of autodiff."""
+    """Primitives of immutable tensors that belong to no graph of autodiff."""
 
     def isolated(self) -> AbstractContextManager[Any]:
-        """Context that does nothing."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def version(self, value: Any) -> Any:
@@ -137,10 +137,10 @@ class UnwrittenTensors(TensorOps):
 
 
 class TensorMap(Generic[T]):
-    """A weak map from tensors of any framework to something: it keeps no tensor alive."""
+    """A weak map with tensors of any framework as keys: it keeps no tensor alive."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
+        self._entries: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
 
     @staticmethod
     def key(tensor: Any) -> Hashable:
@@ -149,26 +149,28 @@ class TensorMap(Generic[T]):
 
     def __setitem__(self, tensor: Any, value: T) -> None:
         key = self.key(tensor)
-        self._known[key] = weakref.ref(tensor, partial(self._forget, key)), value
+        self._entries[key] = weakref.ref(tensor, partial(self._forget, key)), value
 
     def get(self, tensor: Any) -> T | None:
         """Return the value of a tensor; None for a tensor without one."""
-        found = self._known.get(self.key(tensor))
-        return found[1] if found is not None and found[0]() is not None else None
+        entry = self._entries.get(self.key(tensor))
+        return entry[1] if entry is not None and entry[0]() is not None else None
 
-    def _forget(self, key: Hashable, gone: weakref.ref[Any]) -> None:
-        known = self._known.get(key)
-        if known is not None and known[0] is gone:
-            del self._known[key]
+    def _forget(self, key: Hashable, reference: weakref.ref[Any]) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and entry[0] is reference:
+            del self._entries[key]
 
 
 def spread(values: Iterable[Any]) -> list[Any]:
-    """Values, each list among them as its elements."""
-    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    """Return the values in one list, with the elements of a list or tuple in its place."""
+    return [
+        element for value in values for element in (value if isinstance(value, (list, tuple)) else (value,))
+    ]
 
 
 def is_among(value: Any, tensors: Sequence[Any]) -> bool:
-    """Return True for one of the tensors, and for a list of them."""
+    """Return True if a value is one of the tensors, or a list of some of them."""
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(is_among(one, tensors) for one in value)
-    return any(value is one for one in tensors)
+        return bool(value) and all(is_among(tensor, tensors) for tensor in value)
+    return any(value is tensor for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Tools as the core sees them: their analysis routines, and what is kept for them."""
+"""Tools as the core sees them: their analysis routines, and the core's state of a tool."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class AnyTool(Protocol):
 
     follows_dependents: bool
     intercepts: bool
-    _amanda: Registry
+    _amanda: ToolState
 
     def stands_for(self) -> Hashable:
-        """Name the tools of which any one may stand for all."""
+        """Return a name that interchangeable tools share; None where no other tool may stand for this one."""
 
     def unmatched(self) -> list[str]:
-        """Say what was selected and no op fitted."""
+        """Return a sentence for each selection that no op has matched."""
 
     def scope_entered(self) -> None:
         """Called when a scope has opened."""
@@ -49,7 +49,7 @@ class AnyTool(Protocol):
 
 def is_tool(value: object) -> bool:
     """Return True for an instance of `amanda.Tool`."""
-    return isinstance(getattr(value, "_amanda", None), Registry) and not isinstance(value, type)
+    return isinstance(getattr(value, "_amanda", None), ToolState) and not isinstance(value, type)
 
 
 class InNamespace:
@@ -57,7 +57,7 @@ class InNamespace:
 
     def __init__(self, tags: str) -> None:
         self._tags = Namespace(tags.removeprefix("amanda/"))
-        self._others: dict[str, None] = {}
+        self._other_namespaces: dict[str, None] = {}
         self._matched = False
 
     def __call__(self, context: OpContext) -> bool:
@@ -65,17 +65,19 @@ class InNamespace:
         if context.namespace.matches(self._tags):
             self._matched = True
             return True
-        self._others[str(context.namespace)] = None
+        self._other_namespaces[str(context.namespace)] = None
         return False
 
     def unmatched(self) -> list[str]:
-        """Return a sentence if there were ops, and none of the namespace."""
-        if self._matched or not self._others:
+        """Return a sentence if there were ops, but none in the namespace."""
+        if self._matched or not self._other_namespaces:
             return []
-        return [f"no op is of the namespace {self._tags}; there were ops of {', '.join(self._others)}"]
+        return [
+            f"no op is of the namespace {self._tags}; there were ops of {', '.join(self._other_namespaces)}"
+        ]
 
 
-class Analysis(NamedTuple):
+class RegisteredRoutine(NamedTuple):
     """One analysis routine of a tool."""
 
     tool: AnyTool
@@ -85,41 +87,44 @@ class Analysis(NamedTuple):
     closing: bool
 
 
-class Registry:
-    """State of a tool that the framework keeps: made with the tool, whatever its `__init__` does."""
+class ToolState:
+    """The core's state of a tool: created with the tool, even if its `__init__` never calls the base's."""
 
     _numbers = count(1)
 
     def __init__(self) -> None:
         self.number = next(self._numbers)
-        self.analyses: list[Analysis] = []
+        self.analyses: list[RegisteredRoutine] = []
         self.dependencies: list[AnyTool] = []
         self.admissions: list[Admission] = []
         self.wrappers: list[Wrapper] = []
         self.version = 0
         self.lock = interceptor.Lock()
-        self.layers: OrderedDict[Hashable, Any] = OrderedDict()
+        self.stacks: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         self.former: dict[str, Any] = {}
-        self.names_loaded: list[str] = []  # where what these lack is an error
-        self.analysed: set[int] = set()  # the ops that `op_gone` will tell of
-        self.gone: deque[int] = deque()  # those that it tells of before the next analysis
-        self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
-        self.options: dict[str, str] | None = None  # those when a scope opened last
-        self.logged: set[str] = set()  # selections that fitted no op
-        self.was_used = False  # in a scope
+        self.names_loaded: list[str] = []  # a loaded state that lacks one of these is an error
+        self.analysed_ops: set[int] = set()  # ids; `op_gone` is called for each that dies
+        self.dead_ops: deque[int] = deque()  # ids; `op_gone` is called for these before the next analysis
+        self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # with the version of the tool
+        self.options: dict[str, str] | None = None  # when a scope opened last
+        self.logged: set[str] = set()  # selections that no op has matched
+        self.was_used = False  # True once a scope with the tool has opened
 
     def on_death(self, op_id: int) -> None:
-        """Note that an op is gone; the tool is told later, since an object may die anywhere."""
-        if op_id in self.analysed:
-            self.analysed.discard(op_id)
-            self.gone.append(op_id)
+        """Record that an op is dead.
+
+        The tool's `op_gone` is called later, under the tool's lock: an object may die at any line of code.
+        """
+        if op_id in self.analysed_ops:
+            self.analysed_ops.discard(op_id)
+            self.dead_ops.append(op_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded", "names_loaded")
-        return {name: getattr(self, name) for name in kept}
+        pickled = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded", "names_loaded")
+        return {name: getattr(self, name) for name in pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Registry.__init__(self)
+        ToolState.__init__(self)
         self.__dict__.update(state)

@@ -34,22 +34,27 @@ def info(arguments: Sequence[str] = ()) -> int:
     if len(names) > 1:
         raise UsageError(f"it takes one tool, not {len(names)}: {', '.join(names)}")
     if names:
-        return _tool(names[0])
+        return _print_tool(names[0])
     load = "--load" in arguments
     say(f"Amanda {version_of_core()}")
     say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
     say(f"Interceptor: {_interceptor()}")
-    say("Drivers:", *_plugins(list_drivers(load), "torch"))
-    say("Tools:", *_plugins(list_tools(load), "tools"))
+    say("Drivers:", *_plugin_lines(list_drivers(load), "torch"))
+    say("Tools:", *_plugin_lines(list_tools(load), "tools"))
     say(f"Commands: {', '.join(sorted(names_of_commands()))}")
     return 0
 
 
 def tools(arguments: Sequence[str] = ()) -> int:
     """List the tools, each with the first line of what it says of itself."""
-    _take_nothing(arguments)
+    _require_no_arguments(arguments)
     listed = list_tools(load=True)
-    say(*(table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed]) or _none("tools")))
+    say(
+        *(
+            table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed])
+            or _none_installed("tools")
+        )
+    )
     if listed:
         say("", "`info TOOL` tells a tool's options.")
     installed = {tool.name for tool in listed}
@@ -68,11 +73,11 @@ def doctor(arguments: Sequence[str] = ()) -> int:
 
     It imports frameworks, drivers and tools.
     """
-    _take_nothing(arguments)
-    found = list(findings())
-    say(*table([tuple(finding) for finding in found]))
-    wrong = sum(finding.verdict == "wrong" for finding in found)
-    say("", "Nothing is wrong." if not wrong else f"{wrong} of {len(found)} things are wrong.")
+    _require_no_arguments(arguments)
+    results = list(findings())
+    say(*table([tuple(finding) for finding in results]))
+    wrong = sum(finding.verdict == "wrong" for finding in results)
+    say("", "Nothing is wrong." if not wrong else f"{wrong} of {len(results)} things are wrong.")
     return int(wrong > 0)
 
 
@@ -108,12 +113,12 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
-def _take_nothing(arguments: Sequence[str]) -> None:
+def _require_no_arguments(arguments: Sequence[str]) -> None:
     if arguments:
         raise UsageError(f"it takes no argument, and was given {arguments[0]!r}")
 
 
-def _tool(name: str) -> int:
+def _print_tool(name: str) -> int:
     kind = tool_class(name)
     say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
     say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
@@ -124,7 +129,9 @@ def _tool(name: str) -> int:
 
 def _options(kind: type) -> list[tuple[str, str, str]]:
     """Name, default and type of each option of a tool."""
-    return [(one.name, one.default_in_words, one.type_in_words) for one in options_of(kind).values()]
+    return [
+        (option.name, option.default_in_words, option.type_in_words) for option in options_of(kind).values()
+    ]
 
 
 def _first_line(name: str) -> str:
@@ -140,10 +147,13 @@ def _interceptor() -> str:
     return "native" if NATIVE else f"pure-Python fallback ({REASON})"
 
 
-def _plugins(plugins: Iterable[Plugin], extra: str) -> list[str]:
-    rows = [(one.name, f"{one.distribution} {one.version}", one.state, one.message) for one in plugins]
-    return table(rows) or _none(extra)
+def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
+    rows = [
+        (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.state, plugin.message)
+        for plugin in plugins
+    ]
+    return table(rows) or _none_installed(extra)
 
 
-def _none(extra: str) -> list[str]:
+def _none_installed(extra: str) -> list[str]:
     return [f'  none is installed: pip install "amanda-core[{extra}]"']

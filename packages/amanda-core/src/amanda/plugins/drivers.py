@@ -87,10 +87,12 @@ def how_to_install() -> str:
 def _extras() -> Sequence[str]:
     """Return the extras with which the core installs drivers: names of frameworks, and "all"."""
     try:
-        needed = importlib.metadata.requires("amanda-core") or []
+        requirements = importlib.metadata.requires("amanda-core") or []
     except importlib.metadata.PackageNotFoundError:  # it runs from its sources
         return []
-    return sorted(set(re.findall(r"^amanda-driver-.*extra == [\"'](\w+)", "\n".join(needed), re.MULTILINE)))
+    return sorted(
+        set(re.findall(r"^amanda-driver-.*extra == [\"'](\w+)", "\n".join(requirements), re.MULTILINE))
+    )
 
 
 @dataclass
@@ -101,14 +103,14 @@ class _Candidate:
     plugin: Plugin
     kind: type[Driver] | None = None
 
-    def rivals(self, other: _Candidate) -> bool:
+    def rivals(self, candidate: _Candidate) -> bool:
         """Return True if both claim a mode of one framework; before they are loaded only their names tell."""
-        if _framework(self.entry) != _framework(other.entry):
+        if _framework(self.entry) != _framework(candidate.entry):
             return False
-        if self.kind is not None and other.kind is not None:
-            return self.kind is not other.kind and bool({*self.kind.modes} & {*other.kind.modes})
-        both_wait = self.plugin.state == other.plugin.state == "not loaded"
-        return both_wait and self.entry.name == other.entry.name
+        if self.kind is not None and candidate.kind is not None:
+            return self.kind is not candidate.kind and bool({*self.kind.modes} & {*candidate.kind.modes})
+        both_wait = self.plugin.state == candidate.plugin.state == "not loaded"
+        return both_wait and self.entry.name == candidate.entry.name
 
 
 def _of_imported_frameworks(again: bool) -> list[_Candidate]:
@@ -117,17 +119,17 @@ def _of_imported_frameworks(again: bool) -> list[_Candidate]:
 
 
 def _candidates(entries: Sequence[Entry], load: bool = False, again: bool = False) -> list[_Candidate]:
-    found = [_candidate(entry, load, again) for entry in entries]
+    candidates = [_candidate(entry, load, again) for entry in entries]
     rivals: dict[str, list[_Candidate]] = {}
-    for one, other in combinations(found, 2):
-        if one.rivals(other):
-            group = rivals.setdefault(_framework(one.entry), [])
-            group += [candidate for candidate in (one, other) if candidate not in group]
+    for first, second in combinations(candidates, 2):
+        if first.rivals(second):
+            group = rivals.setdefault(_framework(first.entry), [])
+            group += [candidate for candidate in (first, second) if candidate not in group]
     for group in rivals.values():
         message = rivalry([candidate.entry for candidate in group])
         for candidate in group:
             candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
-    return found
+    return candidates
 
 
 def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:
@@ -140,7 +142,7 @@ def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:
         elif not is_imported(framework):
             plugin = entry.plugin("not loaded", f"loads once {framework} is imported")
         else:
-            return _loaded(entry, load or again)
+            return _loaded_candidate(entry, load or again)
     except PluginError as error:
         plugin = entry.plugin("broken import", str(error))
     except ImportFailure as failed:
@@ -150,7 +152,7 @@ def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:
     return _Candidate(entry, plugin)
 
 
-def _loaded(entry: Entry, again: bool) -> _Candidate:
+def _loaded_candidate(entry: Entry, again: bool) -> _Candidate:
     from amanda.scope.driver import DRIVER_API
 
     kind = entry.load(again)

@@ -117,7 +117,7 @@ def imported(load: Callable[[], T]) -> T:
             raise ImportFailure(text) from error.with_traceback(None)
 
 
-class Registry:
+class EntryRegistry:
     """The entry points of the distributions on sys.path, and which of their faults were logged."""
 
     def __init__(self) -> None:
@@ -129,23 +129,25 @@ class Registry:
         """The entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
         path = tuple(sys.path)
         if fresh or self._path != path:
-            self._look()
+            self._read_entry_points()
             self._path = path
         return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
 
-    def _look(self) -> None:
+    def _read_entry_points(self) -> None:
         installed = entry_points()
-        seen: dict[tuple[str, ...], Entry] = {}
-        who: dict[int, tuple[str, str]] = {}  # a distribution reads its metadata anew for each question
+        entries: dict[tuple[str, ...], Entry] = {}
+        owners: dict[int, tuple[str, str]] = {}  # a distribution reads its metadata anew for each question
         for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
             for point in installed.select(group=group):
-                if id(point.dist) not in who:
-                    about = point.dist.metadata if point.dist else {"Name": "unknown", "Version": "unknown"}
-                    who[id(point.dist)] = about["Name"], about["Version"]
-                entry = Entry(point, *who[id(point.dist)])
+                if id(point.dist) not in owners:
+                    metadata = (
+                        point.dist.metadata if point.dist else {"Name": "unknown", "Version": "unknown"}
+                    )
+                    owners[id(point.dist)] = metadata["Name"], metadata["Version"]
+                entry = Entry(point, *owners[id(point.dist)])
                 key = (group, entry.name, entry.distribution, entry.version, point.value)
-                seen[key] = self._entries.get(key, entry)
-        self._entries = seen
+                entries[key] = self._entries.get(key, entry)
+        self._entries = entries
 
     def complain(self, message: str) -> None:
         """Log a plugin's fault, once."""
@@ -154,7 +156,7 @@ class Registry:
             logger.warning(message)
 
 
-registry = Registry()
+registry = EntryRegistry()
 
 
 def rivalry(entries: Sequence[Entry]) -> str:

@@ -47,7 +47,7 @@ def list_tools(load: bool = False) -> list[Plugin]:
     load: import the tools to find out; otherwise nothing is imported.
     """
     tools = _tools()
-    return [_judged(entry, same, load) for same in tools.values() for entry in same]
+    return [_plugin_state(entry, same, load) for same in tools.values() for entry in same]
 
 
 def tool_class(name: str) -> type[Tool]:
@@ -56,8 +56,8 @@ def tool_class(name: str) -> type[Tool]:
     A tool that is installed while the process runs is found if no other has the name.
     Raises UnknownToolError, and PluginError where the tool cannot be used.
     """
-    known = _tools(fresh=False)
-    kind: type[Tool] = _tool(name, known if name in known else _tools()).load()
+    tools = _tools(fresh=False)
+    kind: type[Tool] = _tool(name, tools if name in tools else _tools()).load()
     return kind
 
 
@@ -115,7 +115,7 @@ def _tool(name: str, tools: Mapping[str, list[Entry]]) -> Entry:
     return tools[name][0]
 
 
-def _judged(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
+def _plugin_state(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
     if len(same_name) > 1:
         return entry.plugin("duplicate", rivalry(same_name))
     if not load and not entry.was_loaded:
@@ -149,11 +149,11 @@ def _register(manager: pluggy.PluginManager, entry: Entry) -> None:
         registry.complain(f"{entry} implements a hook that is none ({error}): {upgrade(entry.distribution)}")
 
 
-def _tell(hook: str, **arguments: Any) -> None:
+def _call_hooks(hook: str, **arguments: Any) -> None:
     call = getattr(plugin_manager().hook, hook)
     if call.get_hookimpls():  # asked at each analysis of an op, where a call takes five times as long
         call(**arguments)
 
 
-hooks.tell = _tell
+hooks.call = _call_hooks
 attachment.installed = drivers

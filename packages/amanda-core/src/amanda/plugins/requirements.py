@@ -23,25 +23,31 @@ class Unfit(NamedTuple):
     """A requirement that what is installed does not meet."""
 
     name: str
-    asked: str
+    specifier: str
     installed: str
 
 
 class _Requirement(NamedTuple):
     name: str
-    asked: str
+    specifier: str
     extra: str
     installed: str | None
 
 
-def unfit_requirements(one: Distribution) -> Iterator[Unfit]:
+def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
     """Yield what a distribution asks for in another version than is installed, not what is absent.
 
     What it asks for in an extra counts where all that the extra asks for is installed.
     """
-    asked = [found for text in one.requires or () if (found := _requirement(text)) is not None]
-    unused = {each.extra for each in asked if each.extra and each.installed is None}
-    for name, versions, extra, installed in asked:
+    requirements = [
+        requirement for text in dist.requires or () if (requirement := _requirement(text)) is not None
+    ]
+    unused = {
+        requirement.extra
+        for requirement in requirements
+        if requirement.extra and requirement.installed is None
+    }
+    for name, versions, extra, installed in requirements:
         if installed is not None and extra not in unused and not fits(installed, versions):
             yield Unfit(name, versions, installed)
 
@@ -59,38 +65,38 @@ def _requirement(text: str) -> _Requirement | None:
     return _Requirement(parts[1], parts[2].replace(" ", ""), extra, installed)
 
 
-def fits(version: str, asked: str) -> bool:
+def fits(version: str, specifier: str) -> bool:
     """Return whether a version is one that is asked for, as in "<2.14,>=2.4"."""
-    return all(_fits(version, operator, wanted) for operator, wanted in _CLAUSE.findall(asked))
+    return all(_satisfies(version, operator, release) for operator, release in _CLAUSE.findall(specifier))
 
 
-def _fits(version: str, operator: str, wanted: str) -> bool:
+def _satisfies(version: str, operator: str, required: str) -> bool:
     if operator == "===":
-        return version == wanted
-    have, want = _release(version), _release(wanted)
+        return version == required
+    have, want = _release(version), _release(required)
     if operator == "~=":
-        return _compared(have, want) >= 0 and have[: len(want) - 1] == want[:-1]
-    if wanted.endswith(".*"):
+        return _compare(have, want) >= 0 and have[: len(want) - 1] == want[:-1]
+    if required.endswith(".*"):
         return (have[: len(want)] == want) == (operator == "==")
-    order = _compared(have, want)
+    order = _compare(have, want)
     return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
             "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip
 
 
 def _release(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with: (2, 13, 0) of "2.13.0rc1+cpu"."""
-    found = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
-    return tuple(map(int, found[1].split("."))) if found else ()
+    match = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, match[1].split("."))) if match else ()
 
 
-def _compared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    differences = [a - b for a, b in zip_longest(one, other, fillvalue=0)]
+def _compare(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    differences = [a - b for a, b in zip_longest(first, second, fillvalue=0)]
     return next((difference for difference in differences if difference), 0)
 
 
 def _applies(marker: str) -> bool:
     """Return whether a requirement holds here, in one extra or another."""
-    text = _MARKER.sub(lambda found: "T" if _holds(*found.groups()) else "F", marker).strip()
+    text = _MARKER.sub(lambda match: "T" if _holds(*match.groups()) else "F", marker).strip()
     before = None
     while text != before:
         before = text

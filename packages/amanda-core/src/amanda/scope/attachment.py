@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amanda.scope.scope import Scope
 
 
-class Faulty(Protocol):
+class FaultyDriver(Protocol):
     """A driver that cannot be used."""
 
     @property
@@ -32,13 +32,13 @@ class Faulty(Protocol):
         """Say what is the matter, and what to do about it."""
 
 
-class Installed(Protocol):
+class InstalledDrivers(Protocol):
     """Finds the drivers of installed distributions."""
 
     def loaded_drivers(self) -> Iterable[type[Driver]]:
         """Return the drivers whose frameworks have been imported."""
 
-    def faulty_drivers(self) -> Iterable[Faulty]:
+    def faulty_drivers(self) -> Iterable[FaultyDriver]:
         """Return those of imported frameworks that cannot be used."""
 
     def absent_frameworks(self) -> Iterable[str]:
@@ -55,7 +55,7 @@ class Attachment:
     guests: driver classes that are used though no distribution registers them.
     """
 
-    installed: Installed
+    installed: InstalledDrivers
 
     def __init__(self) -> None:
         self.guests: list[type[Driver]] = []
@@ -64,8 +64,8 @@ class Attachment:
         self._intercepting: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
-        self._faulty: list[Faulty] = []
-        self._broken: dict[str, str] = {}  # what of, and why
+        self._faulty: list[FaultyDriver] = []
+        self._broken_reasons: dict[str, str] = {}  # what of, and why
         self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
 
@@ -83,10 +83,10 @@ class Attachment:
             elif self._faulty:  # what an import lacked may be there by now
                 self._attach_loaded()
             if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
-                self._broken["drivers"] = reason
+                self._broken_reasons["drivers"] = reason
             watch(self._intercepting)
-            for what, reason in self._broken.items():
-                scope.report.add(what, reason)
+            for subject, reason in self._broken_reasons.items():
+                scope.report.add(subject, reason)
 
     def close(self, scope: Scope) -> None:
         """Count a scope out."""
@@ -146,18 +146,18 @@ class Attachment:
                 if not isinstance(error, Exception):
                     raise
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
-                self._broken[kind.__name__] = reason
+                self._broken_reasons[kind.__name__] = reason
                 for scope in self._intercepting:
                     scope.report.add(kind.__name__, reason)
                 return
             if type(driver).switched is not Driver.switched:
                 when_switched.append(driver.switched)
-            hooks.tell("amanda_driver_attached", driver=driver)
+            hooks.call("amanda_driver_attached", driver=driver)
 
     def _attach_loaded(self) -> None:
         kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
         self._faulty = [*self.installed.faulty_drivers()]
-        self._broken = {plugin.name: plugin.message for plugin in self._faulty}
+        self._broken_reasons = {plugin.name: plugin.message for plugin in self._faulty}
         for kind in kinds:
             self.attach(kind)
 
@@ -175,7 +175,7 @@ class Attachment:
                 when_switched.remove(driver.switched)
             driver.detach()
             self._attached.pop()
-            hooks.tell("amanda_driver_detached", driver=driver)
+            hooks.call("amanda_driver_detached", driver=driver)
         self._threads.detach()
 
 

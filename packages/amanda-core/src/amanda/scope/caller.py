@@ -9,35 +9,37 @@ class Caller:
     """A thread that executes a program; it lives as long as the thread."""
 
 
-class _Here(threading.local):
+class _ThreadCallers(threading.local):
     """The callers of one thread: its own one, and the one whose graph calls back on it."""
 
-    own: Caller | None = None
+    thread_caller: Caller | None = None
     served: Caller | None = None
 
 
-_here = _Here()
+_thread_callers = _ThreadCallers()
 
 
 def caller() -> Caller | None:
     """Return the caller that this routine runs for; None on a framework's thread where that is unknown."""
-    if _here.served is not None:
-        return _here.served
-    if _here.own is None and not isinstance(threading.current_thread(), threading._DummyThread):
-        _here.own = Caller()
-    return _here.own
+    if _thread_callers.served is not None:
+        return _thread_callers.served
+    if _thread_callers.thread_caller is None and not isinstance(
+        threading.current_thread(), threading._DummyThread
+    ):
+        _thread_callers.thread_caller = Caller()
+    return _thread_callers.thread_caller
 
 
 class serving:
     """Context in which routines run for a caller; a hot path."""
 
-    __slots__ = ("_before", "_one")
+    __slots__ = ("_before", "_caller")
 
-    def __init__(self, one: Caller | None) -> None:
-        self._one = one
+    def __init__(self, caller: Caller | None) -> None:
+        self._caller = caller
 
     def __enter__(self) -> None:
-        self._before, _here.served = _here.served, self._one
+        self._before, _thread_callers.served = _thread_callers.served, self._caller
 
     def __exit__(self, *_: object) -> None:
-        _here.served = self._before
+        _thread_callers.served = self._before

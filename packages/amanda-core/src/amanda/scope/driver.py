@@ -64,8 +64,8 @@ class Driver(ABC):
 
     def skip(self, *code: str | CodeType) -> None:
         """Leave code out of the places of ops: a file, a folder with a slash at its end, or a code object."""
-        for one in code:
-            codes.skip(one)
+        for place in code:
+            codes.skip(place)
 
     @abstractmethod
     def attach(self) -> None:

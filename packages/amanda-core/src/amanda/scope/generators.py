@@ -7,57 +7,59 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-Entered = Callable[[], AbstractContextManager[Any]]
+EnterContext = Callable[[], AbstractContextManager[Any]]
 
 
-def stepping(entered: Entered, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
-    """Return a generator function, each of whose steps runs in a context that `entered` makes."""
+def stepping(enter: EnterContext, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    """Return a generator function, each of whose steps runs in a context that `enter` makes."""
 
     @functools.wraps(function)
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         generator = function(*args, **kwargs)
         resume: Callable[[Any], Any] = generator.send
-        given: Any = None
+        sent: Any = None
         while True:
             try:
-                with entered():
-                    value = resume(given)
+                with enter():
+                    value = resume(sent)
             except StopIteration as stop:
                 return stop.value
             try:
-                resume, given = generator.send, (yield value)
+                resume, sent = generator.send, (yield value)
             except GeneratorExit:
-                with entered():
+                with enter():
                     generator.close()
                 raise
             except BaseException as error:
-                resume, given = generator.throw, error
+                resume, sent = generator.throw, error
 
     return generate
 
 
-def stepping_async(entered: Entered, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
-    """Return an async generator function, each of whose steps runs in a context that `entered` makes."""
+def stepping_async(
+    enter: EnterContext, function: Callable[..., AsyncGenerator[Any, Any]]
+) -> Callable[..., Any]:
+    """Return an async generator function, each of whose steps runs in a context that `enter` makes."""
 
     @functools.wraps(function)
     async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         generator = function(*args, **kwargs)
         resume: Callable[[Any], Any] = generator.asend
-        given: Any = None
+        sent: Any = None
         while True:
             try:
-                with entered():
-                    value = await resume(given)
+                with enter():
+                    value = await resume(sent)
             except StopAsyncIteration:
                 return
             try:
-                given = yield value
+                sent = yield value
                 resume = generator.asend
             except GeneratorExit:
-                with entered():
+                with enter():
                     await generator.aclose()
                 raise
             except BaseException as error:
-                resume, given = generator.athrow, error
+                resume, sent = generator.athrow, error
 
     return generate

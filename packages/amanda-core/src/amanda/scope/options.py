@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from amanda.plan.lifetime import mortality
+from amanda.plan.lifetime import plan_lifetimes
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -17,15 +17,17 @@ _SEVERAL = (tuple, list, set, frozenset)
 
 def changed_options(tool: AnyTool) -> Iterator[str]:
     """Say which options have another value than when ops were analysed, each change once."""
-    registry = tool._amanda
-    if registry.options_read[0] != registry.version:
-        registry.options_read = (registry.version, _options_read(tool))
-    names = registry.options_read[1]
+    tool_state = tool._amanda
+    if tool_state.options_read[0] != tool_state.version:
+        tool_state.options_read = (tool_state.version, _options_read(tool))
+    names = tool_state.options_read[1]
     if not names:
         return
     now = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
-    before, registry.options = registry.options, now
-    if before is None or not any(tool in layer.applied and layer.plans for layer in list(mortality.layers)):
+    before, tool_state.options = tool_state.options, now
+    if before is None or not any(
+        tool in stack.applied and stack.plans for stack in list(plan_lifetimes.stacks)
+    ):
         return
     for name in now:
         if now[name] != before.get(name, now[name]):
@@ -41,7 +43,7 @@ def _options_read(tool: AnyTool) -> tuple[str, ...]:
         parameters = list(inspect.signature(type(tool).__init__).parameters)[1:]
     except (TypeError, ValueError):
         return ()
-    options = {name for one in parameters for name in (one, f"_{one}")}
+    options = {name for parameter in parameters for name in (parameter, f"_{parameter}")}
     named = (_names(analysis.callback) for analysis in tool._amanda.analyses)
     return tuple(sorted({name for names in named for name in names if name in options}))
 
@@ -55,5 +57,5 @@ def _names(callback: Any) -> tuple[str, ...]:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
+        return all(_is_plain(item) for pair in value.items() for item in pair)
     return all(map(_is_plain, value)) if isinstance(value, _SEVERAL) else isinstance(value, _SINGLE)

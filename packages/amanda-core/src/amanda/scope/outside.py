@@ -36,7 +36,7 @@ def _name_thread(scopes: Collection[Scope]) -> bool:
     if getattr(_this_thread, "opens_scopes", False):
         return True
     activation = interceptor.ACTIVATION.get(None)
-    if activation is not None and (activation.state.scopes or activation.state.layer is None):
+    if activation is not None and (activation.state.scopes or activation.state.stack is None):
         return False
     here = threading.get_ident()
     name = next((thread.name for thread in threading.enumerate() if thread.ident == here), here)

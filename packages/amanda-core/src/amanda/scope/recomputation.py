@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from amanda import interceptor
-from amanda.plan.runs import RunRecord
+from amanda.plan.run_dicts import RunRecord
 from amanda.scope.state import State, activated, replayed
 
 P = ParamSpec("P")

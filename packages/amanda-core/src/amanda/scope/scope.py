@@ -16,16 +16,16 @@ from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
 from amanda.plan.hooks import hooks
-from amanda.plan.layer import layer_of
-from amanda.plan.order import in_order, same
+from amanda.plan.order import in_dependency_order, interchangeable
+from amanda.plan.tool_stack import stack_of
 from amanda.plan.tools import AnyTool, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
-from amanda.scope.leaving import let_go
+from amanda.scope.leaving import deactivate
 from amanda.scope.options import changed_options
 from amanda.scope.report import Report
 from amanda.scope.slow_calls import slow_calls
-from amanda.scope.state import State, activated, restore, tell_switched
+from amanda.scope.state import State, activated, notify_switched, restore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Scope(interceptor.Extent):
     """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
 
     It may be entered again after it was left. `report` lists what could not be instrumented.
-    compiled: what becomes of callables that a framework's compiler has made.
+    compiled: how callables from a framework's compiler run: see `apply`.
     """
 
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
@@ -49,10 +49,12 @@ class Scope(interceptor.Extent):
         self._token: object = None
         self._joined: tuple[AnyTool, ...] = ()
         self._calls = interceptor.statistics()
-        self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
+        self._activations: set[ReferenceType[interceptor.Activation]] = (
+            set()
+        )  # of the contexts in which it is open
         self._forked = False
         self.report = Report()
-        in_order(tools)
+        in_dependency_order(tools)
 
     @property
     def closed(self) -> bool:
@@ -75,16 +77,16 @@ class Scope(interceptor.Extent):
         try:
             uninterrupted(self._enter)
             for tool in self._joined:
-                self._entered(tool)
-            hooks.tell("amanda_scope_entered", scope=self)
+                self._notify_entered(tool)
+            hooks.call("amanda_scope_entered", scope=self)
         except BaseException:
             uninterrupted(self._leave)
             self._unsettled = False
             raise
         return self
 
-    def _entered(self, tool: AnyTool) -> None:
-        """Tell a tool that the scope has opened; report options that have changed since ops were analysed."""
+    def _notify_entered(self, tool: AnyTool) -> None:
+        """Notify a tool that the scope has opened; report options that have changed since the analyses."""
         tool._amanda.was_used = True
         for text in changed_options(tool):
             self.report.add(f"options of {type(tool).__name__}", text)
@@ -92,71 +94,72 @@ class Scope(interceptor.Extent):
 
     def _enter(self) -> None:
         outer = State.current()
-        tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
+        tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
-        layer = layer_of(tools, outer.layer) if tools else outer.layer
-        state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
-        attachment.open(self, layer is None or layer.intercepts)
+        stack = stack_of(tools, outer.stack) if tools else outer.stack
+        state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
+        attachment.open(self, stack is None or stack.intercepts)
         activation = state.activation()
         self._open = True
-        for (
-            scope
-        ) in state.scopes:  # before `set`, which may put it in force and then lack memory for the token
-            scope.hold(activation)
+        # Before `set`, which may activate it and then fail to allocate the token.
+        for scope in state.scopes:
+            scope.add_activation(activation)
         self._token = interceptor.ACTIVATION.set(activation)
-        tell_switched()
+        notify_switched()
         interceptor.reset_root()
 
     def _end(self) -> None:
-        """Close the scope and tell its tools; go on with what an earlier call has left to do."""
-        if self._forked:  # the parent has it open; here it was closed when the child began
+        """Close the scope and notify its tools; complete an earlier call that was interrupted."""
+        if self._forked:  # the scope is open in the parent; in this child it was closed at the fork
             self._forked = False
             return
         if not self._unsettled:
             raise ScopeError("this scope is not open; start() or a with statement opens it")
         try:
             uninterrupted(self._leave)
-        except BaseException:  # an interrupt that came before it, perhaps
+        except BaseException:  # an interrupt may have come before `_leave` ran
             uninterrupted(self._leave)
             raise
         finally:
-            with ExitStack() as stack:  # each tool is told, also after an exception of another
+            with ExitStack() as stack:  # notifies every tool, also after an exception of another tool
                 for tool in reversed(self._joined):
-                    stack.callback(self._left, tool)
+                    stack.callback(self._notify_left, tool)
         self._unsettled = False
         slow = slow_calls(self._calls, interceptor.statistics())
         if slow and not self._opened_later():
             self.report.add("calls of ops", slow)
-        hooks.tell("amanda_scope_left", scope=self)
+        hooks.call("amanda_scope_left", scope=self)
 
-    def _left(self, tool: AnyTool) -> None:
-        """Tell a tool that the scope has closed; report what the tool selected in vain."""
-        self._joined = tuple(one for one in self._joined if one is not tool)
+    def _notify_left(self, tool: AnyTool) -> None:
+        """Notify a tool that the scope has closed; report its selections that no op has matched."""
+        self._joined = tuple(joined for joined in self._joined if joined is not tool)
         logged = tool._amanda.logged
         for text in tool.unmatched():
             selection = text.partition(";")[0]  # the names after it differ from scope to scope
-            what = f"what was selected for {type(tool).__name__}"
+            subject = f"what was selected for {type(tool).__name__}"
             reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
-            if (what, selection) not in reported:
-                self.report.add(what, text, is_logged=selection not in logged)
+            if (subject, selection) not in reported:
+                self.report.add(subject, text, is_logged=selection not in logged)
             logged.add(selection)
         tool.scope_left()
 
     def _leave(self) -> None:
-        """Undo what opening has done so far."""
+        """Undo the steps of opening that have run."""
         token, self._open = self._token, False
         inner = self._opened_later()
         interceptor.keep_failure(None)
         try:
-            if token is not None and inner:  # generators take turns, say: the inner goes back to before both
+            # With generators that take turns, an outer scope may close first: the inner scope then restores
+            # the state from before both.
+            if token is not None and inner:
                 inner[0]._token = token
             elif token is not None:
                 restore(interceptor.ACTIVATION, token)
             self._token = None
         finally:
             try:
-                let_go(list(self._activations))
-                tell_switched()
+                deactivate(list(self._activations))
+                notify_switched()
             finally:
                 attachment.close(self)
 
@@ -167,30 +170,34 @@ class Scope(interceptor.Extent):
         later = scopes[scopes.index(self) + 1 :] if self in scopes else ()
         return [scope for scope in later if not scope.closed]
 
-    def hold(self, activation: interceptor.Activation) -> None:
-        """Count in an activation that this scope is a part of, while a context has it."""
+    def add_activation(self, activation: interceptor.Activation) -> None:
+        """Register an activation with this scope, so that `deactivate` finds it in whatever context it is."""
         reference = ReferenceType(activation, self._activations.discard)
         self._activations.add(reference)
-        if self.closed:  # meanwhile, on another thread
-            let_go([reference])
+        if self.closed:  # another thread has closed it in the meantime
+            deactivate([reference])
 
     def takes_part(self, tool: AnyTool) -> bool:
         """Return True while the scope is open with a tool."""
-        return self._open and any(one is tool for one in self._joined)
+        return self._open and any(joined is tool for joined in self._joined)
 
     def renew(self) -> None:
-        """Put the present routines and dependencies of the tools in force from the next op on.
+        """Activate the present routines and dependencies of the tools from the next op on.
 
         Raises DependencyCycleError; then nothing has changed.
         """
         before = self._joined
-        tools = [tool for tool in in_order(self._tools) if not any(same(tool, one) for one in before)]
+        tools = [
+            tool
+            for tool in in_dependency_order(self._tools)
+            if not any(interchangeable(tool, joined) for joined in before)
+        ]
         joining = [tool for tool in tools if not scopes_with(tool)]
         self._joined = (*joining, *before)
-        uninterrupted(lambda: let_go(list(self._activations)))
-        tell_switched()
+        uninterrupted(lambda: deactivate(list(self._activations)))
+        notify_switched()
         for tool in joining:
-            self._entered(tool)
+            self._notify_entered(tool)
 
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
@@ -205,24 +212,24 @@ class Scope(interceptor.Extent):
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with self._again():
+            async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+                with self._fresh_scope():
                     return await function(*args, **kwargs)
 
-            return awaited  # type: ignore[return-value]
+            return run_coroutine  # type: ignore[return-value]
         if inspect.isgeneratorfunction(function):
-            return stepping(self._again, function)
+            return stepping(self._fresh_scope, function)
         if inspect.isasyncgenfunction(function):
-            return stepping_async(self._again, function)
+            return stepping_async(self._fresh_scope, function)
 
         @functools.wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self._again():
+        def run_function(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._fresh_scope():
                 return function(*args, **kwargs)
 
-        return called
+        return run_function
 
-    def _again(self) -> Scope:
+    def _fresh_scope(self) -> Scope:
         scope = Scope(*self._tools, compiled=self.compiled)
         scope.report = self.report
         return scope
@@ -247,13 +254,13 @@ class Scope(interceptor.Extent):
         return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
 
 
-def _hint(given: object) -> str:
+def _hint(value: object) -> str:
     """Return what to write for something that is no tool."""
-    if isinstance(given, type):
-        return f"; give an instance: {given.__name__}()"
-    if isinstance(given, (list, tuple, set)):
+    if isinstance(value, type):
+        return f"; give an instance: {value.__name__}()"
+    if isinstance(value, (list, tuple, set)):
         return "; give them one by one: apply(*tools)"
-    if callable(given):
+    if callable(value):
         return "; register a function in a tool: tool = amanda.Tool(); tool.add_inst_for_op(function)"
     return "; give instances of amanda.Tool, such as amanda.load_tool('flops')"
 
@@ -278,15 +285,16 @@ def scopes_with(tool: AnyTool) -> list[Scope]:
     return [scope for scope in attachment.scopes if scope.takes_part(tool)]
 
 
-def _forked() -> None:
+def _close_in_child() -> None:
+    """Close all scopes in a forked child: the child has only the forking thread, and fresh locks."""
     interceptor.forked()
     scopes = attachment.abandon()
     for scope in scopes:
         scope._open = scope._unsettled = False
         scope._forked = True
     for scope in scopes:
-        let_go(list(scope._activations))
+        deactivate(list(scope._activations))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -27,7 +27,7 @@ def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
     if "new form of call" in slow:
         slow["a form of call that native code cannot learn"] = slow.pop("new form of call")
     why = ", ".join(
-        f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda one: -one[1])
+        f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda item: -item[1])
     )
     return (
         f"{total:,} of {total + native:,} calls with routines ran in Python, at a multiple of the time of "

@@ -1,4 +1,4 @@
-"""The state of an execution context: layers of tools, and the switches of the control API."""
+"""The state of an execution context: stacks of tools, and the switches of the control API."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from amanda import interceptor
 from amanda.errors import ScopeError
-from amanda.plan.layer import Layer, layer_of
-from amanda.plan.order import in_order
+from amanda.plan.order import in_dependency_order
+from amanda.plan.tool_stack import ToolStack, stack_of
 
 if TYPE_CHECKING:
-    from amanda.plan.runs import Recall, RunRecord
+    from amanda.plan.run_dicts import Recall, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
 
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Layer of tools, open scopes and switches; immutable, so a scope or a switch puts another in force.
+    """The stack of tools, open scopes and switches; immutable: a scope or a switch activates another state.
 
-    records: of the enclosing parts of the program that a framework may run again.
-    recall: the executions that run again here; None where nothing does.
+    records: records of the enclosing checkpoints, which a framework may recompute.
+    recall: the executions that are recomputed here; None outside of a recomputation.
     """
 
-    layer: Layer | None = None
+    stack: ToolStack | None = None
     scopes: tuple[Scope, ...] = ()
     enabled: bool = True
     cache: bool = True
@@ -44,13 +44,13 @@ class State:
         """Return the state of this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
-        gone = state.layer is not None and not state.scopes
-        return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
+        is_stale = state.stack is not None and not state.scopes
+        return _OUTSIDE if is_stale or any(scope.closed for scope in state.scopes) else state
 
     @property
     def intercepts(self) -> bool:
-        """Return True if ops are intercepted: a tool asks for that, and none of the switches forbids it."""
-        return self.enabled and self.layer is not None and self.layer.intercepts
+        """Return True if ops are intercepted: a tool needs it, and instrumentation is enabled."""
+        return self.enabled and self.stack is not None and self.stack.intercepts
 
     @property
     def is_recorded(self) -> bool:
@@ -59,20 +59,20 @@ class State:
 
     @property
     def settles(self) -> bool:
-        """Return True if routines at a backward op may be kept for the next pass.
+        """Return True if native hooks at a backward op may be reused in the next pass.
 
-        That is with the cache on, autodiff off, and not in a recomputation.
+        They are reused with the cache on and autodiff off, outside of recomputations.
         """
         return self.cache and not self.autodiff and self.recall is None
 
     def is_open(self, tool: AnyTool) -> bool:
-        """Return True if a scope with that tool is open, or with one that stands for the tool."""
-        return self.layer is not None and self.layer.has(tool)
+        """Return True if a scope is open with this tool, or with an interchangeable one."""
+        return self.stack is not None and self.stack.has_tool(tool)
 
-    def report(self, what: str, reason: str, where: str = "") -> None:
-        """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""
+    def report(self, subject: str, reason: str, where: str = "") -> None:
+        """Add an uninstrumented part of the program, with reason and line, to the reports of open scopes."""
         for scope in self.scopes:
-            scope.report.add(what, reason, where)
+            scope.report.add(subject, reason, where)
 
     def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
         """Add the entries of one source, such as a graph, to the open scopes' reports, if it is new to them.
@@ -86,14 +86,14 @@ class State:
     def remaining(self) -> State:
         """Return the state of the scopes that are open, with the present routines; State() if none is."""
         scopes = tuple(scope for scope in self.scopes if not scope.closed)
-        is_current = self.layer is None or self.layer.is_current
+        is_current = self.stack is None or self.stack.is_current
         if len(scopes) == len(self.scopes) and (is_current or not scopes):
             return self
-        return replace(self, layer=_layer(scopes), scopes=scopes) if scopes else State()
+        return replace(self, stack=_stack_of(scopes), scopes=scopes) if scopes else State()
 
     def activation(self) -> interceptor.Activation:
-        """Return what the interceptor consults while this state is in force."""
-        table = self.layer.table if self.layer is not None and self.cache else None
+        """Return the activation that the interceptor reads while this state is in force."""
+        table = self.stack.table if self.stack is not None and self.cache else None
         variant = 2 if self.recall is not None else 1 if self.records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
@@ -105,8 +105,8 @@ when_switched: list[Callable[[], None]] = []
 """Called when another state has been put in force on the calling thread."""
 
 
-def tell_switched() -> None:
-    """Call what drivers have registered in `when_switched`, after the state of this thread has changed."""
+def notify_switched() -> None:
+    """Call the functions in `when_switched`, after the state of this thread has changed."""
     for follow in when_switched:
         follow()
 
@@ -114,13 +114,14 @@ def tell_switched() -> None:
 _OUTSIDE = State()
 
 
-def _layer(scopes: Iterable[Scope]) -> Layer | None:
-    layer = None
+def _stack_of(scopes: Iterable[Scope]) -> ToolStack | None:
+    """Return the stack of nested scopes; each tool is only in the outermost scope that has it."""
+    stack = None
     for scope in scopes:
-        so_far = State(layer)
-        tools = [tool for tool in in_order(scope._tools) if not so_far.is_open(tool)]
-        layer = layer_of(tools, layer) if tools else layer
-    return layer
+        so_far = State(stack)
+        tools = [tool for tool in in_dependency_order(scope._tools) if not so_far.is_open(tool)]
+        stack = stack_of(tools, stack) if tools else stack
+    return stack
 
 
 @contextmanager
@@ -128,11 +129,11 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
     """Put an activation in force, also on a thread that the framework started."""
     token = interceptor.ACTIVATION.set(activation)
     try:
-        tell_switched()
+        notify_switched()
         yield
     finally:
         restore(interceptor.ACTIVATION, token)
-        tell_switched()
+        notify_switched()
 
 
 def replayed(function: Callable[P, T]) -> Callable[P, T]:
@@ -147,17 +148,17 @@ def replayed(function: Callable[P, T]) -> Callable[P, T]:
         return function
     snapshot, scopes = interceptor.snapshot(), activation.state.scopes
 
-    def again(*args: P.args, **kwargs: P.kwargs) -> T:
+    def replay(*args: P.args, **kwargs: P.kwargs) -> T:
         here = interceptor.active() if any(scope.closed for scope in scopes) else None
         with in_force(here or activation):
             result: T = snapshot.replay(function, *args, **kwargs)
             return result
 
-    return again
+    return replay
 
 
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
-    """Undo a `set`, also where a notebook or an event loop has changed contexts meanwhile."""
+    """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop."""
     try:
         variable.reset(token)  # type: ignore[arg-type]
     except ValueError:
@@ -168,14 +169,14 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 
 def activated(state: State) -> AbstractContextManager[None]:
-    """Put a state in force until the context is left; of its scopes, each until that closes."""
+    """Return a context with a state in force; scopes of the state that close in the meantime leave it."""
     if (
-        state.layer is not None and not state.layer.is_current
+        state.stack is not None and not state.stack.is_current
     ):  # a tool was changed since a thread was given it
         state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:
-        scope.hold(activation)
+        scope.add_activation(activation)
     return in_force(activation)
 
 

@@ -1,7 +1,7 @@
-"""Threads that start inside a scope, and tasks that a pool is given inside it, belong to the scope.
+"""Threads that start inside a scope, and tasks that a pool receives inside it, belong to the scope.
 
-Python starts a thread in an empty context, so a thread brings along what is in force where it starts. The
-threads of a pool serve whoever comes: they begin outside of any scope, and each task brings its own along.
+Python starts a thread in an empty context, so the patched functions pass on the state of the starting thread.
+The threads of a pool serve the whole program: they start outside of scopes, and each task carries a state.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Function = Callable[..., Any]
 
 
 class Threads:
-    """The functions of the standard library that start threads, made to bring scopes along."""
+    """Patches of the functions of the standard library that start threads, so that threads get scopes."""
 
     def __init__(self) -> None:
         self._attributes = Attributes()
         self._awaited: list[Callable[[], object]] = []
 
     def attach(self) -> None:
-        """Bring scopes along from now on."""
-        self._set(threading.Thread, "start", _starting)
+        """Patch the functions; modules that are not imported yet are patched at their import."""
+        self._replace(threading.Thread, "start", _thread_start)
         for name in ("start_new_thread", "start_new"):
-            self._set(_thread, name, _calling, 0)
+            self._replace(_thread, name, _passing_scopes, 0)
         for module, follow in (
             ("concurrent.futures", self._follow_futures),
             ("concurrent.futures.thread", self._follow_executors),
@@ -43,125 +43,135 @@ class Threads:
             self._awaited.append(when_imported(module, partial(follow, module)))
 
     def detach(self) -> None:
-        """Put everything back."""
+        """Restore the original functions."""
         undo(self._awaited)
         self._attributes.restore()
 
-    def _set(self, holder: Any, name: str, made: Callable[..., Function], *given: Any) -> None:
+    def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
         original = getattr(holder, name, None)
         if original is not None:
-            self._attributes.set(holder, name, wraps(original)(made(original, *given)))
+            self._attributes.set(holder, name, wraps(original)(wrapper(original, *arguments)))
 
     def _follow_futures(self, module: str) -> None:
-        self._set(sys.modules[module].Future, "add_done_callback", _calling, 1, "fn")
+        self._replace(sys.modules[module].Future, "add_done_callback", _passing_scopes, 1, "fn")
 
     def _follow_executors(self, module: str) -> None:
         executor = sys.modules[module].ThreadPoolExecutor
-        self._set(executor, "__init__", _calling, 3, "initializer")
-        self._set(executor, "submit", _calling, 1)
+        self._replace(executor, "__init__", _passing_scopes, 3, "initializer")
+        self._replace(executor, "submit", _passing_scopes, 1)
 
     def _follow_pools(self, module: str) -> None:
         pool = sys.modules[module].ThreadPool
         callbacks = (4, "callback", 5, "error_callback")
-        self._set(pool, "__init__", _calling, 2, "initializer")
-        self._set(pool, "apply_async", _calling, 1, "func", *callbacks)
+        self._replace(pool, "__init__", _passing_scopes, 2, "initializer")
+        self._replace(pool, "apply_async", _passing_scopes, 1, "func", *callbacks)
         for name in ("map", "starmap", "map_async", "starmap_async"):
-            self._set(pool, name, _calling, 1, "func", 2, "iterable", *callbacks)
+            self._replace(pool, name, _passing_scopes, 1, "func", 2, "iterable", *callbacks)
         for name in ("imap", "imap_unordered"):
-            self._set(pool, name, _calling, 1, "func", 2, "iterable")
+            self._replace(pool, name, _passing_scopes, 1, "func", 2, "iterable")
 
 
-def _starting(original: Function) -> Function:
-    """`Thread.start`, whose thread begins with what is in force here."""
+def _thread_start(original: Function) -> Function:
+    """Stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
 
     def start(self: threading.Thread) -> None:
-        state, own = _here(), vars(self)
+        state, attributes = _inherited_state(), vars(self)
         if not state.scopes:
-            with activated(state):  # where threads inherit their starter's context, a routine's inherits none
+            # With -X thread_inherit_context threads inherit the state; one that a routine starts must not.
+            with activated(state):
                 original(self)
             return
-        run, before = self.run, {name: own[name] for name in ("run",) if name in own}
-        given = [state]  # which a thread that outlives its scopes does not hold
+        run, before = self.run, {name: attributes[name] for name in ("run",) if name in attributes}
+        states = [state]  # popped by the thread, so that a thread that outlives its scopes does not keep them
 
-        def begin() -> None:
-            own.pop("run", None)
-            own.update(before)
-            with activated(given.pop()):
+        def run_in_scopes() -> None:
+            attributes.pop("run", None)
+            attributes.update(before)
+            with activated(states.pop()):
                 run()
 
-        own["run"] = begin  # found before the class's own, whichever class it is
-        if self.run is not begin:
+        attributes["run"] = run_in_scopes  # an instance attribute hides the `run` of any subclass
+        if self.run is not run_in_scopes:
             reason = f"{type(self).__name__}.run cannot be set: give it scope.bind(function)"
             state.report(f"thread {self.name}", reason)
         del state
         try:
             original(self)
         except BaseException:
-            own.pop("run", None)
-            own.update(before)
+            attributes.pop("run", None)
+            attributes.update(before)
             raise
 
     return start
 
 
-def _calling(original: Function, *places: int | str) -> Function:
-    """Return a function whose arguments at these places, or of these names, run in the caller's scopes."""
+def _passing_scopes(original: Function, *places: int | str) -> Function:
+    """Stand-in for a function: callables at these positions or keywords run in the caller's scopes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        state = _here()
-        carried = [_carried(value, state) if place in places else value for place, value in enumerate(args)]
-        named = {name: _carried(value, state) if name in places else value for name, value in kwargs.items()}
+        state = _inherited_state()
+        carried = [
+            _bound_to_scopes(value, state) if place in places else value for place, value in enumerate(args)
+        ]
+        named = {
+            name: _bound_to_scopes(value, state) if name in places else value
+            for name, value in kwargs.items()
+        }
         with activated(State()):
             return original(*carried, **named)
 
     return call
 
 
-def _carried(value: Any, state: State) -> Any:
-    """Wrap a function or iterable of the program: another thread runs it in the caller's scopes."""
+def _bound_to_scopes(value: Any, state: State) -> Any:
+    """Wrap a callable or iterable so that another thread runs it in the caller's scopes."""
     if not state.scopes:
         return value
     if callable(value):
-        return _Function(value, state)
-    kept = value is None or isinstance(value, (list, tuple, range))
-    return value if kept else (_Collection if isinstance(value, Sized) else _Iterable)(value, state)
+        return _BoundFunction(value, state)
+    is_plain = value is None or isinstance(value, (list, tuple, range))
+    return (
+        value
+        if is_plain
+        else (_BoundCollection if isinstance(value, Sized) else _BoundIterable)(value, state)
+    )
 
 
-class _Carried:
+class _BoundValue:
     def __init__(self, value: Any, state: State) -> None:
         self._value = value
         self._state = state
 
-    def __reduce__(self) -> tuple[Any, ...]:  # another process, or interpreter, has no scope
-        return _itself, (self._value,)
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickle goes to another process, which has no scope
+        return _identity, (self._value,)
 
 
-class _Function(_Carried):
+class _BoundFunction(_BoundValue):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with activated(self._state):
             return self._value(*args, **kwargs)
 
 
-class _Iterable(_Carried):
+class _BoundIterable(_BoundValue):
     def __iter__(self) -> Iterator[Any]:
-        return stepping(partial(activated, self._state), _each)(self._value)  # type: ignore[no-any-return]
+        return stepping(partial(activated, self._state), _iterate)(self._value)  # type: ignore[no-any-return]
 
 
-class _Collection(_Iterable):
+class _BoundCollection(_BoundIterable):
     def __len__(self) -> int:
         return len(self._value)
 
 
-def _each(iterable: Iterable[Any]) -> Any:
+def _iterate(iterable: Iterable[Any]) -> Any:
     yield from iterable
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _here() -> State:
-    """Return the state for a thread that starts here: State() if a routine starts it."""
+def _inherited_state() -> State:
+    """Return the state for a thread that starts here: State() if a routine starts the thread."""
     activation = interceptor.ACTIVATION.get(None)
     if activation is None or type(activation.state) is not State:
         return State()

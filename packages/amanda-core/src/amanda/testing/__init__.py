@@ -27,8 +27,8 @@ from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
 from amanda.testing._fake_graph_driver import FakeGraphDriver  # noqa: E402
 from amanda.testing._graph_suite import GraphDriverTests, GraphSample  # noqa: E402
+from amanda.testing._graph_tools import Scaling  # noqa: E402
 from amanda.testing._harmless import Fresh, Silent, Unchanged  # noqa: E402
-from amanda.testing._held import Scaling  # noqa: E402
 from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample  # noqa: E402
 from amanda.testing._suite import DriverTests  # noqa: E402

@@ -95,19 +95,19 @@ class GraphRewriter(Rewriter[Node]):
 
     def sides(self, node: Node) -> tuple[Side, Side]:
         """Inputs, each a value, a list of values or a plain number; and outputs."""
-        flat = [name for one in node.inputs for name in (one if isinstance(one, list) else [one])]
-        sizes = [len(one) if isinstance(one, list) else None for one in node.inputs]
-        inputs = Side(flat, [self.symbol(one) for one in flat], sizes)
+        flat = [name for item in node.inputs for name in (item if isinstance(item, list) else [item])]
+        sizes = [len(item) if isinstance(item, list) else None for item in node.inputs]
+        inputs = Side(flat, [self.symbol(item) for item in flat], sizes)
         return inputs, Side(node.outputs, list(map(self.symbol, node.outputs)), [None] * len(node.outputs))
 
     def facts(self, node: Node, inputs: Side) -> OpFacts:
         """Facts of a node, for tools."""
-        held = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
+        variables = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
         return OpFacts(
             node.op, digest(self.identity, node.name), self.rewriting.namespace, _NAMES, inputs.values,
-            op_type=node.op.__name__, scope=node.scope, source=node.source, parameters=held,
+            op_type=node.op.__name__, scope=node.scope, source=node.source, parameters=variables,
             graph=self.identity, read_value=_read,
-            variable_of=_parameter, read_variables=lambda: tuple(id(inputs.values[i]) for i in held),
+            variable_of=_parameter, read_variables=lambda: tuple(id(inputs.values[i]) for i in variables),
             original=lambda: lambda values: node.op(*values),
         )  # fmt: skip
 
@@ -122,24 +122,26 @@ class GraphRewriter(Rewriter[Node]):
         return isinstance(symbol, Symbol)
 
     def call(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Write a call of routines."""
         slot = self.rewriting.add(place)
-        gives = [f"amanda_{slot}:{i}" for i in range(len(wanted))]
-        self.rewriting.items.append(Call(slot, [one.ref for one in given], gives))
-        return [Value(name, self.symbol(name)) for name in gives]
+        output_names = [f"amanda_{slot}:{i}" for i in range(len(outputs))]
+        self.rewriting.items.append(Call(slot, [item.ref for item in inputs], output_names))
+        return [Value(name, self.symbol(name)) for name in output_names]
 
     def inline(
-        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Write what a routine does as nodes."""
-        values = [Traced(one.ref, self) if isinstance(one.symbol, Symbol) else one.symbol for one in given]
+        values = [
+            Traced(item.ref, self) if isinstance(item.symbol, Symbol) else item.symbol for item in inputs
+        ]
         try:
             results = self.results(place, values)
         except (TypeError, AttributeError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
-        return [Value(name := self._name(one), self.symbol(name)) for one in results]
+        return [Value(name := self._name(item), self.symbol(name)) for item in results]
 
     def record(self, op: Callable[..., Any], *args: Any) -> Traced:
         """Write a node that a traced routine asks for."""
@@ -174,15 +176,17 @@ class Copy:
 
     def run(self, execution: Execution, values: Sequence[Tensor]) -> Any:
         """Return what the copy computes of the values of the graph's inputs."""
-        known: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+        values_by_name: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with execution.under_way(), fake.no_grad():
             for item in self.items:
                 if isinstance(item, Call):
-                    results = execution.call(item.slot, [_graphs.filled(one, known) for one in item.reads])
-                    known.update(zip(item.gives, results, strict=True))
+                    results = execution.call(
+                        item.slot, [_graphs.filled(name, values_by_name) for name in item.reads]
+                    )
+                    values_by_name.update(zip(item.gives, results, strict=True))
                 else:
-                    known.update(_graphs.compute(item, known))
-        return _graphs.filled(self.outputs, known)
+                    values_by_name.update(_graphs.compute(item, values_by_name))
+        return _graphs.filled(self.outputs, values_by_name)
 
 
 class FakeGraphDriver(GraphDriver[GraphRewriting, Copy]):
@@ -245,5 +249,5 @@ def _parameter(value: Any) -> Parameter | None:
 
 def _renamed(names: Any, current: Mapping[str, str]) -> Any:
     if isinstance(names, tuple):
-        return tuple(_renamed(one, current) for one in names)
+        return tuple(_renamed(item, current) for item in names)
     return current.get(names, names)

@@ -50,8 +50,10 @@ class Gaps:
         super().__init_subclass__(**kwargs)
         unknown = cls.lacks.keys() - CAPABILITIES.keys()
         if unknown:
-            known = ", ".join(CAPABILITIES)
-            raise TypeError(f"{cls.__name__}.lacks names {', '.join(sorted(unknown))}; there are {known}")
+            capabilities = ", ".join(CAPABILITIES)
+            raise TypeError(
+                f"{cls.__name__}.lacks names {', '.join(sorted(unknown))}; there are {capabilities}"
+            )
         for name in dir(cls):
             if getattr(getattr(cls, name), "needs", frozenset()) & cls.lacks.keys():
                 setattr(cls, name, None)

@@ -14,9 +14,9 @@ from amanda.context import OpContext
 from amanda.scope.scope import Scope, apply
 from amanda.scope.state import cache_disabled
 from amanda.testing._gaps import Gaps
-from amanda.testing._held import (
-    Bracketing,
+from amanda.testing._graph_tools import (
     ByName,
+    CallRecorder,
     Hidden,
     InClosure,
     InContainer,
@@ -79,12 +79,12 @@ class GraphDriverTests(Gaps):
             with sample.apply(tool):
                 sample.check(tool.held)
             assert sample.copies() > before
-        made = sample.copies()
+        copies = sample.copies()
         for tool in tools * 2:
             with sample.apply(tool):
                 sample.check(tool.held)
                 sample.check(tool.held)
-        assert sample.copies() == made
+        assert sample.copies() == copies
 
     def test_a_graph_is_left_as_it_was(self, sample: GraphSample) -> None:
         sample.check(1.0)
@@ -98,26 +98,26 @@ class GraphDriverTests(Gaps):
     def test_routines_that_are_traced_and_others_follow_in_the_order_of_their_tools(
         self, sample: GraphSample
     ) -> None:
-        seen: list[str] = []
+        recorded: list[str] = []
 
         class Python(Scaling):
             def scaled(self, value: Any) -> Any:
-                seen.append("python")
+                recorded.append("python")
                 return value * self.held
 
         for tools in [(Scaling, Python), (Python, Scaling), (Python, Python)]:
-            seen.clear()
+            recorded.clear()
             with sample.apply(tools[0](sample, 2.0), tools[1](sample, 3.0)) as scope:
                 sample.check(6.0)
-                calls = len(seen)
+                calls = len(recorded)
                 sample.check(6.0)
             assert calls >= tools.count(Python)
-            assert len(seen) == 2 * calls
+            assert len(recorded) == 2 * calls
             assert not told(scope)
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
     def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
-        tool = Bracketing(observing)
+        tool = CallRecorder(observing)
         with sample.apply(tool):
             sample.check(1.0)
         assert any(name == sample.op for name, _, _ in tool.calls)
@@ -163,21 +163,21 @@ class GraphDriverTests(Gaps):
         sample.check(1.0)
         with sample.apply(tool), ThreadPoolExecutor(4) as pool:
             sample.check(2.0)
-            made = sample.copies()
+            copies = sample.copies()
             for done in [pool.submit(sample.check, 2.0) for _ in range(16)]:
                 done.result()
-            assert sample.copies() == made
+            assert sample.copies() == copies
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
     def test_what_is_held_instead_is_read(
         self, sample: GraphSample, kind: type[Scaling], tensors: bool
     ) -> None:
-        held = {scale: sample.tensor(scale) if tensors else scale for scale in (2.0, 5.0)}
-        tool = kind(sample, held[2.0])
+        scales = {scale: sample.tensor(scale) if tensors else scale for scale in (2.0, 5.0)}
+        tool = kind(sample, scales[2.0])
         with sample.apply(tool) as scope:
             for scale in (2.0, 5.0, 2.0):
-                tool.hold(held[scale])
+                tool.hold(scales[scale])
                 for _ in range(2):
                     sample.check(scale)
         sample.check(1.0)
@@ -185,7 +185,7 @@ class GraphDriverTests(Gaps):
         with sample.apply(tool):
             sample.check(2.0)
             assert sample.copies() == copies
-            tool.hold(held[5.0])
+            tool.hold(scales[5.0])
             sample.check(5.0)
         assert not told(scope)
 

@@ -59,5 +59,5 @@ class Fresh(Unchanged):
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, list) or type(value) is tuple:
-            return type(value)(self._of(one) for one in value)
+            return type(value)(self._of(element) for element in value)
         return self.copied(value)

@@ -34,13 +34,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             if outcome == "xfailed":
                 reasons[meaning].add(report.wasxfail.removeprefix("reason: "))
     terminalreporter.section("conformance")
-    for meaning, found in counts.items():
-        told = ", ".join(f"{count} {outcome}" for outcome, count in found.items())
-        terminalreporter.write_line(f"{meaning:<16} {told}")
+    for meaning, outcomes in counts.items():
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        terminalreporter.write_line(f"{meaning:<16} {summary}")
         for reason in sorted(reasons[meaning]):
             terminalreporter.write_line(f"{'':<16} {reason}")
     total = sum(counts.values(), Counter())
-    terminalreporter.write_line(f"{'total':<16} {', '.join(f'{n} {one}' for one, n in total.items())}")
+    terminalreporter.write_line(
+        f"{'total':<16} {', '.join(f'{count} {outcome}' for outcome, count in total.items())}"
+    )
 
 
 def _meaning_of(test: str) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import amanda
 from amanda.backend import TensorMap
-from amanda.tools.kit import RequiredNames, tensors_of
-from amanda.tools.weights._parameters import StridedLayout, parameter_store
+from amanda.tools.kit import RequiredNames, Tensors, tensors_of
+from amanda.tools.weights._parameters import ParameterStore, StridedLayout, parameter_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
 READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of the weight"
 """Keys of contexts and of executions."""
 
-_MOST = 64
+_FIRST_SWEEP = 64
 _numbers = count()
 
 
@@ -61,14 +61,22 @@ class ParameterSlice:
         return run.get(SLICE)
 
 
-class _Made(NamedTuple):
-    """A tensor that lives as long as its storage, and its origin, of which it does not keep the parameter."""
+class _CopiedSlice(NamedTuple):
+    """A tensor that was copied or selected out of a parameter, as long as its storage lives."""
 
     storage: Any
     layout: StridedLayout
     holder: Callable[[], Tensor | None]
     of: Callable[[Tensor], Tensor]
     form: StridedLayout | None
+
+
+@cache
+def _of_pytorch() -> tuple[Tensors, ParameterStore]:
+    """Return the operations on PyTorch's tensors and parameters: a hot path asks for them once."""
+    import torch
+
+    return tensors_of(torch.empty(0)), parameter_store("torch")
 
 
 class FollowedSlices:
@@ -79,24 +87,23 @@ class FollowedSlices:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, _Made] = {}
-        self._most = _MOST
+        self._copies: dict[int, _CopiedSlice] = {}
+        self._sweep_at = _FIRST_SWEEP
         self._symbols: TensorMap[bool] = TensorMap()
-        self._held = f"origins {next(_numbers)}"  # several tools may follow one op
+        self._inputs_key = f"inputs {next(_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> ParameterSlice | None:
-        """Return the origin of a tensor that is no view of a parameter; None if it was computed."""
-        found = (
-            self._made.get(value.untyped_storage()._cdata) if tensors_of(value).is_strided(value) else None
-        )
-        holder = None if found is None or found.storage.expired() else found.holder()
-        if found is None or holder is None:
+        """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
+        tensors, _ = _of_pytorch()
+        copied = self._copies.get(value.untyped_storage()._cdata) if tensors.is_strided(value) else None
+        holder = None if copied is None or copied.storage.expired() else copied.holder()
+        if copied is None or holder is None:
             return None
         form = StridedLayout.of(value)
-        if form == found.layout:
-            return ParameterSlice(holder, found.of, found.form)
-        own = None if found.form is None else _composed(found.form, found.layout, form)
-        return ParameterSlice(holder, partial(_viewed, found.of, found.layout, form), own)
+        if form == copied.layout:
+            return ParameterSlice(holder, copied.of, copied.form)
+        part = None if copied.form is None else _composed(copied.form, copied.layout, form)
+        return ParameterSlice(holder, partial(_viewed_as, copied.of, copied.layout, form), part)
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
@@ -105,8 +112,8 @@ class FollowedSlices:
         if self.source(next(iter(context.get_inputs()), None)) is None:
             return
         compute = None if context["type"] in COPIES else context.get_computation()
-        context.insert_before_op(_hold, name=self._held)
-        context.insert_after_op(self._note, compute=compute)
+        context.insert_before_op(_hold, name=self._inputs_key)
+        context.insert_after_op(self._record, compute=compute)
 
     def follow_symbols(self, context: amanda.OpContext) -> None:
         """Note the outputs of an op of a graph as `follow` does, where outputs are symbols."""
@@ -124,44 +131,42 @@ class FollowedSlices:
         return self._symbols.get(symbol if base is None else base) is not None
 
     @amanda.differentiable  # to be given what is a view of a parameter as that
-    def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
-        inputs = run.pop(self._held)
+    def _record(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+        inputs = run.pop(self._inputs_key)
         source = self.source(inputs[0])
-        if (
-            source is None
-            or parameter_store(made).owner(made) is not None
-            or not tensors_of(made).is_strided(made)
-        ):
+        tensors, store = _of_pytorch()
+        if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
             return
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        if len(self._made) >= self._most:
+        if len(self._copies) >= self._sweep_at:
             self.sweep()
         _REQUIRED.check()
-        storage, of, form = made.untyped_storage(), source.of, source.form
+        storage, of, form = output.untyped_storage(), source.of, source.form
         if compute is not None:
             of, form = partial(_selected, compute, of, inputs[1:]), None
         lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._made[storage._cdata] = _Made(
-            lives, StridedLayout.of(made), weakref.ref(source.holder), of, form
+        self._copies[storage._cdata] = _CopiedSlice(
+            lives, StridedLayout.of(output), weakref.ref(source.holder), of, form
         )
 
     def sweep(self) -> None:
         """Forget what is freed, and with it the indices that selected it."""
-        for key, one in list(self._made.items()):  # other threads may write meanwhile
-            if one.storage.expired() and self._made.get(key) is one:
-                self._made.pop(key, None)
-        self._most = max(_MOST, 2 * len(self._made))
+        for key, copied in list(self._copies.items()):  # other threads may write meanwhile
+            if copied.storage.expired() and self._copies.get(key) is copied:
+                self._copies.pop(key, None)
+        self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
 
     def source(self, value: Any) -> ParameterSlice | None:
         """Return where an input comes from: a view of a parameter, or what was made of one."""
-        if not tensors_of(value).is_strided(value):
+        tensors, store = _of_pytorch()
+        if not tensors.is_strided(value):
             return None
-        holder = parameter_store(value).owner(value)
+        holder = store.owner(value)
         if holder is None:
             return self.of(value)
         form = StridedLayout.of(value)
-        return ParameterSlice(holder, partial(_viewed, _itself, StridedLayout.of(holder), form), form)
+        return ParameterSlice(holder, partial(_viewed_as, _itself, StridedLayout.of(holder), form), form)
 
 
 @amanda.differentiable
@@ -179,7 +184,7 @@ def _selected(
     return compute([of(whole), *others])
 
 
-def _viewed(
+def _viewed_as(
     of: Callable[[Tensor], Tensor], layout: StridedLayout, form: StridedLayout, whole: Tensor
 ) -> Tensor:
     """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
@@ -200,12 +205,12 @@ def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -
     if not prod((*part.extents, *form.extents)):
         return None
     places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
-    found = _viewed(_itself, layout, form, places)
-    first = found[(0,) * found.dim()]
-    steps = [int(found.select(axis, 1)[(0,) * (found.dim() - 1)] - first) if size > 1 else 1
-             for axis, size in enumerate(found.shape)]  # fmt: skip
-    made = StridedLayout(tuple(found.shape), tuple(steps), int(first))
+    positions = _viewed_as(_itself, layout, form, places)
+    first = positions[(0,) * positions.dim()]
+    steps = [int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
+             for axis, size in enumerate(positions.shape)]  # fmt: skip
+    composed = StridedLayout(tuple(positions.shape), tuple(steps), int(first))
     if min(steps, default=0) < 0:
         return None
-    whole = torch.arange(made.offset, made.end).as_strided(made.extents, made.strides)
-    return made if torch.equal(whole, found) else None
+    whole = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
+    return composed if torch.equal(whole, positions) else None

@@ -45,7 +45,7 @@ class Graphs:
         self._notes = notes
         self._number = number
         self._key = key
-        self._met = met
+        self._on_node = met
 
     def mark(self, values: Any, mark: Mark, bases: bool = True) -> None:
         """Mark the ops that made these tensors, and what they are views of."""
@@ -54,7 +54,7 @@ class Graphs:
                 op = None if tensor is None else getattr(tensor, self._maker)
                 if op is not None and mark.start <= getattr(op, self._number)() < mark.end:
                     getattr(op, self._notes).setdefault(self._key, mark)
-                    self._meet(op)
+                    self._sample_node(op)
         elif isinstance(values, (list, tuple)):
             for value in values:
                 self.mark(value, mark, bases)
@@ -62,27 +62,27 @@ class Graphs:
     def marked(self, ops: Iterable[Any]) -> list[tuple[Any, Mark, int]]:
         """Each op that leads on from these and comes from a known execution, its mark and its number."""
         waiting = deque(op for op in ops if op is not None)
-        found: dict[int, Any] = {}
+        ops_by_id: dict[int, Any] = {}
         edges: list[tuple[int, int]] = []
         marks: dict[int, Mark] = {}
         while waiting:
             op = waiting.popleft()
-            if id(op) in found:
+            if id(op) in ops_by_id:
                 continue
-            found[id(op)] = op
+            ops_by_id[id(op)] = op
             if type(op) is self._leaf:
                 continue
-            own = getattr(op, self._notes).get(self._key)
-            if own is not None:
-                marks[id(op)] = own
-            self._meet(op)
+            mark = getattr(op, self._notes).get(self._key)
+            if mark is not None:
+                marks[id(op)] = mark
+            self._sample_node(op)
             children = [child for child, *_ in getattr(op, self._next) if child is not None]
             edges += [(id(op), id(child)) for child in children]
             waiting += children
-        self._spread(found, edges, marks)
+        self._mark_inner_ops(ops_by_id, edges, marks)
         return [
             (op, marks[key], 0 if type(op) is self._leaf else getattr(op, self._number)())
-            for key, op in found.items()
+            for key, op in ops_by_id.items()
             if key in marks
         ]
 
@@ -90,7 +90,9 @@ class Graphs:
         """For a program, whose executions leave this trace."""
         raise TypeError("programs are for the native interceptor")
 
-    def _spread(self, found: dict[int, Any], edges: list[tuple[int, int]], marks: dict[int, Mark]) -> None:
+    def _mark_inner_ops(
+        self, ops_by_id: dict[int, Any], edges: list[tuple[int, int]], marks: dict[int, Mark]
+    ) -> None:
         """Mark what lies inside an op; a leaf belongs to the op that used it first."""
         of_routines: dict[int, Mark] = {}
         spreading = True
@@ -100,19 +102,19 @@ class Graphs:
                 mark = marks.get(parent) or of_routines.get(parent)
                 if mark is None:
                     continue
-                known = marks.get(child)
-                if type(found[child]) is self._leaf:
-                    if known is None or mark.start < known.start:
+                child_mark = marks.get(child)
+                if type(ops_by_id[child]) is self._leaf:
+                    if child_mark is None or mark.start < child_mark.start:
                         marks[child] = mark
                     continue
-                number = getattr(found[child], self._number)()
-                if known is None and mark.start <= number < mark.end:
+                number = getattr(ops_by_id[child], self._number)()
+                if child_mark is None and mark.start <= number < mark.end:
                     marks[child] = mark
                     spreading = True
                 elif child not in of_routines and mark.begin <= number < mark.start:
                     of_routines[child] = mark
                     spreading = True
 
-    def _meet(self, op: Any) -> None:
+    def _sample_node(self, op: Any) -> None:
         if id(op) // 16 % 61 == 0:
-            self._met(op)
+            self._on_node(op)

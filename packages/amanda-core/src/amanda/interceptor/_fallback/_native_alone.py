@@ -55,7 +55,7 @@ class Moments(_NativeAlone):
         """Take in numbers; return False if they are no float or double in one piece of memory."""
         raise NotImplementedError
 
-    def merge(self, other: Any) -> None:
+    def merge(self, moments: Any) -> None:
         """Take in what another one, of the same bins, has taken in."""
         raise NotImplementedError
 

@@ -20,7 +20,7 @@ from amanda.interceptor.opid import (
     mix,
 )
 
-MOST_ASKS = 8
+MAX_SLOT_QUERIES = 8
 """How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
 OCCURRENCE_CAP = 64
 """How many ops at one place, as in the rounds of a loop, have ids of their own; others share the last."""
@@ -41,9 +41,9 @@ class Region:
 
     def occurrence(self, place: int) -> int:
         """Return which repeat of the place this is."""
-        seen = self.counts.get(place, 0)
-        self.counts[place] = min(seen + 1, OCCURRENCE_CAP)
-        return min(seen, OCCURRENCE_CAP - 1)
+        count = self.counts.get(place, 0)
+        self.counts[place] = min(count + 1, OCCURRENCE_CAP)
+        return min(count, OCCURRENCE_CAP - 1)
 
     def number_of_way(self, place: int, way: int) -> int:
         """Return which of the ways to the place this is: a loop comes by one."""
@@ -89,7 +89,7 @@ class Thread(threading.local):
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
         self.failure = Failure()
-        self.met = 0  # number of the last watch that was told of this thread
+        self.watch_seen = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:
         """Return the place."""
@@ -99,21 +99,21 @@ class Thread(threading.local):
 Adopt = Callable[[Any, Any, int], tuple[int, bool]]
 
 
-class Named:
+class NumberedSubject:
     """The ordinal of an object, and how often it is still asked whether it lies in a slot."""
 
     def __init__(self, ordinal: int, reference: Any, asks: int) -> None:
-        self.ordinal, self.reference, self.asks = ordinal, reference, asks
+        self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, asks
 
     def ask_for_slot(self, subject: Any) -> None:
         """Take over the ordinal of what lay first in the same slot of the object that encloses the call."""
         owner = thread.top and thread.top.subject
-        if owner is None or house.adopt is None:
-            self.asks -= 1
+        if owner is None or place_state.adopt is None:
+            self.slot_queries_left -= 1
             return
         with thread.suspension:
-            self.ordinal, settled = house.adopt(owner, subject, self.ordinal)
-        self.asks = 0 if settled else self.asks - 1
+            self.ordinal, settled = place_state.adopt(owner, subject, self.ordinal)
+        self.slot_queries_left = 0 if settled else self.slot_queries_left - 1
 
 
 FIRST_SWEEP = 64
@@ -122,7 +122,7 @@ _REFERENCES_OF_DEAD = 2
 """References to a value of a dict that nothing else holds, as `sys.getrefcount` counts them, with its own."""
 
 
-class House:
+class PlaceState:
     """Facts of the process: kinds of code, types that tell ops apart, ordinals."""
 
     def __init__(self) -> None:
@@ -133,18 +133,18 @@ class House:
         self.leaf_type: type | None = None
         self.is_leaf: Callable[[Any], bool] = bool
         self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
-        self.named: dict[int, Named] = {}
+        self.named: dict[int, NumberedSubject] = {}
         self.ordinals = 0
         self.strong: dict[int, Any] = {}
         self.strong_limit = FIRST_SWEEP
 
     def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
         """Return what is said of code: hash, kind, first instructions."""
-        known = self.notes.get(id(code))  # by address: code of another file may be equal
-        if known is None:
+        entry = self.notes.get(id(code))  # by address: code of another file may be equal
+        if entry is None:
             hash, kind, first = self.describe(code)
-            known = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
-        return known[1]
+            entry = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
+        return entry[1]
 
     def sweep(self) -> None:
         """Drop the objects that nothing but their ordinal holds, once there are twice as many as survived."""
@@ -160,7 +160,7 @@ class House:
 
 
 thread = Thread()
-house = House()
+place_state = PlaceState()
 
 
 def configure(
@@ -173,9 +173,9 @@ def configure(
     adopt: is given the object that encloses a call, an argument and its ordinal; returns the ordinal of what
     lay in the same slot of the enclosing object first, and whether there is nothing more to ask.
     """
-    house.describe = describe
-    house.on_death = on_death
-    house.adopt = adopt
+    place_state.describe = describe
+    place_state.on_death = on_death
+    place_state.adopt = adopt
     forget_code()
 
 
@@ -186,18 +186,18 @@ def forked() -> None:
 
 def forget_code() -> None:
     """Describe code again where its kind may have changed."""
-    house.notes.clear()
+    place_state.notes.clear()
 
 
 def add_identity_type(kind: type) -> None:
     """Arguments of this type tell ops apart."""
-    if kind not in house.identity_types:
-        house.identity_types += (kind,)
+    if kind not in place_state.identity_types:
+        place_state.identity_types += (kind,)
 
 
 def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
     """Set the type of tensors, and the test for leaves, that distinguish ops in a loop outside of modules."""
-    house.leaf_type, house.is_leaf = kind, is_leaf
+    place_state.leaf_type, place_state.is_leaf = kind, is_leaf
 
 
 def ordinal(subject: Any) -> int:
@@ -206,24 +206,26 @@ def ordinal(subject: Any) -> int:
     An object that cannot be held weakly is held until a sweep sees that nothing else holds it.
     """
     address = id(subject)
-    if address not in house.named:
-
-        def forget(_: Any, house: House = house, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-            gone = house.named.pop(address)
-            if not ends():  # what hears of it has been taken apart as the process ends
-                house.on_death(gone.ordinal)
+    if address not in place_state.named:
+        # Defaults, because the module's globals may be gone when the last subjects die.
+        def forget(
+            _: Any, state: PlaceState = place_state, ends: Callable[[], bool] = sys.is_finalizing
+        ) -> None:
+            numbered = state.named.pop(address)
+            if not ends():
+                state.on_death(numbered.ordinal)
 
         reference = None
         try:
             reference = weakref.ref(subject, forget)
         except TypeError:
-            house.sweep()
-            house.strong[address] = subject
-        house.ordinals += 1
-        asks = MOST_ASKS if isinstance(subject, house.identity_types) else 0
-        house.named[address] = Named(house.ordinals, reference, asks)
-    named = house.named[address]
-    if named.asks:
+            place_state.sweep()
+            place_state.strong[address] = subject
+        place_state.ordinals += 1
+        asks = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
+        place_state.named[address] = NumberedSubject(place_state.ordinals, reference, asks)
+    named = place_state.named[address]
+    if named.slot_queries_left:
         named.ask_for_slot(subject)
     return named.ordinal
 
@@ -240,7 +242,7 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
         if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or most == 0:
             break
         most -= bool(way)
-        hash, kind, first = house.note(frame.f_code)
+        hash, kind, first = place_state.note(frame.f_code)
         if not rooted and kind & BOUNDARY:
             break
         if not kind & SKIPPED:
@@ -259,18 +261,18 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
 
 def mix_leaf(way: int, value: Any) -> int:
     """A hash of a way that also tells apart which leaf that needs a gradient an op is given."""
-    kind, leaf_type = type(value), house.leaf_type
-    if leaf_type is None or not issubclass(kind, leaf_type) or issubclass(kind, house.identity_types):
+    kind, leaf_type = type(value), place_state.leaf_type
+    if leaf_type is None or not issubclass(kind, leaf_type) or issubclass(kind, place_state.identity_types):
         return way
     with thread.suspension:
-        is_leaf = house.is_leaf(value)
+        is_leaf = place_state.is_leaf(value)
     return mix(way, ordinal(value)) if is_leaf else way
 
 
 def mix_identities(hash: int, value: Any) -> int:
     """A hash that also tells apart what an op is given, by the ordinals of such types."""
     for item in value if type(value) in (tuple, list) else (value,):
-        if issubclass(type(item), house.identity_types):
+        if issubclass(type(item), place_state.identity_types):
             hash = mix(hash, ordinal(item))
     return hash
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any
 
-from amanda.interceptor._copying import reduced
+from amanda.interceptor._copying import reduce_to_original
 from amanda.interceptor._fallback._native_alone import Reader
 from amanda.interceptor._fallback._places import (
     Failure,
@@ -36,8 +36,8 @@ def active() -> Activation | None:
     activation = ACTIVATION.get(None)
     if activation is not None and activation.active:
         return activation
-    if thread.met != _watch[0]:
-        _tell_watcher()
+    if thread.watch_seen != _watch[0]:
+        _notify_watcher()
     return None
 
 
@@ -45,11 +45,11 @@ _watch: tuple[int, Callable[[], bool] | None] = (0, None)
 """Number of the last watch, and its function."""
 
 
-def _tell_watcher() -> None:
+def _notify_watcher() -> None:
     number, function = _watch
     with Suspension():
         if function is None or function():
-            thread.met = number
+            thread.watch_seen = number
 
 
 def watch_outside(function: Callable[[], bool] | None) -> None:
@@ -153,8 +153,8 @@ class Site:
             return self.run(args, kwargs)
         _handed["pure Python"] += 1
         with thread.suspension:
-            known = None if plan is NotImplemented else plan
-            return self.handler(state, known, op_id, self, args, kwargs)
+            memo = None if plan is NotImplemented else plan
+            return self.handler(state, memo, op_id, self, args, kwargs)
 
 
 def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -169,8 +169,8 @@ def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
         way = mix_leaf(way, value) if rooted else way
-    seen = region.number_of_way(place, way) if rooted else region.occurrence(place)
-    return mix(place, seen) or 1
+    repeats = region.number_of_way(place, way) if rooted else region.occurrence(place)
+    return mix(place, repeats) or 1
 
 
 class _Wrapped:
@@ -195,8 +195,8 @@ class _Wrapped:
         return getattr(self.__wrapped__, name)
 
     def __eq__(self, other: Any) -> bool:
-        own = other.__wrapped__ if isinstance(other, _Wrapped) else other
-        return bool(self.__wrapped__ == own)
+        original = other.__wrapped__ if isinstance(other, _Wrapped) else other
+        return bool(self.__wrapped__ == original)
 
     def __hash__(self) -> int:
         return hash(self.__wrapped__)
@@ -205,7 +205,7 @@ class _Wrapped:
         return repr(self.__wrapped__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(self, protocol)
+        return reduce_to_original(self, protocol)
 
     def __copy__(self) -> Any:
         return self

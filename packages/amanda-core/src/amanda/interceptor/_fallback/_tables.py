@@ -59,12 +59,12 @@ class Lock:
     _forks = 0
 
     def __init__(self) -> None:
-        self._made = Lock._forks
+        self._fork_count = Lock._forks
         self._lock = threading.RLock()
 
     def __enter__(self) -> "Lock":
-        if self._made != Lock._forks:
-            self._made = Lock._forks
+        if self._fork_count != Lock._forks:
+            self._fork_count = Lock._forks
             if not self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock = threading.RLock()
         self._lock.acquire()
@@ -89,9 +89,9 @@ class Activation:
         self.state = state
         self.active = active
 
-    def become(self, other: "Activation") -> None:
+    def become(self, activation: "Activation") -> None:
         """Put in force what another activation holds, in every context that has this one."""
-        self.active, self.table, self.state = other.active, other.table, other.state
+        self.active, self.table, self.state = activation.active, activation.table, activation.state
 
 
 ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")

@@ -15,10 +15,10 @@ _KEY = "amanda"
 _LEAF_PLACE = 1 << 32
 
 
-class Made:
+class NodeRange:
     """Context that knows which nodes were made within it."""
 
-    def __enter__(self) -> Made:
+    def __enter__(self) -> NodeRange:
         self.start = _autograd.next_number()
         return self
 
@@ -33,11 +33,11 @@ class _Origin(NamedTuple):
     start: int
 
 
-def mark(trace: Trace, made: Made, values: list[Any]) -> None:
+def mark(trace: Trace, node_range: NodeRange, values: list[Any]) -> None:
     """Leave a trace with the nodes that an operator made."""
     waiting = [value.node for value in values if isinstance(value, Tensor) and value.node]
-    for node in _reached(waiting, lambda node: made.start < node.number < made.end):
-        node.metadata.setdefault(_KEY, _Origin(trace, made.start))
+    for node in _reached(waiting, lambda node: node_range.start < node.number < node_range.end):
+        node.metadata.setdefault(_KEY, _Origin(trace, node_range.start))
 
 
 def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +48,7 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
         activation = interceptor.active()
         if activation is None:
             return original(outputs, grads)
-        nodes = list(_reached([edge[0] for one in outputs if (edge := _autograd._edge(one))]))
+        nodes = list(_reached([edge[0] for output in outputs if (edge := _autograd._edge(output))]))
         origins = _origins(nodes)
         hooked = [_hook(driver, node, origin, activation.state) for node, origin in origins.items()]
         try:
@@ -90,14 +90,14 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
     return remove
 
 
-def _reached(nodes: list[Node], wanted: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-    seen: set[Node] = set()
+def _reached(nodes: list[Node], admits: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    reached: set[Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node in seen or not wanted(node):
+        if node in reached or not admits(node):
             continue
-        seen.add(node)
+        reached.add(node)
         yield node
         waiting += [edge[0] for edge in node.edges if edge]
 

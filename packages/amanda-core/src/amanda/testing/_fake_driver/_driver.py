@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from amanda.backend import Call, EagerDriver, Trace, recomputed
 from amanda.interceptor import Detour, Site
 from amanda.testing import fake
-from amanda.testing._fake_driver._backward import Made, followed, mark
+from amanda.testing._fake_driver._backward import NodeRange, followed, mark
 from amanda.testing._fake_driver._call import FakeCall
 from amanda.testing._fake_driver._tensors import FakeTensors
 from amanda.testing.fake import Tensor, _autograd, _modules, _operators
@@ -27,7 +27,7 @@ class FakeDriver(FakeTensors, EagerDriver):
     identity_types = (fake.Parameter,)
 
     def __init__(self) -> None:
-        self._sites = [self.site(one, one, one.__name__) for one in fake.OPERATORS]
+        self._sites = [self.site(operator, operator, operator.__name__) for operator in fake.OPERATORS]
 
     def introduce(self) -> None:
         """Mark the code that is not the user's: what a checkpoint calls belongs to where it ran first."""
@@ -39,8 +39,8 @@ class FakeDriver(FakeTensors, EagerDriver):
         """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
         run_backward, checkpoint = _autograd.run_backward, _modules.checkpoint
         stand_ins = {site.target: Detour(site) for site in self._sites}
-        others = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
-        self.attributes.replace({**stand_ins, **others}, [fake, _operators, _autograd, _modules])
+        functions = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
+        self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd, _modules])
         self.attributes.enclose(fake.Module)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -82,13 +82,13 @@ class FakeDriver(FakeTensors, EagerDriver):
             return list(outputs), lambda values: fake.Halves(*values)
         return [outputs], lambda values: values[0]
 
-    def tracing(self) -> Made:
+    def tracing(self) -> NodeRange:
         """Context that brackets the nodes made by an operator."""
-        return Made()
+        return NodeRange()
 
-    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
+    def attach_trace(self, trace: Trace, nodes: NodeRange, values: list[Any]) -> None:
         """Mark the nodes that the operator made."""
-        mark(trace, made, values)
+        mark(trace, nodes, values)
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,5 +103,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _code_of(function: Any, name: str) -> CodeType:
     return next(
-        one for one in function.__code__.co_consts if isinstance(one, CodeType) and one.co_name == name
+        constant
+        for constant in function.__code__.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == name
     )

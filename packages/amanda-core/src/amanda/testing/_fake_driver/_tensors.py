@@ -45,7 +45,7 @@ class FakeTensors(TensorOps):
         """A tensor off the tape, or a leaf as it is."""
         if isinstance(value, Tensor):
             return value if value.is_leaf else value.detach()
-        return [self.kept(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return [self.kept(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
 
     def copied(self, value: Any) -> Any:
         """A copy that the tape knows."""
@@ -73,7 +73,7 @@ def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return read(value)
     if isinstance(value, (list, tuple)):
-        return tuple(read(one) for one in value if isinstance(one, Tensor)) or None
+        return tuple(read(tensor) for tensor in value if isinstance(tensor, Tensor)) or None
     return None
 
 

@@ -56,7 +56,7 @@ class DriverTests(
         if "point" in metafunc.fixturenames:
             metafunc.parametrize("point", range(2 if forward_only else 4))
         if "insertion" in metafunc.fixturenames:
-            actions = [one for one in ActionType if not (forward_only and one.is_backward)]
+            actions = [action for action in ActionType if not (forward_only and action.is_backward)]
             metafunc.parametrize("insertion", [action.value for action in actions])
 
     @pytest.fixture(autouse=True)

@@ -27,14 +27,14 @@ class CachingTests:
         def count(index: int) -> None:
             counts[index] += 1
 
-        made = also(tool(lambda _: count(0)), lambda _: count(1), backward=True)
+        recorder = also(tool(lambda _: count(0)), lambda _: count(1), backward=True)
         model, x = sample.model(), sample.input()
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             sample.backward(model(x))
             once = list(counts)
             for _ in range(3):
                 sample.backward(model(x))
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             sample.backward(model(x))
         assert counts[0] >= 4
         assert counts[1] >= 4
@@ -52,42 +52,42 @@ class CachingTests:
     def test_another_set_of_tools_has_plans_of_its_own(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         analysed: list[str] = []
-        one = tool(lambda _: analysed.append("one"), sample.name("relu"))
-        two = tool(lambda _: analysed.append("two"), sample.name("relu"))
-        with amanda.apply(one):
+        first = tool(lambda _: analysed.append("one"), sample.name("relu"))
+        second = tool(lambda _: analysed.append("two"), sample.name("relu"))
+        with amanda.apply(first):
             model(x)
-        with amanda.apply(one, two):
+        with amanda.apply(first, second):
             model(x)
-        with amanda.apply(one):
+        with amanda.apply(first):
             model(x)
         assert analysed == ["one", "one", "two"]
 
     def test_an_analysis_that_is_added_later_is_heard(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         analysed: list[str] = []
-        made = tool(lambda _: analysed.append("one"), sample.name("relu"))
-        with amanda.apply(made):
+        recorder = tool(lambda _: analysed.append("one"), sample.name("relu"))
+        with amanda.apply(recorder):
             model(x)
-        also(made, lambda _: analysed.append("two"), sample.name("relu"))
-        with amanda.apply(made):
+        also(recorder, lambda _: analysed.append("two"), sample.name("relu"))
+        with amanda.apply(recorder):
             model(x)
         assert analysed == ["one", "one", "two"]
 
     def test_a_routine_added_in_an_open_scope_takes_effect(self, sample: Sample) -> None:
         runs: list[str] = []
         model, x = sample.model(), sample.input()
-        made = tool(
+        recorder = tool(
             lambda context: context.insert_before_op(lambda *_: runs.append("one")), sample.name("relu")
         )
-        with amanda.apply(made) as scope:
+        with amanda.apply(recorder) as scope:
             model(x)
             also(
-                made,
+                recorder,
                 lambda context: context.insert_before_op(lambda *_: runs.append("two")),
                 sample.name("relu"),
             )
             model(x)
-            made.restrict(lambda _: False)
+            recorder.restrict(lambda _: False)
             model(x)
         assert runs == ["one", "one", "two"]
         assert not scope.report
@@ -101,12 +101,12 @@ class CachingTests:
             if len(analysed) > 1:
                 context.insert_before_op(lambda *_: runs.append(1))
 
-        made = tool(analysis, sample.name("relu"))
+        recorder = tool(analysis, sample.name("relu"))
         model, x = sample.model(), sample.input()
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             for _ in range(2):
                 model(x)
-            made.analyse_again(analysed)
+            recorder.analyse_again(analysed)
             for _ in range(2):
                 model(x)
         assert len(analysed) == 2
@@ -166,10 +166,10 @@ class CachingTests:
     @needs("backward")
     def test_with_the_cache_off_analysis_runs_at_every_execution(self, sample: Sample) -> None:
         analysed: list[str] = []
-        made = tool(lambda _: analysed.append("forward"), sample.name("relu"))
-        also(made, lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
+        recorder = tool(lambda _: analysed.append("forward"), sample.name("relu"))
+        also(recorder, lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
         model, x = sample.model(), sample.input()
-        with amanda.apply(made), amanda.cache_disabled():
+        with amanda.apply(recorder), amanda.cache_disabled():
             assert not amanda.is_cache_enabled()
             for _ in range(3):
                 sample.backward(model(x))
@@ -201,47 +201,47 @@ class CachingTests:
     @needs("backward")
     def test_a_backward_op_first_seen_later_is_analysed_then(self, sample: Sample) -> None:
         analysed: list[str] = []
-        made = tool(lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
+        recorder = tool(lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
         module = sample.module(lambda x: sample.relu(x))
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             module(sample.tensor([1.0]))
             module(sample.tensor([1.0], requires_grad=True))
             sample.backward(module(sample.tensor([1.0], requires_grad=True)))
         assert analysed == ["backward"]
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
-        kept: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Kept]] = []
         model, x = sample.model(), sample.input()
-        made = tool(lambda context: _keep(context, kept), sample.name("linear"))
-        with amanda.apply(made):
+        recorder = tool(lambda context: _keep(context, references), sample.name("linear"))
+        with amanda.apply(recorder):
             model(x)
-        del made
+        del recorder
         gc.collect()
-        assert [one() for one in kept] == [None, None]
+        assert [reference() for reference in references] == [None, None]
 
     def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
-        kept: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Kept]] = []
         model, x = sample.model(), sample.input()
-        made = tool(lambda context: _keep(context, kept))
-        also(made, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
-        with amanda.apply(made):
+        recorder = tool(lambda context: _keep(context, references))
+        also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
+        with amanda.apply(recorder):
             sample.backward(model(x))
-            of_model = kept[:3]
+            of_model = references[:3]
             del model
             gc.collect()
-            assert [one() for one in of_model] == [None, None, None]
+            assert [reference() for reference in of_model] == [None, None, None]
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
-        kept: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Kept]] = []
         weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
-        with amanda.apply(tool(lambda context: _keep(context, kept), sample.name("linear"))):
+        with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
             sample.linear(x, weight)
             del weight
             gc.collect()
-            assert [one() for one in kept] == [None]
+            assert [reference() for reference in references] == [None]
 
 
-def _keep(context: OpContext, kept: list[weakref.ref[Kept]]) -> None:
+def _keep(context: OpContext, references: list[weakref.ref[Kept]]) -> None:
     value = context["kept"] = Kept()
-    kept.append(weakref.ref(value))
+    references.append(weakref.ref(value))
     context.insert_before_op(lambda *_: None)

@@ -41,10 +41,10 @@ class FailureTests:
             _fail()
 
         name = sample.relu_backward if backward else sample.name("relu")
-        made = also(Faulty(), analysis, name, **POINTS[point])
+        failing = also(Faulty(), analysis, name, **POINTS[point])
         after = "after" if "require_outputs" in POINTS[point] else "before"
         at = f"{after}_{'backward' if backward else 'forward'}_op"
-        self._check(sample, made, name, at, ids)
+        self._check(sample, failing, name, at, ids)
 
     def test_an_exception_of_a_routine_reaches_the_user_as_itself(
         self, sample: Sample, insertion: str
@@ -60,12 +60,12 @@ class FailureTests:
         self._check(sample, also(Faulty(), analysis, name, backward=backward), name, insertion, ids)
 
     @staticmethod
-    def _check(sample: Sample, made: amanda.Tool, name: str, at: str, ids: list[int]) -> None:
+    def _check(sample: Sample, failing: amanda.Tool, name: str, at: str, ids: list[int]) -> None:
         inner = sample.module(lambda x: sample.relu(x))
         outer = sample.module(lambda x: inner(x))
         outer.part = inner
         x = sample.tensor([1.0], requires_grad=True)
-        with amanda.apply(made), pytest.raises(Mistake) as caught:
+        with amanda.apply(failing), pytest.raises(Mistake) as caught:
             sample.backward(outer(x))
         assert caught.value.code == 7
         assert str(caught.value) == "not enough bits"

@@ -57,13 +57,13 @@ class IdentityTests:
 
     @needs("call_sites")
     def test_an_op_has_the_same_id_outside_modules_in_the_next_iteration(self, sample: Sample) -> None:
-        seen = Executed(sample.name("relu"))
-        with amanda.apply(seen):
+        recorder = Executed(sample.name("relu"))
+        with amanda.apply(recorder):
             for _ in range(3):
                 x = sample.tensor([1.0], requires_grad=True)
                 sample.backward(sample.relu(sample.relu(x)))
-        assert seen.ids[:2] == seen.ids[2:4] == seen.ids[4:]
-        assert seen.ids[0] != seen.ids[1]
+        assert recorder.ids[:2] == recorder.ids[2:4] == recorder.ids[4:]
+        assert recorder.ids[0] != recorder.ids[1]
 
     @needs("call_sites")
     def test_an_op_keeps_its_id_when_a_neighbour_is_skipped(self, sample: Sample) -> None:
@@ -74,49 +74,49 @@ class IdentityTests:
                 x = sample.relu(x)
             return sample.relu(x)
 
-        seen = Executed(sample.name("relu"))
+        recorder = Executed(sample.name("relu"))
         module, x = sample.module(forward), sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             module(x)
             skip = True
             module(x)
-        first, second, alone = seen.ids
+        first, second, alone = recorder.ids
         assert first != second
         assert alone == second
 
     @needs("call_sites")
     def test_two_calls_on_one_line_are_two_ops(self, sample: Sample) -> None:
-        seen = Seen()
+        recorder = Seen()
         x = sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             sample.add(sample.relu(x), sample.relu(x))
-        assert len(set(seen.ids(sample.name("relu")))) == 2
+        assert len(set(recorder.ids(sample.name("relu")))) == 2
 
     def test_two_models_of_one_class_have_ops_of_their_own(self, sample: Sample) -> None:
-        seen = Seen()
-        one, other, x = sample.model(), sample.model(), sample.input()
-        with amanda.apply(seen):
-            for model in (one, other, one, other):
+        recorder = Seen()
+        model_a, model_b, x = sample.model(), sample.model(), sample.input()
+        with amanda.apply(recorder):
+            for model in (model_a, model_b, model_a, model_b):
                 model(x)
-        assert len(set(seen.ids(sample.name("linear")))) == 4
-        assert len(seen.ids(sample.name("linear"))) == 4
-        assert len(set(seen.ids(sample.name("relu")))) == 2
+        assert len(set(recorder.ids(sample.name("linear")))) == 4
+        assert len(recorder.ids(sample.name("linear"))) == 4
+        assert len(set(recorder.ids(sample.name("relu")))) == 2
 
     def test_one_call_site_over_several_weights_is_several_ops(self, sample: Sample) -> None:
         weights = [sample.parameter([[float(i)]]) for i in range(1, 4)]
         x = sample.tensor([[1.0]])
-        seen = Executed(sample.name("linear"))
+        recorder = Executed(sample.name("linear"))
 
         def forward(x: Any, order: Any) -> None:
             for weight in order:
                 sample.linear(x, weight)
 
         module = sample.module(forward)
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             module(x, weights)
             module(x, weights[::-1])
-        assert len(set(seen.ids)) == 3
-        assert seen.ids[:3] == seen.ids[3:][::-1]
+        assert len(set(recorder.ids)) == 3
+        assert recorder.ids[:3] == recorder.ids[3:][::-1]
 
     @needs("call_sites")
     def test_repeats_of_a_place_are_told_apart_up_to_a_cap(self, sample: Sample) -> None:
@@ -125,50 +125,50 @@ class IdentityTests:
                 x = sample.relu(x)
             return x
 
-        seen = Executed(sample.name("relu"))
+        recorder = Executed(sample.name("relu"))
         module, x = sample.module(forward), sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             module(x)
             module(x)
-        half = len(seen.ids) // 2
-        assert seen.ids[:half] == seen.ids[half:]
-        assert len(set(seen.ids)) == OCCURRENCE_CAP
-        assert len(set(seen.ids[:OCCURRENCE_CAP])) == OCCURRENCE_CAP
-        assert len(set(seen.ids[OCCURRENCE_CAP - 1 : half])) == 1
+        half = len(recorder.ids) // 2
+        assert recorder.ids[:half] == recorder.ids[half:]
+        assert len(set(recorder.ids)) == OCCURRENCE_CAP
+        assert len(set(recorder.ids[:OCCURRENCE_CAP])) == OCCURRENCE_CAP
+        assert len(set(recorder.ids[OCCURRENCE_CAP - 1 : half])) == 1
 
     @needs("call_sites")
     def test_a_line_in_a_loop_outside_modules_is_one_op(self, sample: Sample) -> None:
-        seen = Executed(sample.name("relu"))
+        recorder = Executed(sample.name("relu"))
         x = sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             for _ in range(3):
                 x = sample.relu(x)
-        assert len(seen.ids) == 3
-        assert len(set(seen.ids)) == 1
+        assert len(recorder.ids) == 3
+        assert len(set(recorder.ids)) == 1
 
     @needs("call_sites")
     def test_a_function_outside_modules_has_ops_for_each_line_that_calls_it(self, sample: Sample) -> None:
         def activated(x: Any) -> Any:
             return sample.relu(x)
 
-        seen = Executed(sample.name("relu"))
+        recorder = Executed(sample.name("relu"))
         x = sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             for _ in range(3):
                 x = activated(x)
                 x = sample.add(activated(x), activated(x))
-        assert len(set(seen.ids[:3])) == 3
-        assert seen.ids[:3] == seen.ids[3:6] == seen.ids[6:]
+        assert len(set(recorder.ids[:3])) == 3
+        assert recorder.ids[:3] == recorder.ids[3:6] == recorder.ids[6:]
 
     @needs("call_sites")
     def test_a_recursion_outside_modules_is_bounded(self, sample: Sample) -> None:
-        def deep(x: Any, left: int) -> Any:
-            return deep(sample.relu(x), left - 1) if left else x
+        def deep(x: Any, depth: int) -> Any:
+            return deep(sample.relu(x), depth - 1) if depth else x
 
-        seen = Seen()
-        with amanda.apply(seen):
+        recorder = Seen()
+        with amanda.apply(recorder):
             deep(sample.input(), 2 * OCCURRENCE_CAP)
-        assert 1 < len(seen.ids(sample.name("relu"))) <= OCCURRENCE_CAP
+        assert 1 < len(recorder.ids(sample.name("relu"))) <= OCCURRENCE_CAP
 
     def test_two_paths_to_one_line_are_two_ops(self, sample: Sample) -> None:
         def shared(x: Any) -> Any:
@@ -178,24 +178,24 @@ class IdentityTests:
             x = shared(x)
             return shared(x)
 
-        seen = Executed(sample.name("relu"))
+        recorder = Executed(sample.name("relu"))
         module, x = sample.module(forward), sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             module(x)
             module(x)
-        assert seen.ids[0] != seen.ids[1]
-        assert seen.ids[:2] == seen.ids[2:]
+        assert recorder.ids[0] != recorder.ids[1]
+        assert recorder.ids[:2] == recorder.ids[2:]
 
     def test_a_module_called_twice_has_ops_for_each_call(self, sample: Sample) -> None:
         model = sample.model()
         twice = sample.module(lambda x: model.first(model.first(x)))
-        seen = Executed(sample.name("linear"))
+        recorder = Executed(sample.name("linear"))
         x = sample.input()
-        with amanda.apply(seen):
+        with amanda.apply(recorder):
             twice(x)
             twice(x)
-        assert seen.ids[0] != seen.ids[1]
-        assert seen.ids[:2] == seen.ids[2:]
+        assert recorder.ids[0] != recorder.ids[1]
+        assert recorder.ids[:2] == recorder.ids[2:]
 
     def test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run(self, sample: Sample) -> None:
         model = sample.model()
@@ -267,8 +267,8 @@ class IdentityTests:
     def test_backward_ops_have_ids_that_stay(self, sample: Sample) -> None:
         ids: list[int | None] = []
         model, x = sample.model(), sample.input()
-        made = tool(lambda context: ids.append(context.get_backward_op_id()), backward=True)
-        with amanda.apply(made), amanda.cache_disabled():
+        recorder = tool(lambda context: ids.append(context.get_backward_op_id()), backward=True)
+        with amanda.apply(recorder), amanda.cache_disabled():
             for _ in range(2):
                 sample.backward(model(x))
         half = len(ids) // 2
@@ -277,12 +277,12 @@ class IdentityTests:
         assert len(set(ids)) == half
 
     def test_ids_are_64_bits_and_not_zero(self, sample: Sample) -> None:
-        seen = Seen()
+        recorder = Seen()
         backward: list[int] = []
-        also(seen, lambda context: backward.append(context.get_backward_op_id() or 0), backward=True)
-        with amanda.apply(seen):
+        also(recorder, lambda context: backward.append(context.get_backward_op_id() or 0), backward=True)
+        with amanda.apply(recorder):
             sample.backward(sample.model()(sample.input()))
-        ids = [op_id for _, op_id in seen.ops] + backward
+        ids = [op_id for _, op_id in recorder.ops] + backward
         assert all(0 < op_id < 1 << 64 for op_id in ids)
         assert max(ids) > 1 << 48
 

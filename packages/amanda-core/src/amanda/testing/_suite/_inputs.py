@@ -38,21 +38,21 @@ class InputTests:
 
     @needs("schema")
     def test_keyword_arguments_are_put_in_their_place(self, sample: Sample) -> None:
-        one, two = sample.tensor([1.0]), sample.tensor([2.0])
-        seen: list[list[Any]] = []
-        see = tool(lambda context: seen.append(context.get_inputs()), sample.name("add"))
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        recorded: list[list[Any]] = []
+        see = tool(lambda context: recorded.append(context.get_inputs()), sample.name("add"))
         with amanda.apply(see):
-            sample.add(other=two, input=one)
-        assert seen[0][0] is one
-        assert seen[0][1] is two
+            sample.add(other=y, input=x)
+        assert recorded[0][0] is x
+        assert recorded[0][1] is y
 
     def test_trailing_defaults_are_left_out(self, sample: Sample) -> None:
-        one, two = sample.tensor([1.0]), sample.tensor([2.0])
-        seen: list[int] = []
-        see = tool(lambda context: seen.append(len(context.get_inputs())), sample.name("add"))
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        recorded: list[int] = []
+        see = tool(lambda context: recorded.append(len(context.get_inputs())), sample.name("add"))
         with amanda.apply(see):
-            sample.add(one, two)
-        assert seen == [2]
+            sample.add(x, y)
+        assert recorded == [2]
 
     @needs("values")
     def test_outputs_are_known_after_the_op(self, sample: Sample) -> None:
@@ -69,46 +69,46 @@ class InputTests:
 
     @needs("schema")
     def test_a_routine_is_given_the_inputs_that_it_selects(self, sample: Sample) -> None:
-        one, two = sample.tensor([1.0]), sample.tensor([2.0])
-        given: list[tuple[Any, ...]] = []
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        arguments: list[tuple[Any, ...]] = []
 
         def routine(*values: Any) -> None:
-            given.append(values)
+            arguments.append(values)
 
         for select in ([1], ["other"], None, [1, 0]):
             with amanda.apply(inserting("insert_before_op", sample.name("add"), routine, select)):
-                sample.add(one, two)
-        assert given == [(two,), (two,), (one, two), (two, one)]
+                sample.add(x, y)
+        assert arguments == [(y,), (y,), (x, y), (y, x)]
 
     def test_a_selected_input_is_replaced_by_what_the_routine_returns(self, sample: Sample) -> None:
-        one, two, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
+        x, y, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
         results = []
         for result in (ten, [ten], (ten,)):
             change = inserting("insert_before_op", sample.name("add"), lambda _, r=result: r, [1])
             with amanda.apply(change):
-                results.append(sample.numbers(sample.add(one, two)))
+                results.append(sample.numbers(sample.add(x, y)))
         assert results == [[11.0]] * 3
 
     def test_none_means_no_change(self, sample: Sample) -> None:
-        one, two = sample.tensor([1.0]), sample.tensor([2.0])
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
         with amanda.apply(inserting("insert_before_op", sample.name("add"), lambda *_: None)):
-            assert sample.numbers(sample.add(one, two)) == [3.0]
+            assert sample.numbers(sample.add(x, y)) == [3.0]
 
     def test_a_routine_that_takes_all_returns_as_many(self, sample: Sample) -> None:
-        one, two = sample.tensor([1.0]), sample.tensor([2.0])
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
         swap = inserting("insert_before_op", sample.name("add"), lambda a, b: (b * 2, a))
         with amanda.apply(swap):
-            assert sample.numbers(sample.add(one, two)) == [5.0]
+            assert sample.numbers(sample.add(x, y)) == [5.0]
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_a_wrong_count_is_an_error_that_says_what_was_expected(self, sample: Sample, count: int) -> None:
-        one, two = sample.tensor([1.0]), sample.tensor([2.0])
-        wrong = inserting("insert_before_op", sample.name("add"), lambda *_: [one] * count)
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        wrong = inserting("insert_before_op", sample.name("add"), lambda *_: [x] * count)
         with (
             amanda.apply(wrong),
             pytest.raises(RoutineError, match=rf"returned {count} values.* given 2 values.* sequence of 2"),
         ):
-            sample.add(one, two)
+            sample.add(x, y)
 
     def test_several_values_for_one_are_an_error(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
@@ -129,16 +129,16 @@ class InputTests:
             sample.relu(sample.tensor([1.0]))
 
     def test_a_list_of_tensors_is_one_input(self, sample: Sample) -> None:
-        one, two, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
-        given: list[tuple[Any, ...]] = []
+        x, y, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
+        arguments: list[tuple[Any, ...]] = []
 
         def routine(tensors: Any) -> Any:
-            given.append(tensors)
+            arguments.append(tensors)
             return [tensors[0], ten]
 
         with amanda.apply(inserting("insert_before_op", sample.name("cat"), routine, [0])):
-            result = sample.cat([one, two])
-        assert list(given[0]) == [one, two]
+            result = sample.cat([x, y])
+        assert list(arguments[0]) == [x, y]
         assert sample.numbers(result) == [1.0, 10.0]
 
     def test_outputs_of_a_namedtuple_keep_its_type(self, sample: Sample) -> None:

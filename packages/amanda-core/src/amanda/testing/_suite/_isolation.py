@@ -82,13 +82,13 @@ class IsolationTests:
 
     def test_a_value_handed_back_unchanged_adds_nothing(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
-        seen: list[Any] = []
+        recorded: list[Any] = []
         keep = inserting("insert_before_op", sample.name("relu"), lambda value: value)
         with amanda.apply(keep):
             result = sample.relu(x)
-            with amanda.apply(inserting("insert_before_op", sample.name("add"), seen.append, [0])):
+            with amanda.apply(inserting("insert_before_op", sample.name("add"), recorded.append, [0])):
                 sample.add(result, 1.0)
-        assert seen[0] is result
+        assert recorded[0] is result
 
     def test_a_change_of_shape_is_an_error_at_the_routine(self, sample: Sample) -> None:
         def widen(value: Any) -> Any:
@@ -110,17 +110,17 @@ class IsolationTests:
     @needs("backward")
     def test_another_floating_type_is_cast_back(self, sample: Sample) -> None:
         wide, narrow, *_ = sample.dtypes
-        seen: list[Any] = []
+        recorded: list[Any] = []
         x = sample.tensor([1 / 3], wide, requires_grad=True)
 
         def round_to_narrow(value: Any) -> Any:
             return sample.cast(value, narrow)
 
         change = inserting("insert_before_op", sample.name("relu"), round_to_narrow)
-        with amanda.apply(change, inserting("insert_before_op", sample.name("relu"), seen.append)):
+        with amanda.apply(change, inserting("insert_before_op", sample.name("relu"), recorded.append)):
             result = sample.relu(x)
             sample.backward(result)
-        assert sample.dtype(result) == sample.dtype(seen[0]) == wide
+        assert sample.dtype(result) == sample.dtype(recorded[0]) == wide
         assert 0 < abs(sample.numbers(result)[0] - 1 / 3) < 1e-3
         assert sample.dtype(sample.gradient(x)) == wide
 
@@ -161,9 +161,9 @@ class IsolationTests:
 
     @needs("out")
     def test_a_changed_output_is_in_the_tensor_given_as_out(self, sample: Sample) -> None:
-        one, two, out = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([0.0])
+        x, y, out = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([0.0])
         with amanda.apply(inserting("insert_after_op", sample.name("add"), lambda y: y * 10)):
-            result = sample.add(one, two, out=out)
+            result = sample.add(x, y, out=out)
         assert result is out
         assert sample.numbers(out) == [30.0]
 

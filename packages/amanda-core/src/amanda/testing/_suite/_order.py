@@ -79,14 +79,14 @@ class OrderTests:
         x = sample.tensor([1.0])
         plus = amanda.innermost(lambda value: value + 1)
         cases: list[tuple[Insertion, float]] = [("insert_before_op", 11.0), ("insert_after_op", 20.0)]
-        for action, wanted in cases:
+        for action, expected in cases:
             near = inserting(action, sample.name("relu"), plus)
             far = inserting(action, sample.name("relu"), lambda value: value * 10)
             for tools in ((near, far), (far, near)):
                 with amanda.apply(*tools):
-                    assert sample.numbers(sample.relu(x)) == [wanted]
+                    assert sample.numbers(sample.relu(x)) == [expected]
                 with amanda.apply(tools[0]), amanda.apply(tools[1]):
-                    assert sample.numbers(sample.relu(x)) == [wanted]
+                    assert sample.numbers(sample.relu(x)) == [expected]
 
     @needs("backward")
     def test_an_innermost_routine_is_next_to_the_backward_op(self, sample: Sample) -> None:
@@ -95,7 +95,7 @@ class OrderTests:
             ("insert_before_backward_op", ["far", "near"]),
             ("insert_after_backward_op", ["near", "far"]),
         ]
-        for action, wanted in cases:
+        for action, expected in cases:
             near = amanda.innermost(lambda *_: order.append("near"))
             close = inserting(action, sample.relu_backward, near)
             remote = inserting(action, sample.relu_backward, lambda *_: order.append("far"))
@@ -105,7 +105,7 @@ class OrderTests:
                     x = sample.tensor([1.0], requires_grad=True)
                     with amanda.apply(outer), amanda.apply(inner):
                         sample.backward(sample.relu(x))
-                    assert order == wanted
+                    assert order == expected
 
     def test_inner_scopes_act_after_outer_ones(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
@@ -143,14 +143,14 @@ class OrderTests:
 
     @needs("backward")
     def test_the_inner_scope_sees_what_the_outer_put_in_the_context(self, sample: Sample) -> None:
-        seen: list[Any] = []
+        recorded: list[Any] = []
         outer = tool(lambda context: context.update(type="rectifier"), sample.name("relu"))
-        inner = tool(lambda context: seen.append(context.get("type")), sample.name("relu"))
-        also(inner, lambda context: seen.append(context.get("type")), sample.relu_backward, backward=True)
+        inner = tool(lambda context: recorded.append(context.get("type")), sample.name("relu"))
+        also(inner, lambda context: recorded.append(context.get("type")), sample.relu_backward, backward=True)
         x = sample.tensor([1.0], requires_grad=True)
         with amanda.apply(outer), amanda.apply(inner):
             sample.backward(sample.relu(x))
-        assert seen == ["rectifier", "rectifier"]
+        assert recorded == ["rectifier", "rectifier"]
 
     @needs("backward")
     def test_backward_routines_of_nested_scopes_all_run(self, sample: Sample) -> None:
@@ -162,13 +162,13 @@ class OrderTests:
         assert sample.numbers(sample.gradient(x)) == [20.0]
 
     def test_an_op_is_in_the_namespace_of_its_driver(self, sample: Sample) -> None:
-        seen: list[amanda.Namespace] = []
-        with amanda.apply(tool(lambda context: seen.append(context.namespace))):
+        recorded: list[amanda.Namespace] = []
+        with amanda.apply(tool(lambda context: recorded.append(context.namespace))):
             sample.relu(sample.tensor([1.0]))
-        framework, version, mode = seen[0]
+        framework, version, mode = recorded[0]
         assert mode in sample.driver.modes
-        assert seen[0].matches(framework)
-        assert seen[0].matches(f"{framework}/{version}")
-        assert seen[0].matches(f"*/*/{mode}")
-        assert not seen[0].matches(f"{framework}/0.0.0")
-        assert not seen[0].matches("nowhere")
+        assert recorded[0].matches(framework)
+        assert recorded[0].matches(f"{framework}/{version}")
+        assert recorded[0].matches(f"*/*/{mode}")
+        assert not recorded[0].matches(f"{framework}/0.0.0")
+        assert not recorded[0].matches("nowhere")

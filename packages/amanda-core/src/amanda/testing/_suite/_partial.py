@@ -56,15 +56,15 @@ class PartialTests(Gaps):
     ) -> None:
         passes = FORWARD_POINTS if "backward" in self.lacks else POINTS
         for scopes in NESTS:
-            seen: set[tuple[int, object, bool]] = set()
-            tools = _writing_and_reading(sample, base, seen)
+            recorded: set[tuple[int, object, bool]] = set()
+            tools = _writing_and_reading(sample, base, recorded)
             relu = sample.module(lambda x: sample.relu(x))
             for names in scopes:
                 with _scope(tools, names, cache):
                     y = relu(sample.tensor([1.0], requires_grad=True))
                     if passes is POINTS:
                         sample.backward(y)
-            assert seen == {(i, f"written at {i}", i < 2) for i in range(len(passes))}, scopes
+            assert recorded == {(i, f"written at {i}", i < 2) for i in range(len(passes))}, scopes
 
     @needs("backward")
     @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
@@ -87,9 +87,9 @@ class PartialTests(Gaps):
 
 
 def _writing_and_reading(
-    sample: Sample, base: type[amanda.Tool], seen: set[tuple[int, object, bool]]
+    sample: Sample, base: type[amanda.Tool], recorded: set[tuple[int, object, bool]]
 ) -> dict[str, amanda.Tool]:
-    """Return the tools of `NESTS`; t adds to `seen` its point, the last text, and whether a key is there."""
+    """Return the tools of `NESTS`; t adds its point, the last text and whether a key exists to `recorded`."""
 
     def write(context: OpContext, point: int) -> None:
         context.update({"text": f"written at {point}", "forward": True})
@@ -97,7 +97,7 @@ def _writing_and_reading(
             del context["forward"]
 
     def read(context: OpContext, point: int) -> None:
-        seen.add((point, context.get("text"), "forward" in context))
+        recorded.add((point, context.get("text"), "forward" in context))
 
     tools: dict[str, amanda.Tool] = {
         "b": _alike(base),
@@ -118,8 +118,8 @@ def _writing_and_reading(
 
 def _alike(kind: type[amanda.Tool]) -> amanda.Tool:
     """Return a tool that stands for the others that are made here."""
-    made: amanda.Tool = type(kind.__name__, (kind,), {"stands_for": lambda _: "alike"})()
-    return made
+    built: amanda.Tool = type(kind.__name__, (kind,), {"stands_for": lambda _: "alike"})()
+    return built
 
 
 def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
@@ -129,8 +129,8 @@ def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
     def after(context: OpContext) -> None:
         context.insert_after_backward_op(lambda *_: log.append(f"{name} after"))
 
-    made = also(_alike(amanda.Tool) if name in "be" else amanda.Tool(), before, only, backward=True)
-    return also(made, after, only, backward=True, require_outputs=True)
+    built = also(_alike(amanda.Tool) if name in "be" else amanda.Tool(), before, only, backward=True)
+    return also(built, after, only, backward=True, require_outputs=True)
 
 
 @contextmanager

@@ -18,16 +18,16 @@ class RoutineTests:
     """The six actions."""
 
     def test_a_routine_runs_at_every_execution_with_runtime_values(self, sample: Sample) -> None:
-        seen: list[Any] = []
+        recorded: list[Any] = []
 
         def routine(value: Any) -> None:
-            seen.append(sample.numbers(value))
+            recorded.append(sample.numbers(value))
 
         module = sample.module(lambda x: sample.relu(x))
         with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
             for number in (1.0, 2.0, 3.0):
                 module(sample.tensor([number]))
-        assert seen == [[1.0], [2.0], [3.0]]
+        assert recorded == [[1.0], [2.0], [3.0]]
 
     def test_a_tool_injects_arguments_into_its_routine(self, sample: Sample) -> None:
         def scale(value: Any, factor: float) -> Any:
@@ -58,23 +58,23 @@ class RoutineTests:
             def scaled(self, value: Any) -> Any:
                 return value * self.factor
 
-        made = Scaling()
+        recorder = Scaling()
         for _ in range(2):
-            with amanda.apply(made):
+            with amanda.apply(recorder):
                 for factor in (2.0, 5.0, 2.0):
-                    made.factor = factor
+                    recorder.factor = factor
                     assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [factor]
 
     @needs("backward")
     def test_all_points_of_an_op_run_in_order(self, sample: Sample) -> None:
         order: list[str] = []
-        made = tool(lambda _: None)
+        recorder = tool(lambda _: None)
         for action in ("insert_before_op", "insert_after_op"):
-            also(made, _recording(action, order), sample.name("relu"))
+            also(recorder, _recording(action, order), sample.name("relu"))
         for action in ("insert_before_backward_op", "insert_after_backward_op"):
-            also(made, _recording(action, order), sample.relu_backward, backward=True)
+            also(recorder, _recording(action, order), sample.relu_backward, backward=True)
         module = sample.module(lambda x: sample.relu(x))
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             for _ in range(2):
                 sample.backward(module(sample.tensor([1.0], requires_grad=True)))
         one_run = [
@@ -140,10 +140,10 @@ class RoutineTests:
 
     def test_before_and_after_routines_run_around_a_replacement(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        made = inserting("replace_op", sample.name("relu"), lambda value: value * 10)
+        recorder = inserting("replace_op", sample.name("relu"), lambda value: value * 10)
         before = inserting("insert_before_op", sample.name("relu"), lambda value: value + 1)
         after = inserting("insert_after_op", sample.name("relu"), lambda value: value + 5)
-        with amanda.apply(made, before, after):
+        with amanda.apply(recorder, before, after):
             assert sample.numbers(sample.relu(x)) == [25.0]
 
     @needs("in_place")
@@ -219,22 +219,22 @@ class RoutineTests:
 
     def test_an_action_before_an_op_that_has_run_says_where_it_belongs(self, sample: Sample) -> None:
         modes: list[str] = []
-        seen: list[Any] = []
+        recorded: list[Any] = []
 
         def late(context: amanda.OpContext) -> None:
             modes.append(context.namespace[-1])
-            context.insert_before_op(seen.append)
+            context.insert_before_op(recorded.append)
 
-        told: list[ActionError] = []
+        errors: list[ActionError] = []
         with amanda.apply(tool(late, sample.name("relu"), require_outputs=True)):
             try:
                 sample.relu(sample.tensor([1.0]))
             except ActionError as error:
-                told.append(error)
+                errors.append(error)
         # A graph is analysed before it runs.
-        assert (modes == ["eager"]) == bool(told)
-        assert len(seen) + len(told) == 1
-        assert all("require_outputs=False" in str(error) for error in told)
+        assert (modes == ["eager"]) == bool(errors)
+        assert len(recorded) + len(errors) == 1
+        assert all("require_outputs=False" in str(error) for error in errors)
 
 
 def _recording(action: str, order: list[str]) -> Any:
@@ -249,9 +249,11 @@ def _runs_twice_in_each_of_two_executions(sample: Sample, mark: Callable[[Any], 
         runs.append(1)
 
     routine = mark(count)
-    made = tool(lambda context: context.insert_before_op(routine), sample.name("relu"))
-    also(made, lambda context: context.insert_after_op(routine), sample.name("relu"), require_outputs=True)
-    with amanda.apply(made):
+    recorder = tool(lambda context: context.insert_before_op(routine), sample.name("relu"))
+    also(
+        recorder, lambda context: context.insert_after_op(routine), sample.name("relu"), require_outputs=True
+    )
+    with amanda.apply(recorder):
         for _ in range(2):
             sample.relu(sample.tensor([1.0]))
     return len(runs) == 4

@@ -21,20 +21,20 @@ class ScopeTests:
     """Scopes, tasks and processes."""
 
     def test_ops_of_a_routine_are_not_instrumented(self, sample: Sample) -> None:
-        seen: list[str] = []
+        recorded: list[str] = []
 
         def routine(value: Any) -> Any:
             return sample.relu(sample.relu(value))
 
         def analysis(context: OpContext) -> None:
-            seen.append(context.get_op().__name__)
+            recorded.append(context.get_op().__name__)
             sample.relu(context.get_inputs()[0])
             context.insert_before_op(routine)
             context.insert_after_op(routine)
 
         with amanda.apply(tool(analysis, sample.name("relu"))):
             sample.relu(sample.tensor([1.0]))
-        assert seen == [sample.name("relu")]
+        assert recorded == [sample.name("relu")]
 
     def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
@@ -83,10 +83,10 @@ class ScopeTests:
         assert len(relu.ids) == 2
 
     def test_asyncio_tasks_do_not_see_each_others_scopes(self, sample: Sample) -> None:
-        seen = {name: Executed(sample.name("relu")) for name in ("one", "two")}
+        recorded = {name: Executed(sample.name("relu")) for name in ("one", "two")}
 
-        async def work(made: Executed, times: int) -> None:
-            with amanda.apply(made):
+        async def work(recorder: Executed, times: int) -> None:
+            with amanda.apply(recorder):
                 for _ in range(times):
                     sample.relu(sample.tensor([1.0]))
                     await asyncio.sleep(0)
@@ -97,10 +97,10 @@ class ScopeTests:
                 await asyncio.sleep(0)
 
         async def main() -> None:
-            await asyncio.gather(work(seen["one"], 2), work(seen["two"], 3), bystander())
+            await asyncio.gather(work(recorded["one"], 2), work(recorded["two"], 3), bystander())
 
         asyncio.run(main())
-        assert [len(made.ids) for made in seen.values()] == [2, 3]
+        assert [len(recorder.ids) for recorder in recorded.values()] == [2, 3]
 
     @needs("backward")
     def test_a_scope_follows_the_backward_pass_that_it_starts(self, sample: Sample) -> None:
@@ -113,24 +113,24 @@ class ScopeTests:
     @needs("backward")
     def test_backward_routines_run_only_in_a_scope_with_their_tool(self, sample: Sample) -> None:
         grads: list[Any] = []
-        made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
+        recorder = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
         module = sample.module(lambda x: sample.relu(x))
 
         def forward() -> Any:
             return module(sample.tensor([1.0], requires_grad=True))
 
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             sample.backward(forward())
             left_behind = forward()
         assert len(grads) == 1
         sample.backward(left_behind)
         assert len(grads) == 1
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             inside = forward()
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             sample.backward(inside)
         assert len(grads) == 2
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             inside = forward()
         with amanda.apply(amanda.Tool()):
             sample.backward(inside)
@@ -141,25 +141,25 @@ class ScopeTests:
         self, sample: Sample
     ) -> None:
         runs: list[str] = []
-        one, two = (
+        first, second = (
             inserting("insert_before_backward_op", sample.relu_backward, record)
             for record in (lambda _: runs.append("one"), lambda _: runs.append("two"))
         )
         module = sample.module(lambda x: sample.relu(x))
-        with amanda.apply(one, two):
+        with amanda.apply(first, second):
             sample.backward(module(sample.tensor([1.0], requires_grad=True)))
             left_behind = module(sample.tensor([1.0], requires_grad=True))
-        with amanda.apply(two):
+        with amanda.apply(second):
             sample.backward(left_behind)
         assert runs == ["one", "two", "two"]
 
     @needs("backward")
     def test_a_backward_op_is_analysed_when_its_scope_opens_for_it(self, sample: Sample) -> None:
         grads: list[Any] = []
-        made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
-        with amanda.apply(made):
+        recorder = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
+        with amanda.apply(recorder):
             inside = sample.relu(sample.tensor([1.0], requires_grad=True))
-        with amanda.apply(made):
+        with amanda.apply(recorder):
             sample.backward(inside)
         assert len(grads) == 1
 

@@ -63,14 +63,14 @@ class ThreadTests:
     def test_a_task_of_a_pool_belongs_to_the_scope_in_which_it_was_submitted(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         x = sample.tensor([1.0])
-        with ThreadPoolExecutor(1) as before, ThreadPool(1) as other:
+        with ThreadPoolExecutor(1) as before, ThreadPool(1) as thread_pool:
             with amanda.apply(relu), ThreadPoolExecutor(1) as inside:
                 for pool in (before, inside):
                     pool.submit(sample.relu, x).result()
-                other.apply_async(sample.relu, (x,)).get()
+                thread_pool.apply_async(sample.relu, (x,)).get()
                 assert len(relu.ids) == 3
             before.submit(sample.relu, x).result()
-            other.apply(sample.relu, (x,))
+            thread_pool.apply(sample.relu, (x,))
         assert len(relu.ids) == 3
 
     def test_routines_of_a_tool_run_one_at_a_time(self, sample: Sample) -> None:

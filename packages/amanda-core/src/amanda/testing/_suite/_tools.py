@@ -28,20 +28,20 @@ def notes(error: BaseException) -> list[str]:
 
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """A tool with one analysis routine, at every op or at those of one name."""
-    made = Tool()
-    also(made, callback, only, **where)
-    return made
+    built = Tool()
+    also(built, callback, only, **where)
+    return built
 
 
-def also(made: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
+def also(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """The tool with another analysis routine."""
 
     def analysis(context: OpContext) -> None:
         if only is None or op_name(context) == only:
             callback(context)
 
-    made.add_inst_for_op(analysis, **where)
-    return made
+    built.add_inst_for_op(analysis, **where)
+    return built
 
 
 Insertion = Literal[
@@ -92,14 +92,14 @@ class Executed(Tool):
 
 def no_op() -> Tool:
     """A tool with routines everywhere that change nothing."""
-    made = Tool()
-    made.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
-    made.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
-    made.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
-    made.add_inst_for_op(
+    built = Tool()
+    built.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
+    built.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
+    built.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
+    built.add_inst_for_op(
         lambda context: context.insert_after_backward_op(_unchanged), backward=True, require_outputs=True
     )
-    return made
+    return built
 
 
 def _unchanged(*_: Any) -> None:

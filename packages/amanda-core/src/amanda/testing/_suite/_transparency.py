@@ -47,9 +47,9 @@ class TransparencyTests:
             y, out = sample.tensor([[0.5, 2.0], [1.0, -1.0]]), sample.tensor([[0.0, 0.0], [0.0, 0.0]])
             first, second = sample.pair(x)
             sample.add(x, y, out=out)
-            made = [sample.add(x, y), sample.cat([x, y]), first, second, out, sample.many(x, y)]
-            made.append(sample.add_(y, x))
-            return [sample.bits(one) for one in made]
+            results = [sample.add(x, y), sample.cat([x, y]), first, second, out, sample.many(x, y)]
+            results.append(sample.add_(y, x))
+            return [sample.bits(value) for value in results]
 
         plain = results()
         with amanda.apply(no_op()):
@@ -59,12 +59,12 @@ class TransparencyTests:
         model, x = sample.model(), sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
         sample.backward(model(x))
         objects = [model, model.first, model.first.weight, x]
-        plain = [_visible(one) for one in [*objects, model(x)]]
+        plain = [_visible(value) for value in [*objects, model(x)]]
         with amanda.apply(no_op()):
             result = model(x)
             sample.backward(result)
-            assert [_visible(one) for one in [*objects, result]] == plain
-        assert [_visible(one) for one in [*objects, result]] == plain
+            assert [_visible(value) for value in [*objects, result]] == plain
+        assert [_visible(value) for value in [*objects, result]] == plain
 
     def test_models_are_copied_and_pickled_in_a_scope(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
@@ -111,10 +111,10 @@ class TransparencyTests:
 
     def test_a_scope_goes_on_after_an_exception_was_caught_in_it(self, sample: Sample) -> None:
         fails = [True, False]
-        seen: list[Any] = []
+        recorded: list[Any] = []
 
         def routine(value: Any) -> None:
-            seen.append(value)
+            recorded.append(value)
             if fails.pop(0):
                 raise ZeroDivisionError
 
@@ -123,7 +123,7 @@ class TransparencyTests:
             with pytest.raises(ZeroDivisionError):
                 sample.relu(x)
             sample.relu(x)
-        assert len(seen) == 2
+        assert len(recorded) == 2
 
     def test_an_exception_of_the_op_itself_passes_as_it_is(self, sample: Sample) -> None:
         bad = sample.tensor([[1.0, 2.0, 3.0, 4.0]]), sample.parameter([[1.0]])
@@ -155,29 +155,29 @@ def _trained(sample: Sample) -> list[bytes]:
     result = model(x)
     sample.backward(result)
     gradients = [sample.gradient(layer.weight) for layer in (model.first, model.second)]
-    return [sample.bits(one) for one in (result, *gradients)]
+    return [sample.bits(value) for value in (result, *gradients)]
 
 
 def _fail(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("a tool's own mistake")
 
 
-def _visible(thing: Any) -> Any:
-    values = getattr(thing, "__dict__", {})
+def _visible(value: Any) -> Any:
+    values = getattr(value, "__dict__", {})
     hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
-    return type(thing), sorted(values), sorted(dir(thing)), hooks
+    return type(value), sorted(values), sorted(dir(value)), hooks
 
 
 def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
     root = sample.driver.framework
-    found: dict[Any, dict[str, Any]] = {}
+    attributes: dict[Any, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
-            found[name] = dict(vars(module))
+            attributes[name] = dict(vars(module))
             for value in list(vars(module).values()):
                 if issubclass(type(value), type) and _home(value).startswith(root):
-                    found[value] = dict(vars(value))
-    return found
+                    attributes[value] = dict(vars(value))
+    return attributes
 
 
 def _home(kind: type) -> str:

@@ -125,11 +125,11 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     with no_grad():
         while ready:
             node = ready.pop()
-            for edge, given in zip(node.edges, _run(node, waiting.pop(node)), strict=True):
+            for edge, gradient in zip(node.edges, _run(node, waiting.pop(node)), strict=True):
                 if edge is None:
                     continue
-                if given is not None:
-                    _give(waiting, edge, given)
+                if gradient is not None:
+                    _give(waiting, edge, gradient)
                 missing[edge[0]] -= 1
                 if not missing[edge[0]]:
                     waiting.setdefault(edge[0], [None] * edge[0].outputs)
@@ -165,5 +165,5 @@ def _give(waiting: dict[Node, list[Tensor | None]], edge: tuple[Node, int], grad
     grads[slot] = _added(grads[slot], grad)
 
 
-def _added(one: Tensor | None, other: Tensor) -> Tensor:
-    return other.detach() if one is None else mapped(lambda a, b: a + b, one, other)
+def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+    return gradient.detach() if total is None else mapped(lambda a, b: a + b, total, gradient)

@@ -46,22 +46,22 @@ class Graph:
 
     def run(self, values: Sequence[Tensor]) -> Any:
         """Return what the graph computes of the values of its inputs."""
-        known = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+        values_by_name = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with no_grad():
             for node in self.nodes:
-                known.update(compute(node, known))
-        return filled(self.outputs, known)
+                values_by_name.update(compute(node, values_by_name))
+        return filled(self.outputs, values_by_name)
 
     def add(self, op: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Add a node; the values that it gives."""
-        frames = [one for one in traceback.extract_stack() if one.filename != __file__]
+        frames = [item for item in traceback.extract_stack() if item.filename != __file__]
         name = f"{op.__name__}_{len(self.nodes)}"
-        gives = (f"{name}:0", f"{name}:1") if op is _operators.split else (name,)
+        output_names = (f"{name}:0", f"{name}:1") if op is _operators.split else (name,)
         inputs = tuple(map(self._name, args))
         source = f"{frames[-1].filename}:{frames[-1].lineno}"
-        self.nodes.append(Node(op, inputs, gives, name, ".".join(self._path), source))
-        made = [Value(self, one) for one in gives]
-        return _operators.Halves(*made) if len(made) > 1 else made[0]  # type: ignore[arg-type]
+        self.nodes.append(Node(op, inputs, output_names, name, ".".join(self._path), source))
+        results = [Value(self, item) for item in output_names]
+        return _operators.Halves(*results) if len(results) > 1 else results[0]  # type: ignore[arg-type]
 
     def trace(self, function: Callable[..., Any], args: Sequence[Any]) -> Graph:
         """Add what a function does; its tensors are the graph's inputs."""
@@ -70,7 +70,7 @@ class Graph:
 
     def _input(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self._input(one) for one in value]
+            return [self._input(item) for item in value]
         if not _is_given(value):
             return value
         self.inputs.append(f"input_{len(self.inputs)}")
@@ -82,11 +82,11 @@ class Graph:
         if isinstance(value, tuple):
             return tuple(map(self._name, value))
         if isinstance(value, list):
-            return [self._name(one) for one in value]
+            return [self._name(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        known = next((name for name, one in self.constants.items() if one is value), None)
-        name = known or f"constant_{len(self.constants)}"
+        constant_name = next((name for name, item in self.constants.items() if item is value), None)
+        name = constant_name or f"constant_{len(self.constants)}"
         self.constants[name] = value
         return name
 
@@ -128,7 +128,7 @@ class Function:
         return {**self.__dict__, "graphs": {}}
 
     def __call__(self, *args: Any) -> Any:
-        graph = next((one.graph for one in _flat(args) if isinstance(one, Value)), None)
+        graph = next((item.graph for item in _flat(args) if isinstance(item, Value)), None)
         if graph is not None:
             graph._path += [self.scope] * bool(self.scope)
             try:
@@ -139,30 +139,30 @@ class Function:
         with self.lock:  # threads may call it for the first time at once
             if key not in self.graphs:
                 self.graphs[key] = Graph().trace(self.function, args)
-        return self.graphs[key].run([one for one in _flat(args) if _is_given(one)])
+        return self.graphs[key].run([item for item in _flat(args) if _is_given(item)])
 
 
 def operator(op: Callable[..., Any]) -> Function:
     """An operator as a function: a call of it with tensors runs a graph of one node."""
     return Function(
-        lambda *args: next(one.graph for one in _flat(args) if isinstance(one, Value)).add(op, args)
+        lambda *args: next(item.graph for item in _flat(args) if isinstance(item, Value)).add(op, args)
     )
 
 
-def compute(node: Node, known: Mapping[str, Any]) -> dict[str, Any]:
+def compute(node: Node, values_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a node gives, by name."""
-    results = node.op(*(filled(one, known) for one in node.inputs))
+    results = node.op(*(filled(item, values_by_name) for item in node.inputs))
     return dict(zip(node.outputs, results if len(node.outputs) > 1 else [results], strict=True))
 
 
-def filled(names: Any, known: Mapping[str, Any]) -> Any:
+def filled(names: Any, values_by_name: Mapping[str, Any]) -> Any:
     """Names as their values, in the same form; what is no name as it is."""
     if isinstance(names, tuple):
-        values = [filled(one, known) for one in names]
+        values = [filled(item, values_by_name) for item in names]
         return _operators.Halves(*values) if len(values) == 2 else tuple(values)
     if isinstance(names, list):
-        return [filled(one, known) for one in names]
-    return known[names] if isinstance(names, str) else names
+        return [filled(item, values_by_name) for item in names]
+    return values_by_name[names] if isinstance(names, str) else names
 
 
 def _is_given(value: Any) -> bool:
@@ -170,7 +170,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
-    return [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
 
 def _form(value: Any) -> Any:

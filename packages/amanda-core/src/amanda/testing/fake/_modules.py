@@ -50,12 +50,12 @@ def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     """function(input), which keeps nothing for the backward pass and runs again in it."""
     with no_grad():
         output = function(input).detach()
-    kept = input.detach()
+    detached = input.detach()
 
     def backward(grads: Gradients) -> Gradients:
         (grad,) = grads
         assert grad is not None
-        again = kept.detach()
+        again = detached.detach()
         again.requires_grad = True
         with enable_grad():
             result = function(again)

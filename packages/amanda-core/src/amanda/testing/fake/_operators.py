@@ -97,16 +97,18 @@ def relu(input: Tensor) -> Tensor:
 def split(input: Tensor) -> Halves:
     """The two halves along the first axis."""
     middle, size = input.shape[0] // 2, len(input.numbers) // input.shape[0]
-    rest = input.shape[1:]
+    trailing = input.shape[1:]
     halves = Halves(
-        Tensor(input.numbers[: middle * size], (middle, *rest), input.dtype),
-        Tensor(input.numbers[middle * size :], (input.shape[0] - middle, *rest), input.dtype),
+        Tensor(input.numbers[: middle * size], (middle, *trailing), input.dtype),
+        Tensor(input.numbers[middle * size :], (input.shape[0] - middle, *trailing), input.dtype),
     )
     zeros = [half.detach() for half in halves]
 
     def backward(grads: Gradients) -> Gradients:
         parts = [grad or _product(zero, 0) for grad, zero in zip(grads, zeros, strict=True)]
-        return (Tensor(parts[0].numbers + parts[1].numbers, (parts[0].shape[0] + parts[1].shape[0], *rest)),)
+        return (
+            Tensor(parts[0].numbers + parts[1].numbers, (parts[0].shape[0] + parts[1].shape[0], *trailing)),
+        )
 
     record("SplitBackward", [input], halves, backward)
     return halves
@@ -114,18 +116,18 @@ def split(input: Tensor) -> Halves:
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors in a row along the first axis."""
-    numbers = [number for one in tensors for number in one.numbers]
-    rows = [one.shape[0] for one in tensors]
-    rest = tensors[0].shape[1:]
-    result = Tensor(numbers, (sum_of(rows), *rest), tensors[0].dtype)
-    sizes = [len(one.numbers) for one in tensors]
+    numbers = [number for tensor in tensors for number in tensor.numbers]
+    rows = [tensor.shape[0] for tensor in tensors]
+    trailing = tensors[0].shape[1:]
+    result = Tensor(numbers, (sum_of(rows), *trailing), tensors[0].dtype)
+    sizes = [len(tensor.numbers) for tensor in tensors]
 
     def backward(grads: Gradients) -> Gradients:
         (grad,) = grads
         assert grad is not None
         starts = [sum_of(sizes[:i]) for i in range(len(sizes))]
         return [
-            Tensor(grad.numbers[start : start + size], (count, *rest), grad.dtype)
+            Tensor(grad.numbers[start : start + size], (count, *trailing), grad.dtype)
             for start, size, count in zip(starts, sizes, rows, strict=True)
         ]
 
@@ -167,18 +169,18 @@ def opaque(input: Tensor) -> Tensor:
 OPERATORS = (add, add_, mul, muladd, matmul, relu, split, cat, sum, item, opaque)
 
 
-def _product(one: Tensor | None, other: Tensor | Number) -> Tensor:
-    assert one is not None
-    return mapped(lambda a, b: a * b, one, other)
+def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
+    assert tensor is not None
+    return mapped(lambda a, b: a * b, tensor, factor)
 
 
-def _matrix_product(one: Tensor, other: Tensor) -> Tensor:
-    (n, k), (rows, m) = one.shape, other.shape
+def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
+    (n, k), (rows, m) = tensor.shape, factor.shape
     if k != rows:
-        raise ValueError(f"shapes {one.shape} and {other.shape} do not multiply")
-    a, b = one.numbers, other.numbers
+        raise ValueError(f"shapes {tensor.shape} and {factor.shape} do not multiply")
+    a, b = tensor.numbers, factor.numbers
     product = [sum_of(a[i * k + x] * b[x * m + j] for x in range(k)) for i in range(n) for j in range(m)]
-    return Tensor(product, (n, m), one.dtype)
+    return Tensor(product, (n, m), tensor.dtype)
 
 
 def _transposed(tensor: Tensor) -> Tensor:

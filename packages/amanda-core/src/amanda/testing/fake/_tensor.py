@@ -52,11 +52,11 @@ class Tensor:
         """The numbers in another type, off the tape."""
         return Tensor(self.numbers, self.shape, dtype)
 
-    def assign(self, other: Tensor) -> None:
+    def assign(self, tensor: Tensor) -> None:
         """Take the numbers of another tensor of this shape."""
-        if other.shape != self.shape:
-            raise ValueError(f"shape {other.shape} does not fit into {self.shape}")
-        self.numbers = rounded(other.numbers, self.dtype)
+        if tensor.shape != self.shape:
+            raise ValueError(f"shape {tensor.shape} does not fit into {self.shape}")
+        self.numbers = rounded(tensor.numbers, self.dtype)
         self.version += 1
 
     def backward(self) -> None:
@@ -114,14 +114,14 @@ def rounded(numbers: Sequence[Number], dtype: str) -> list[Any]:
     return array(_TYPE_CODES[dtype], [number.real for number in numbers]).tolist()
 
 
-def mapped(function: Callable[..., Number], first: Tensor, *others: Tensor | Number) -> Tensor:
+def mapped(function: Callable[..., Number], first: Tensor, *operands: Tensor | Number) -> Tensor:
     """A function of numbers, elementwise; plain numbers go with every element."""
     columns = [
-        other.numbers if isinstance(other, Tensor) else [other] * len(first.numbers) for other in others
+        tensor.numbers if isinstance(tensor, Tensor) else [tensor] * len(first.numbers) for tensor in operands
     ]
-    for other in others:
-        if isinstance(other, Tensor) and other.shape != first.shape:
-            raise ValueError(f"shapes {first.shape} and {other.shape} differ")
+    for tensor in operands:
+        if isinstance(tensor, Tensor) and tensor.shape != first.shape:
+            raise ValueError(f"shapes {first.shape} and {tensor.shape} differ")
     return Tensor(
         [function(*row) for row in zip(first.numbers, *columns, strict=True)], first.shape, first.dtype
     )

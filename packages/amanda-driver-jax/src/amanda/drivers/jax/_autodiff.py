@@ -53,7 +53,7 @@ class TappedExecution:
     def attach(self, trace: Trace) -> None:
         """Attach the trace of the execution."""
         # JAX's caches hold this object in the taps; the trace, which holds the tools, is the layer's to hold.
-        self._trace = LayerPrograms.of(trace.layer).keep(self, trace)
+        self._trace = LayerPrograms.of(trace.stack).keep(self, trace)
         _thread.attached = self
 
     def __enter__(self) -> "TappedExecution":

@@ -97,10 +97,10 @@ def cache_key_of(state: State, purpose: Hashable = 0) -> Any:
     purpose: number of the variant, or BACKWARD.
     """
     if state.scopes:
-        LayerPrograms.of(state.layer).add_scope(state.scopes[-1])
+        LayerPrograms.of(state.stack).add_scope(state.scopes[-1])
     if not state.cache:  # a key that no cache has, so that everything is traced again
         return pjit.make_jit_cpp_cache(_CAPACITY)
-    return LayerPrograms.of(state.layer).keys[state.autodiff, purpose]
+    return LayerPrograms.of(state.stack).keys[state.autodiff, purpose]
 
 
 def set_cache_key() -> None:

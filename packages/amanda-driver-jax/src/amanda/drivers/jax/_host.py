@@ -69,7 +69,7 @@ class RoutineToken:
 
     def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "RoutineJob") -> None:
         self._numbers, self._slices, self._observes = numbers, slices, observes
-        programs = LayerPrograms.of(state.layer)
+        programs = LayerPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class RoutineJob:
         self, number: Any = None, *, arrays: tuple[Any, ...], slices: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
         """Run the routine; return the arrays that replace its values."""
-        leaves: list[Any] = list(self._static)
+        leaves: list[Any] = list(self._static)  # a job runs on several threads at once: no shared list
         # Not strict: a routine without numeric values gets empty slices of what its op depends on.
         for place, array in zip(self._places, arrays, strict=False):
             leaves[place] = array.view()
@@ -204,6 +204,7 @@ def _empty_slice(value: Any) -> Any:
 def _execution_number(run: dict[str, Any], values: list[Any]) -> Any:
     """Return the symbol of an execution's number, which each routine passes to the next to order them."""
     if _EXECUTION not in run:
+        # Below the traces of derivatives, since a number has none.
         with core.set_current_trace(base_trace()):
             (run[_EXECUTION],) = call_python(begin_execution, [_NUMBER], *_empty_dependences(values))
     return run[_EXECUTION]

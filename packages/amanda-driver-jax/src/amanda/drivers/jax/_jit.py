@@ -102,7 +102,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             # A program counts its repeats of places from its beginning, so that each trace has the same ids.
             interceptor.reset_root()
             state = activation.state
-            programs = LayerPrograms.of(state.layer)
+            programs = LayerPrograms.of(state.stack)
             function = programs.function(fun)
             with function.current_variant() as variant:
                 key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
@@ -149,7 +149,9 @@ def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is _OpByOpFunction:
             results = _run_op_by_op(p, fun, partial(original, fun=fun, args=args, kwargs=kwargs))
+            # Without outputs and executable, JAX's native code caches nothing and comes here again.
             return results, None, None, None, _NO_PROGRAM, None, None, ()
+        # Taken at each run, so that a later part does not find those of this one.
         originals = take_part_originals()
         if type(p) is _GuardedProgram:
             p = p.params
@@ -191,6 +193,7 @@ def _run_op_by_op(part: _OpByOpFunction, fun: Callable[..., Any], run: Callable[
         with without_tools():
             return list(map(_as_array, leaves))
 
+    # The gradients of JAX's function are wanted to the bit only if a tool looks at backward ops.
     backward = wants_backward()
     if backward:  # gradients of symbols that the function closes over would be counted twice
         with without_tools():

@@ -105,9 +105,9 @@ _NUMBERS_BY_TOOL: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Modul
 
 def _model_numbers() -> weakref.WeakKeyDictionary[ModulePlace, int]:
     """Return the numbers of the models that the innermost tool has seen."""
-    layer = State.current().layer
-    assert layer is not None
-    return _NUMBERS_BY_TOOL.setdefault(layer.applied[-1], weakref.WeakKeyDictionary())
+    stack = State.current().stack
+    assert stack is not None
+    return _NUMBERS_BY_TOOL.setdefault(stack.applied[-1], weakref.WeakKeyDictionary())
 
 
 def model_number(place: ModulePlace) -> int:
@@ -141,6 +141,7 @@ def held_arrays(model: Any) -> Iterator[tuple[str, Any]]:
         return
     if getattr(model, "scope", None) is not None:  # Linen keeps arrays outside of modules
         model = model.variables
+    # Modules of nnx and Equinox, and variables of Linen, are pytrees; nnx' paths end with `.value`.
     for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
         yield _dotted_path(path).removesuffix(".value"), leaf
 
@@ -317,6 +318,7 @@ class WeightSlice(WeightSlot):
         """Return the index of the slice in the array."""
         index: list[Any] = []
         for number, axis in zip(self.numbers, self.stack.axes, strict=True):
+            # Each axis counts in the array that the slices before have left: only full slices remain there.
             free = [i for i, entry in enumerate(index) if isinstance(entry, slice)]
             while len(free) <= axis:
                 free.append(len(index))

@@ -57,6 +57,7 @@ OPTIONAL = {
 
 def check_requirements() -> None:
     """Raise DriverError that names what the running JAX lacks."""
+    # JAX keeps these names below `jax._src`, and changes them between minor versions without notice.
     essential = ((module, name) for module, names in ESSENTIAL.items() for name in names.split())
     absent = lacking(f"jax._src.{module}:{name}" for module, name in essential)
     if absent:
@@ -78,4 +79,4 @@ def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
         holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
         attributes.set(holder, attribute, wrapped(getattr(holder, attribute)))
 
-    attributes.when_imported(module, place)
+    attributes.when_imported(module, place)  # `jax.export` and Pallas are imported late, or never

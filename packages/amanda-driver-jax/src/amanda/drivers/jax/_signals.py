@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_NUMBERS = sorted(signal.valid_signals())
+_NUMBERS = sorted(signal.valid_signals())  # once, since each program that calls Python goes through them
 
 
 class _RoutineState(threading.local):
@@ -46,12 +46,14 @@ def collecting_exceptions(failures: list[BaseException]) -> Iterator[None]:
     if not handlers:
         yield
         return
+    # A copy: `_restore` takes handlers out of the dict as it puts them back.
     originals, is_open = dict(handlers), True
 
     def collect(number: int, frame: Any) -> Any:
         try:
             return originals[number](number, frame)
         except BaseException as error:
+            # Raised within a callback XLA would turn it into its own error; a routine's caller catches it.
             if _thread.in_routine or not is_open:
                 raise
             failures.append(error)
@@ -70,7 +72,7 @@ def _restore(handlers: dict[int, Callable[..., Any]], collect: Callable[..., Any
     try:
         while handlers:
             number = next(iter(handlers))
-            if _signal.getsignal(number) is collect:
+            if _signal.getsignal(number) is collect:  # unless the program has set another meanwhile
                 _signal.signal(number, handlers[number])
             del handlers[number]
     finally:

@@ -103,6 +103,7 @@ def cast_to_fit(original: Any, value: Any) -> Any:
         )
     if value.dtype == original.dtype:
         return value
+    # A cast from complex would drop the imaginary part without notice.
     if np.issubdtype(value.dtype, np.complexfloating) != np.issubdtype(original.dtype, np.complexfloating):
         raise RoutineError(f"a routine returned {value.dtype} where {original.dtype} was given")
     return value.astype(original.dtype)

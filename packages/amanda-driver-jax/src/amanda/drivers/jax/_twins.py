@@ -119,8 +119,8 @@ def run_twice(
 
 def wants_backward() -> bool:
     """Return True if a tool that is in force here has routines at backward ops."""
-    layer = State.current().layer
-    return layer is not None and layer.wants_backward
+    stack = State.current().stack
+    return stack is not None and stack.wants_backward
 
 
 def _tangent_of(value: Any) -> Any:

@@ -196,9 +196,10 @@ _VARIANT: ContextVar[Variant | None] = ContextVar("variant of the function that 
 def variant_for(action: Action) -> Variant | None:
     """Return the variant that is traced; None if a traceable routine has to run as Python."""
     variant = _VARIANT.get()
+    # A routine that sets attributes of its tool must run at each execution, not once as it is traced.
     if variant is None or reads_of(action).written:
         return None
-    changing = variant.history.restless(action)
+    changing = variant.history.volatile_name(action)
     if changing:
         why = f"what it reads changes often: {changing}, so it runs as Python"
         variant.report(f"traceable {action}", why)
@@ -223,7 +224,7 @@ def guard_reads(action: Action, facts: OpFacts) -> None:
     reads, variant = reads_of(action), _VARIANT.get()
     if not is_within_jit() or not (reads.guards or reads.written):
         return
-    changing = "" if variant is None else variant.history.restless(action)
+    changing = "" if variant is None else variant.history.volatile_name(action)
     if reads.written:
         why = f"it sets {', '.join(reads.written)}, as the function is traced"
     elif changing:

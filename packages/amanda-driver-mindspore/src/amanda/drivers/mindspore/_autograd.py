@@ -61,6 +61,7 @@ class Autograd(MindSporeTensors, EagerDriver):
     """The part of the driver that maps backward ops to forward ops, and adds hooks for their routines."""
 
     def __init__(self) -> None:
+        # Weak: marks and leaves die with their graph.
         self._marks: weakref.WeakValueDictionary[int, NodeMark] = weakref.WeakValueDictionary()
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._results: dict[int, list[weakref.ref[Any]]] = {}
@@ -84,6 +85,7 @@ class Autograd(MindSporeTensors, EagerDriver):
     def attach_trace(self, trace: Trace, input_nodes: InputNodes, values: list[Any]) -> None:
         """Mark each node between the op's results and its inputs with the trace."""
         roots = [tensor._grad_node for tensor in tensors_of(values)]
+        # Nodes that carry a mark belong to an op within this one, which has marked them already.
         new = _reachable(
             roots, lambda node: node._unique_id() not in input_nodes.node_ids and self.mark_of(node) is None
         )
@@ -206,6 +208,8 @@ class _BackwardPass:
             if leaf is None:
                 continue
             if isinstance(leaf, Parameter):
+                # Leaves have places beyond those of nodes: parameters by their ordinal, which is the same in
+                # each pass.
                 place = _LEAF_PLACE + interceptor.ordinal(leaf)
             else:
                 counts[id(trace)] = counts.get(id(trace), -1) + 1
@@ -272,6 +276,7 @@ class _NodeHooks:
         try:
             with Suspension():
                 (changed,) = self._step.before([grad])
+                # AccumulateGrad computes no gradients, so the points after it have none.
                 self._step.after([], [changed])
         except BaseException as error:
             self._failures.append(error)
@@ -314,6 +319,7 @@ def _leaves_of(node: Any) -> Iterator[int]:
     """Yield the node ids of the leaves that get a node's gradients, also through a routine's value."""
     for edge in node.next_functions:
         target = edge[0]
+        # A routine's value stands between an op and the leaf that it replaces.
         while target is not None and target.name() == StraightThrough.__name__:
             target = target.next_functions[0][0]
         if target is not None and target.is_leaf():

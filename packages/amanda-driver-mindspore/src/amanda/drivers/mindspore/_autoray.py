@@ -36,6 +36,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         if hasattr(ops, name)
     },
     **{
+        # The default argument binds the name of this iteration.
         name: (lambda tensor, *args, _name=name, **kwargs: getattr(tensor, _name)(*args, **kwargs))
         for name in ("all", "any", "max", "mean", "min", "prod", "sum")
     },

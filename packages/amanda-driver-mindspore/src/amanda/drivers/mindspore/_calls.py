@@ -181,6 +181,7 @@ class OverloadCall(MindSporeCall):
         values = list(args[0 if self.method else 1 :])
         name = getattr(self._site.target, "__name__", self._site.key)
         signatures = _signatures.overload_signatures(self._site.key, name, self.method)
+        # Native code picks by types, too; names and number of arguments suffice to name the inputs.
         signature = next(
             (candidate for candidate in signatures if candidate.accepts(len(values), kwargs)), signatures[0]
         )
@@ -188,7 +189,9 @@ class OverloadCall(MindSporeCall):
             remaining = values[signature.gathered :]
             is_list = len(remaining) == 1 and isinstance(remaining[0], (list, tuple))
             values = [*values[: signature.gathered], remaining[0] if is_list else tuple(remaining)]
+        # The number of positional arguments: a later call must pass the others by name, as before.
         self._count = len(values)
+        # The documentation may lack an argument that the native function takes.
         unknown = [name for name in kwargs if name not in signature.names]
         names = (*signature.names, *unknown)
         defaults = (*signature.defaults, *[NO_DEFAULT] * len(unknown))

@@ -135,6 +135,7 @@ def _split(text: str) -> list[str]:
 
 def _literal(text: str) -> Any:
     try:
+        # Defaults are read from documentation, which may contain anything.
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return NO_DEFAULT

@@ -76,6 +76,7 @@ def targets() -> tuple[Target, ...]:
     """Return the operators of this version of MindSpore that are native callables, each once."""
     by_callable: dict[int, Target] = {}
     for target in (*_kernels(), *_overloads(), *_methods()):
+        # Several names may lead to one callable, and a callable can have a single stub.
         by_callable.setdefault(id(target.callable), target)
     return tuple(by_callable.values())
 
@@ -137,6 +138,7 @@ def _operators_by_class() -> dict[str, str]:
 
 def snake_case(name: str) -> str:
     """Convert a name such as `MaxPool3DWithArgmax` to `max_pool3d_with_argmax`."""
+    # "3D" stays with the word before it: `max_pool3d`.
     lowered = re.sub(r"(\d)D(?![a-z])", r"\1d", name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", lowered).lower()
 

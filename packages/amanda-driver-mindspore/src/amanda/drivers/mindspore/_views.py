@@ -81,7 +81,7 @@ class MindSporeViews(Views):
     def _move(self, tensor: Any) -> None:
         """Update the ties of a tensor that has new memory."""
         memory = self.memory(tensor)
-        for tie in self._each():
+        for tie in self._living_ties():
             if isinstance(tie, TensorTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
                 tie.ends = memory, tie.ends[1]
                 self._ties[former].remove(tie)
@@ -188,6 +188,7 @@ class TensorTie(Tie):
             return True
         if self._held_value is not None or value.asnumpy().tobytes() != self._view.asnumpy().tobytes():
             return False
+        # Afterwards both share memory, as the program expects, and the tie is not needed any more.
         value.assign_value(self._view)
         return True
 

@@ -84,6 +84,8 @@ def weight_index(
     variable_of: returns the parameter that the input at a position is, or is a view of.
     """
     if kind == "matmul":
+        # A product of two activations has no weight, and of two parameters none that is more so than the
+        # other.
         factors = [i for i in (0, 1) if i < len(inputs) and isinstance(variable_of(i), Parameter)]
         return factors[0] if len(factors) == 1 else None
     if kind == "embedding":
@@ -126,6 +128,7 @@ def backward_type(node: str, kind: str) -> str:
     if node == ACCUMULATE_GRAD.__name__:
         return "accumulate_grad"
     node_word = word(operator_of(node.removesuffix("Backward")))
+    # The gradient node of an embedding is named after the kernel that looks rows up.
     if kind == "embedding" and node_word in ("gather", "index_select"):
         node_word = kind
     return f"{node_word}_backward"

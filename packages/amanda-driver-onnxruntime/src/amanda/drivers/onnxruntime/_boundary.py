@@ -30,6 +30,7 @@ class Boundary:
             ("run", self._stand_in_for_run),
             ("run_with_ort_values", self._stand_in_for_run_with_ort_values),
             ("run_async", self._stand_in_for_run_async),
+            # Values of these methods never come to Python.
             ("run_with_iobinding", _run_uninstrumented),
             ("run_with_ortvaluevector", _run_uninstrumented),
         ):
@@ -69,6 +70,7 @@ class Boundary:
             try:
                 results = session.run(output_names, input_feed, run_options)
             except Exception as error:
+                # `run_async` hands errors to the callback as text.
                 status = f"{type(error).__name__}: {error}"
             callback(results, user_data, status)
 
@@ -85,6 +87,7 @@ class Boundary:
         if activation is None or prepared is None:
             return run(session, names, feed, options)
         copy, execution = prepared
+        # ONNX Runtime takes None and an empty list for all outputs.
         output_names = list(names) if names else list(copy.outputs)
         if not copy.fits(output_names, feed):
             # The session raises its own error for a wrong input, or accepts it after all.

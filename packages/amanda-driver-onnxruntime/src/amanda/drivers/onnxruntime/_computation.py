@@ -36,6 +36,7 @@ class Computation:
     ) -> None:
         self._node, self._sizes = node, sizes
         self._imports, self._version = imports, ir_version
+        # A session is slow to create, and its input types are fixed.
         self._sessions: dict[Any, Any] = {}
 
     def __call__(self, inputs: Sequence[Any]) -> Any:

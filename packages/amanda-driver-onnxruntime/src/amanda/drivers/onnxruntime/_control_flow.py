@@ -151,6 +151,7 @@ def _run_loop(
 ) -> list[Any]:
     """Run rounds while the condition holds, up to the limit; stack each round's scan outputs."""
     body, run = flow.bodies["body"], runner("body")
+    # Limit and condition are optional inputs.
     limit, condition, *carried = (*inputs, None, None) if len(inputs) < 2 else inputs
     limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))

@@ -84,6 +84,7 @@ def model_of(session: Any) -> Model:
     """
     path, data = session._model_path, session._model_bytes
     overridable = [argument.name for argument in session.get_overridable_initializers()]
+    # The ORT format has an optimized graph of its own, which the onnx package cannot read.
     if path is not None and (not Path(path).exists() or str(path).endswith(".ort")):
         state = "in ORT format" if Path(path).exists() else "not there any more"
         raise Uninstrumented("a session", f"its model {path} is {state}")

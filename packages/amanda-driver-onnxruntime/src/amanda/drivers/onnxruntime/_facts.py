@@ -96,6 +96,7 @@ def scope_of(name: str, metadata: Mapping[str, str]) -> str:
     and then the op's name.
     """
     try:
+        # Metadata is text of any origin, so it is parsed, and never evaluated.
         scopes = ast.literal_eval(metadata.get("pkg.torch.onnx.name_scopes", "[]"))
     except (ValueError, SyntaxError):
         scopes = []
@@ -107,6 +108,7 @@ def scope_of(name: str, metadata: Mapping[str, str]) -> str:
 def source_of(metadata: Mapping[str, str]) -> str:
     """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none."""
     frames = _FRAME.findall(metadata.get("pkg.torch.onnx.stack_trace", ""))
+    # torch.onnx writes the whole stack, with PyTorch's own frames innermost.
     user_frames = [frame for frame in frames if not _FRAMEWORK.search(frame[0])]
     return ":".join((user_frames or frames)[-1]) if frames else ""
 

@@ -54,6 +54,7 @@ class OnnxFile(Artefact):
     def instrument(self, inlining: Inlining) -> None:
         """Rewrite the graph, its bodies of control flow and its local functions."""
         graph = self._model.proto.graph
+        # The ids of ops must not depend on the file's path, nor on its weights.
         identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
         tags = Namespace(f"{namespace()}/static")
         rewriting = ModelRewriting(

@@ -43,7 +43,7 @@ class TypedInsertion(Insertion):
 
     def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError if a routine changed a value without tensors, or of an unknown type."""
-        fixed = () if action.observer else [i for i in self.given if i not in self.gives]
+        fixed = () if action.observer else [i for i in self.input_positions if i not in self.output_positions]
         for position in fixed:
             if not _is_same(values[position], before[position]):
                 error = RoutineError(
@@ -55,8 +55,8 @@ class TypedInsertion(Insertion):
     def results(self, values: Sequence[Any]) -> list[Any]:
         """Return the flat results: the elements of a list of inputs, but a sequence as a whole."""
         flat: list[Any] = []
-        sizes, dtypes = dict(zip(self.given, self.sizes, strict=True)), iter(self.dtypes)
-        for position in self.gives:
+        sizes, dtypes = dict(zip(self.input_positions, self.sizes, strict=True)), iter(self.dtypes)
+        for position in self.output_positions:
             size = sizes[position]
             kinds = [next(dtypes) for _ in range(1 if size is None else size)]
             value = values[position]

@@ -56,6 +56,7 @@ class Model:
             if value is not None:
                 self.constants[node.output[0]] = value
         self.opsets = {entry.domain: entry.version for entry in self.proto.opset_import}
+        # Both spell ONNX' own domain.
         self.opsets["ai.onnx"] = self.opsets.get("", 1)
         input_names = {entry.name for entry in graph.input}
         # Before IR version 4 each initializer is an input, without being meant as a default.
@@ -148,6 +149,8 @@ def read_proto(path: Path) -> ModelProto:
     """
     proto = onnx.load(path, load_external_data=False)
     sparse = (part for entry in proto.graph.sparse_initializer for part in (entry.values, entry.indices))
+    # The public helpers of ONNX load the data; only the private one lists the tensors, without the sparse
+    # ones.
     for tensor in (*external_data_helper._get_all_tensors(proto), *sparse):
         if external_data_helper.uses_external_data(tensor):
             file_beside(path, ExternalDataInfo(tensor).location, f"the data of {tensor.name}")
@@ -168,6 +171,7 @@ def dense_array(tensor: SparseTensorProto) -> Array:
     """Return the values of a sparse tensor as a read-only array."""
     values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
     array = np.zeros(tuple(tensor.dims), values.dtype)
+    # ONNX stores indices flat, or as rows of coordinates.
     array[np.unravel_index(indices, array.shape) if indices.ndim == 1 else tuple(indices.T)] = values
     array.flags.writeable = False
     return array
@@ -176,6 +180,7 @@ def dense_array(tensor: SparseTensorProto) -> Array:
 def _map_external(tensor: TensorProto, folder: str) -> Array:
     """Map an external tensor from its file; read it if NumPy cannot map its dtype."""
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    # NumPy cannot map strings, subbyte elements or empty arrays.
     if dtype.kind not in "fiub" or not prod(tensor.dims):
         return np.array(numpy_helper.to_array(tensor, folder))
     location = ExternalDataInfo(tensor)
@@ -195,6 +200,7 @@ def move_values_out(tensor: TensorProto) -> None:
         tensor.ClearField(field)
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
+    # ONNX Runtime looks the values up by the initializer's name; the location is never opened.
     tensor.external_data.add(key="location", value="in memory")
 
 
@@ -231,6 +237,7 @@ _CONSTANT_DTYPES: dict[str, Any] = {
 def infer_shapes(proto: ModelProto) -> ModelProto:
     """Return the model with the types that ONNX infers."""
     try:
+        # Data propagation infers shapes that other nodes compute.
         return onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:  # declared types may contradict inferred ones, in a model that runs all the same
         return proto

@@ -103,6 +103,7 @@ def _layout(array: Any) -> tuple[str, tuple[int, ...]]:
 
 def _digest(array: Any) -> bytes:
     values = np.ascontiguousarray(array)
+    # Strings are objects, whose memory has addresses.
     if values.dtype.kind == "O":
         return repr(values.tolist()).encode()
     return hashlib.blake2b(values.view(np.uint8).data if values.size else b"").digest()
@@ -126,6 +127,7 @@ def _rename_outputs(
     """
     outputs = [value.name for value in graph.output]
     changed = {name: current for name in outputs if (current := rewriting.renamed.get(name, name)) != name}
+    # The node that computes the original value gives up the output's name.
     names = {name: f"{rewriting.new_name('original')}/{name}" for name in changed}
     computed = {
         name for item in rewriting.items if isinstance(item, ComputedNode) for name in item.node.output

@@ -23,6 +23,7 @@ def rearrange_constant(node: NodeProto, inputs: Sequence[Symbol | None]) -> Arra
         return None
     attributes = {symbol.name: onnx.helper.get_attribute_value(symbol) for symbol in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))
+    # The result may be a view of a weight.
     array.flags.writeable = False
     return array
 
@@ -33,7 +34,9 @@ def _transpose(array: Any, perm: Any = None) -> Any:
 
 def _reshape(array: Any, shape: Any, allowzero: int = 0) -> Any:
     extents = [
-        array.shape[i] if extent == 0 and not allowzero else int(extent) for i, extent in enumerate(shape)
+        # An extent of 0 keeps the input's extent, unless `allowzero` is set.
+        array.shape[i] if extent == 0 and not allowzero else int(extent)
+        for i, extent in enumerate(shape)
     ]
     return array.reshape(extents)
 

@@ -51,7 +51,7 @@ class ModelRewriting(Rewriting):
 
     def run(self) -> None:
         """Analyse each node, and put the recorded actions among the nodes."""
-        rewriter = GraphRewriter(self.model.proto.graph, self, self.model.symbol)
+        rewriter = OnnxRewriter(self.model.proto.graph, self, self.model.symbol)
         rewriter.run()
         self.items, self.renamed, self.symbol = rewriter.items, rewriter.current, rewriter.symbol
 
@@ -68,7 +68,7 @@ class NamedNode(NamedTuple):
     name: str
 
 
-class GraphRewriter(Rewriter[NamedNode]):
+class OnnxRewriter(Rewriter[NamedNode]):
     """The rewrite of a graph: the outermost graph, or a body of control flow.
 
     path: names of the nodes around the body.  symbol: returns the symbol of a value of the graph around.
@@ -283,7 +283,7 @@ class GraphRewriter(Rewriter[NamedNode]):
             Symbol(value.name, value.type if value.HasField("type") else None) for value in graph.output
         ]
         constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
-        rewriter = GraphRewriter(graph, self.rewriting, self.symbol, path, self.current, calls_python, depth)
+        rewriter = OnnxRewriter(graph, self.rewriting, self.symbol, path, self.current, calls_python, depth)
         rewriter.run()
         outputs = [rewriter.current.get(value.name, value.name) for value in graph.output]
         body = ControlFlowBody(inputs, outputs, declared, rewriter.items, rewriter.symbol, constants)

@@ -79,6 +79,7 @@ def _find_passed_values(
 ) -> None:
     """Find the values that pass between the steps."""
     read_later = set(fetched)
+    # From the last step back, since an output is needed only if a later step reads it.
     for step in reversed(steps):
         computed = {name for node in step.nodes for name in node.output}
         read = dict.fromkeys(name for node in step.nodes for name in names_read(node) if name not in computed)

@@ -68,6 +68,7 @@ class SessionFactory:
         options = session.get_provider_options()
         self._provider_options = [options.get(name, {}) for name in self._providers]
         self._native = session._sess
+        # ONNX Runtime keeps the options of the user only in this private attribute.
         self._user_options = session._sess_options_initial
         self._values: dict[str, tuple[Any, Any]] = {}
         self._is_custom = any(_is_custom(node) for node in model.proto.graph.node)
@@ -76,6 +77,7 @@ class SessionFactory:
         """Return a copy of the options of the user's session, without those that write files."""
         options = self._native.session_options
         options.optimized_model_filepath = ""
+        # Each session would write a profile of its own.
         options.enable_profiling = False
         return options
 

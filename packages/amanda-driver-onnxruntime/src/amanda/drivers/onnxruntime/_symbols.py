@@ -61,6 +61,7 @@ class Symbol:
         """Return True if a value agrees with the known type and shape."""
         if self.dtype is None:
             return True
+        # Strings come as NumPy objects, text or bytes.
         if not isinstance(value, np.ndarray) or (value.dtype != self.dtype and self.dtype.kind not in "OUS"):
             return False
         return self.shape is None or (

@@ -28,6 +28,7 @@ def _array_of_memory(value: Any) -> Any:
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.element_type()))
     shape = tuple(value.shape())
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    # Elements smaller than a byte are packed, and memory of other devices cannot be read.
     if value.device_name() != "cpu" or value.tensor_size_in_bytes() != size:
         return value
     return np.frombuffer(ctypes.string_at(value.data_ptr(), size), dtype).reshape(shape)
@@ -40,5 +41,6 @@ def as_ort_value(value: Any) -> Any:
     if value.dtype.type.__module__ == "numpy":
         return OrtValue.ortvalue_from_numpy(value)
     element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+    # NumPy has no name for the dtype, so the bits are passed as unsigned integers.
     bits = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
     return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, element)

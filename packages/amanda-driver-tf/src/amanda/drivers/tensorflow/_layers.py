@@ -81,6 +81,7 @@ def _search_attribute_path(outer: Any, inner: Any) -> str:
             if value is inner:
                 return value_path
             queue.append((value_path, value))
+    # The layers of a functional model are in no attribute.
     layers = getattr(outer, "layers", None)
     if isinstance(layers, list) and any(layer is inner for layer in layers):
         return str(inner.name)
@@ -92,6 +93,7 @@ def _search_attribute_path(outer: Any, inner: Any) -> str:
 def _submodules(holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield the modules in public attributes, and in lists and dicts there, each with its path."""
     for name, value in list(getattr(holder, "__dict__", {}).items()):
+        # Paths consist of names that users see.
         if name.startswith("_"):
             continue
         if _is_module(value):

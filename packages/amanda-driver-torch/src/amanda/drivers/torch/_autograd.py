@@ -161,10 +161,10 @@ def activation_of_pass() -> interceptor.Activation | None:
 
 def _expect_second_order(state: State) -> None:
     """Enable double backward in the plans, and report that passes before this one had none."""
-    layer = state.layer
-    if layer is None or not any(tools.wants_backward for tools in layer.chain):
+    stack = state.stack
+    if stack is None or not any(tools.wants_backward for tools in stack.chain):
         return
-    if layer.differentiate_twice():
+    if stack.enable_double_backward():
         state.report(
             "the first differentiation of gradients",
             "it came after passes without one; backward ops of backward ops are seen from the next on",
@@ -210,7 +210,7 @@ class _BackwardPass:
             self.under_way.append(self)
         # Looked up once, since the loop runs for every node of every pass.
         settling = self._state.settles and not self._create_graph
-        layer, shared, keep = self._state.layer, self._shared, self._handles.append
+        stack, shared, keep = self._state.stack, self._shared, self._handles.append
         leaf_counts: dict[int, int] = {}  # of leaves that are no parameters, by the op that used them first
         for node, mark, number in marked_nodes:
             kind, trace = type(node), mark.trace
@@ -227,7 +227,7 @@ class _BackwardPass:
             if mark.order:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
-            if settling and plan.layer is layer:
+            if settling and plan.stack is stack:
                 settled = plan.backward.steps.get((kind, place)) or BackwardStep.settled(
                     self._driver, trace, kind, place
                 )
@@ -281,14 +281,14 @@ class _BackwardPass:
         """Settle the plans of ops whose backward ops have all been analysed.
 
         keeps_graph: whether another pass may come through the graph.
-        Under create_graph an op gets more backward ops later. Once a layer differentiates twice, an op that
+        Under create_graph an op gets more backward ops later. Once a stack differentiates twice, an op that
         no second-order pass has reached may still get them, so its plan is not settled.
         """
         if self._create_graph:
             return
         deep = {id(mark.trace.plan) for _, mark, _ in self._marked_nodes if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending and (not trace.layer.twice or id(trace.plan) in deep):
+            if not trace.pending and (not trace.stack.double_backward or id(trace.plan) in deep):
                 self._driver.finish(trace, keeps_graph)
 
 

@@ -25,7 +25,7 @@ RAN_OP_BY_OP = (
 
 def asks_for_graphs(state: object) -> TypeGuard[State]:
     """Return True if compiled callables are to be instrumented in this state."""
-    if type(state) is not State or state.layer is None or not state.scopes:
+    if type(state) is not State or state.stack is None or not state.scopes:
         return False
     return state.scopes[-1].compiled == "instrument"  # the innermost scope decides
 

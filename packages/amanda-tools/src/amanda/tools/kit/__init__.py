@@ -5,9 +5,8 @@ A tool that observes tensors derives from `TensorTool`; one that changes weights
 """
 
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
-from amanda.tools.kit._inputs import parameter_inputs, remarks_on_packed_inputs
+from amanda.tools.kit._inputs import leaves, parameter_inputs, remarks_on_packed_inputs
 from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored
-from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._progress import Progress, check_number
 from amanda.tools.kit._requirements import RequiredNames
 from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, Role, TensorTool, op_tensors

@@ -1,11 +1,40 @@
-"""Inputs of an op: those that are parameters, and those that cannot be read."""
+"""Inputs of an op: the values in nested lists, those that are parameters, and those that cannot be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import amanda
 from amanda.tools.kit._tensors import tensors_of
+
+
+def leaves(values: Iterable[Any], structures: bool = False) -> list[Any]:
+    """Return values, and for each list or tuple among them its leaves.
+
+    structures: True for the leaves of mappings and dataclasses too, such as models return.
+
+    >>> leaves([1, [2, (3,)], "four"])
+    [1, 2, 3, 'four']
+    """
+    found: list[Any] = []  # a generator takes three times as long
+    for value in values:
+        nested = _members(value) if structures else value
+        if isinstance(nested, (list, tuple)):
+            found += leaves(nested, structures)
+        else:
+            found.append(nested)
+    return found
+
+
+def _members(value: Any) -> Any:
+    """Return the values of a mapping or of a dataclass's fields as a list; any other value as it is."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return value
 
 
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:

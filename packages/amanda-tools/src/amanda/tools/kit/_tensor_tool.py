@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import amanda
 from amanda.action import Executions, Observed
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit._inputs import remarks_on_packed_inputs, unread_sentence
-from amanda.tools.kit._leaves import leaves
+from amanda.tools.kit._inputs import leaves, remarks_on_packed_inputs, unread_sentence
 from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 

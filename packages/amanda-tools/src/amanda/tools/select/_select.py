@@ -89,7 +89,9 @@ class Selection:
         return self._modules(path) and not self._exclude(path)
 
     def __str__(self) -> str:
-        return ", ".join(self._texts())
+        exclude = [str(self._exclude)] if self._exclude.patterns else []
+        phase = [f"phase={self._phase}"] if self._phase else []
+        return ", ".join([*self._wanted(), *exclude, *phase])
 
     def unmatched(self) -> list[str]:
         """Say which patterns fitted no op, with the nearest names; nothing where no op was met."""
@@ -98,19 +100,16 @@ class Selection:
         texts = [*unmatched([self._types, self._modules]), *unmatched([self._exclude], "excluded")]
         if self._matched or texts:
             return texts
-        wanted = [str(one) for one in (self._types, self._modules) if one.patterns is not None]
+        wanted = self._wanted()
         if self._exclude.matched:
             return [f"every op of {' and '.join(wanted) or 'the program'} is excluded by {self._exclude}"]
         if self._types.matched and self._modules.matched:
             return [f"no op was selected by {' and '.join(wanted)} together"]
         return [f"no op was selected by phase={self._phase}"]
 
-    def _texts(self) -> list[str]:
-        options = (self._types, self._modules, self._exclude)
-        texts = [
-            str(one) for one in options if one.patterns or (one.patterns == () and one.option != "exclude")
-        ]
-        return [*texts, f"phase={self._phase}"] if self._phase else texts
+    def _wanted(self) -> list[str]:
+        """Return types and modules that were given, in words."""
+        return [str(option) for option in (self._types, self._modules) if option.patterns is not None]
 
     def _has_phase(self, context: amanda.OpContext) -> bool:
         if self._phase is None:

@@ -114,8 +114,8 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         Before a calibration ops compute with the weights as they are, and else with those of the calibration
         or of the state that was loaded.
         """
-        is_made = any(weight.is_ready or weight.is_left for weight in self.weights)
-        self._is_finding_weights = not (is_made or self.waiting_state())
+        has_state = any(weight.is_ready or weight.is_left for weight in self.weights)
+        self._is_finding_weights = not (has_state or self.waiting_state())
         try:
             return super().prepare(model, *example, **kwargs)
         finally:

@@ -82,6 +82,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        # These modules import this one.
         from ._ufuncs import apply_ufunc
 
         return apply_ufunc(self.recorder, ufunc, method, inputs, kwargs)

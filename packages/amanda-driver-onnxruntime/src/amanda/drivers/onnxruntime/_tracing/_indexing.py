@@ -27,11 +27,13 @@ def record_getitem(array: TracedArray, key: Any) -> TracedArray:
         if isinstance(entry, slice):
             sliced.append((axis, entry))
         elif isinstance(entry, (int, np.integer)):
+            # An integer is a slice of extent 1, whose axis is dropped at the end; -1 has no end.
             sliced.append((axis, slice(int(entry), int(entry) + 1 or None)))
             dropped_axes.append(axis)
         else:
             gathered.append((axis, _index_array(array, entry)))
         axis += 1
+    # All axes stay in place until here, so the order of keys does not matter.
     result = _record_slices(array, sliced)
     for axis, indices in gathered:
         result = array.recorder.add("Gather", result, indices, axis=axis)

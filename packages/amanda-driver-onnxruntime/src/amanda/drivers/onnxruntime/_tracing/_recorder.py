@@ -69,6 +69,7 @@ class NodeRecorder:
         input_names = [array.name if array is not None else "" for array in inputs]
         node = onnx.helper.make_node(op_type, input_names, names, stem, **attributes)
         try:
+            # Small constants are passed along: shapes and axes decide the types of outputs.
             types = onnx.shape_inference.infer_node_outputs(
                 onnx.defs.get_schema(op_type, self.opset, ""),
                 node,

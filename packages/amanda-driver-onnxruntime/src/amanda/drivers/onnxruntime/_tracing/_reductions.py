@@ -38,6 +38,7 @@ def _register_reduction(op_type: str, *functions: Any) -> None:
     ) -> Any:
         refuse(functions[0].__name__, options)
         if dtype is None:
+            # NumPy sums small integers in a larger type; a sample tells which.
             sample = functions[0](np.ones(1, a.dtype))
             dtype = sample.dtype
         return _record_reduction(op_type, a.astype(dtype), axis, keepdims)
@@ -68,6 +69,7 @@ def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **o
 def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record whether an element is true."""
     refuse("any", options)
+    # ONNX has no reduction of booleans in older opsets.
     return _record_reduction("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
 
@@ -96,6 +98,7 @@ def var(
 ) -> Any:
     """Record the mean of the squared distances from the mean."""
     refuse("var", {**options, **({"ddof": ddof} if ddof else {})})
+    # The two-pass formula, as in NumPy: the mean of squares would cancel.
     distance = a - np.mean(a, axis, keepdims=True)
     return np.mean(distance * distance, axis, keepdims=keepdims)
 

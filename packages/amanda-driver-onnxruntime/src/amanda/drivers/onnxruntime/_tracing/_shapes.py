@@ -67,6 +67,7 @@ def swapaxes(a: Any, axis1: int, axis2: int) -> Any:
 @records(np.moveaxis)
 def moveaxis(a: Any, source: Any, destination: Any) -> Any:
     """Record an array with some axes at other positions."""
+    # NumPy moves the axes of an array whose extents are their numbers.
     numbered = np.moveaxis(np.empty(tuple(range(a.ndim))), source, destination)
     return np.transpose(a, numbered.shape)
 

@@ -83,6 +83,7 @@ def _promote_inputs(
     with np.errstate(all="ignore"):
         result = np.asarray(ufunc(*samples)).dtype
         computed = np.result_type(*samples)
+    # NumPy computes true division and functions such as `sqrt` of integers in a floating type.
     if name == "divide" or (result.kind == "f" and computed.kind != "f"):
         computed = result
     if name in _ON_BOOLS:

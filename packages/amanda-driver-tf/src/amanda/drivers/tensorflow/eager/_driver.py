@@ -17,7 +17,7 @@ from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
 from ._datasets import REPORTED, Datasets
 from ._interception import Interception, call_execute
-from ._modules import Modules
+from ._modules import ModuleCalls
 from ._schema import flatten
 from ._state import Marking, TapeMark
 from ._tape import Tape
@@ -35,7 +35,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def __init__(self) -> None:
         self._datasets = Datasets()
-        self._modules = Modules()
+        self._modules = ModuleCalls()
         self._attached = False
 
     @cached_property
@@ -48,6 +48,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
+        # Before any patch: without one of the private names the mode stays off as a whole.
         check("eager")
         self._attached = True
         self._interception.patch(self.attributes)
@@ -118,6 +119,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         tensors = [value for value in flatten(inputs) if value.__class__ is EagerTensor]
         if not pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors):
             return None
+        # A leading 1 keeps leading zeros apart.
         bits = 1
         for tensor in tensors:
             bits = bits << 1 | pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop([tensor])

@@ -84,9 +84,9 @@ class EarlierTapes:
 
 def _needs_no_mark(type: str, state: State) -> bool:
     """Return True if an op of that type has no routines at its backward ops: such an op gets no mark."""
-    chain = () if state.layer is None else state.layer.chain
+    chain = () if state.stack is None else state.stack.chain
     plans = [
-        plan for layer in chain for plans_by_key in layer.plans.values() for plan in plans_by_key.values()
+        plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()
     ]
     return any(
         plan.backward.complete

@@ -163,6 +163,7 @@ class Interception:
         if not argument_variables:
             return detours.fast(*args)
         result = detours.fast_with_variables(*args, variables=tuple(argument_variables))
+        # The tensor stands for the variable in later ops, so that their ids and weights are found.
         if type in READS and variables.variable_of(inputs[0]) is not None:
             variables.record_read(result, argument_variables[0])
         return result

@@ -14,7 +14,7 @@ from amanda.interceptor import Enclosure
 from .._layers import LAYERS, attribute_path
 
 
-class Modules:
+class ModuleCalls:
     """Encloses calls of modules and layers while the driver is attached."""
 
     def __init__(self) -> None:
@@ -85,6 +85,7 @@ def _callable_modules(root: type) -> Iterator[type]:
         for subclass in type.__subclasses__(bases.pop()):
             if subclass not in _not_modules:
                 if subclass.__module__.startswith(("keras.", "tf_keras.")):
+                    # Remembered, since Keras has hundreds of classes and each scope asks again.
                     _not_modules.add(subclass)
                     continue
                 bases.append(subclass)

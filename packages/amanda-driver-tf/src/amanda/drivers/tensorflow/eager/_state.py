@@ -148,6 +148,8 @@ class BackwardPass:
         claims_by_gradient = [self.claims[claims._id][1] for claims in gradients if claims._id in self.claims]
         if not claims_by_gradient:
             return None
+        # An op that computed a tensor owns its gradient; an op that read the tensor only if no such op is
+        # known.
         makers = [
             marks_of_makers
             for claims in claims_by_gradient

@@ -65,7 +65,7 @@ class Tape:
                 interceptor.reset_root()
                 return original(*args, **kwargs)
             # Without routines at backward points, a pass runs as without tools; its ops are no forward ops.
-            if not any(layer.wants_backward for layer in activation.state.layer.chain):
+            if not any(stack.wants_backward for stack in activation.state.stack.chain):
                 return _run_unmarked(original, *args, **kwargs)
             # With an outer tape the backward ops are recorded, and have backward ops themselves.
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()

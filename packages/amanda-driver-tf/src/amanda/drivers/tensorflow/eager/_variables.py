@@ -26,7 +26,7 @@ class Variable:
         return self._handle()
 
 
-class Variables:
+class VariableTable:
     """The variables that ops have used.
 
     read: by the id of a living tensor, the tensor and the variable that it was read from.
@@ -58,4 +58,4 @@ class Variables:
 
 
 _RESOURCE = 20  # DT_RESOURCE
-variables = Variables()
+variables = VariableTable()

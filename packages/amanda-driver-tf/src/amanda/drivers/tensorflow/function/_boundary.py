@@ -70,9 +70,10 @@ class ForwardRecord:
     """
 
     def __init__(self, copy: Copy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
-        self.state_outside = replace(execution.state, layer=None, scopes=())
+        self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
         self.runs = execution.runs
+        # The values live as long as the tape holds the backward function, which holds this record.
         self.stores = execution.stores
         self.atomic = weakref.ref(atomic)
 
@@ -215,6 +216,7 @@ class FunctionBoundary:
         if watched == gradients_util.POSSIBLE_GRADIENT_TYPES_NONE:
             atomic, arguments = backward._inference_function, args
         else:
+            # A tape around the pass asks for second gradients, so the backward function needs one itself.
             recorded = backward._select_forward_and_backward_functions(args, watched, True)
             atomic, arguments = recorded.forward()
         state = forward_record.state_outside

@@ -74,6 +74,7 @@ class ForwardFacts:
         """Copy the facts of the forward operations into the rewriting of a backward function."""
         rewriting.analysis.plans.update(self.plans)
         for name, table in self.tables.items():
+            # Tables of several calls may be merged: op ids differ from call to call.
             getattr(rewriting, name).update(table)
         for op, graphs in self.callees.items():
             rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}

@@ -85,6 +85,8 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
             raise Uninstrumented(f"the ops of {name}", RUNS_IN_XLA_ALONE)
         rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
         rewriting.runs_without_xla = compiled
+        # A backward function may run after the scope; then it is rewritten for the saved values alone,
+        # without plans for its ops.
         analysis.closed = _is_closed(analysis.state, forward_record)
         # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
@@ -125,11 +127,11 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         if forward_record is not None:
             closed = _is_closed(state, forward_record)
             return self.copy((atomic, args, forward_record), state, closed, atomic, forward_record.copy)
-        if state.layer is None:
+        if state.stack is None:
             return None
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
         if b"__backward_" in atomic.name:
-            if any(layer.wants_backward for layer in state.layer.chain):
+            if any(stack.wants_backward for stack in state.stack.chain):
                 name = split_name(atomic.name.decode())[1]
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
@@ -140,7 +142,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
 def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:
     """Return True if no tool of a forward call is applied any more."""
     return forward_record is not None and not any(
-        state.is_open(tool) for tool in forward_record.copy.layer.applied
+        state.is_open(tool) for tool in forward_record.copy.stack.applied
     )
 
 

@@ -79,6 +79,7 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
         is_untried = not rewriting.written and not rewriting.runs_without_xla
         is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
         if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, read_argument)):
+            # The gradients of the op have to stay with XLA, too.
             rewriting.compiled.add(op)
             rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
             return None
@@ -118,6 +119,7 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
         rewriting.library.append(copy)
         reference.name = copy.signature.name
     _add_number_argument(node, stateful_type, body.depth_of(op) + 1)
+    # The number is another output of a loop, so the cached layout of the node is stale.
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
     return EditedCall(number, backward)

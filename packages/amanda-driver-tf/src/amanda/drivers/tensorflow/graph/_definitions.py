@@ -45,6 +45,8 @@ def numbered_copy(
         copy.node_def.extend(nodes)
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
         copy.ret[f"{NUMBER}_out"] = number
+    # TensorFlow inlines the condition of a loop, and then runs what its result needs, without control
+    # outputs.
     if condition:
         _delay_results(copy, inserted)
     if inserted:

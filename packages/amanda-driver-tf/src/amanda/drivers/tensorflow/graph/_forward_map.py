@@ -135,6 +135,7 @@ class ForwardMap:
 
     def _forward_by_gradient_scope(self, op: tf.Operation) -> tf.Operation | None:
         """Return the operation "x" for a name scope "gradients/x_grad"; such scopes may be nested."""
+        # Innermost first: the gradient of a gradient belongs to the latter.
         for scope in reversed(list(_GRADIENT_SCOPE.finditer(op.name))):
             for end in reversed(list(_GRAD_SUFFIX.finditer(op.name, scope.end()))):
                 forward = self._by_name.get(op.name[scope.end() : end.start()])

@@ -119,8 +119,10 @@ def _capture_lookup(graph: Any, branch: Any, outer: CaptureLookup | None) -> Cap
 
     def find_captured(tensor: Any) -> Any:
         op = tensor.op
+        # Loops of gradients pop what the rounds of the forward loop have pushed.
         if op.type == "TensorListPopBack" and tensor.value_index == 1:
             return _stored_tensor(captured(op.inputs[0]), "TensorListPushBack", 1)
+        # Gradients of a branch read its values from optionals, which are empty if the branch was not taken.
         if op.type == "OptionalGetValue":
             return _stored_tensor(of_branch(op.inputs[0]), "OptionalFromValue", tensor.value_index)
         return of_branch(tensor)

@@ -109,6 +109,7 @@ def executed_nodes(definition: Any) -> set[str]:
     nodes = {node.name: node for node in definition.node_def}
     pending = [text.partition(":")[0] for text in definition.ret.values()]
     pending += definition.control_ret.values()
+    # Stateful nodes run even if no result needs them.
     pending += [node.name for node in definition.node_def
                 if (op_definition := op_def(node.op)) is not None and op_definition.is_stateful]  # fmt: skip
     reached: set[str] = set()

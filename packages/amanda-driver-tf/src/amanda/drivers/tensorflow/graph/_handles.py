@@ -24,7 +24,7 @@ class LentHandle:
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the number."""
         number = next(_numbers)
-        execution.keep(_loan_key(number), flat[0])
+        execution.store(_loan_key(number), flat[0])
         return [tf.constant(number, tf.int64)]
 
 

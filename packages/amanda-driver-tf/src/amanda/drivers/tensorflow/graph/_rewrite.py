@@ -52,6 +52,7 @@ class BodyRewriter(RoutineRewriter):
         self.returned_refs: dict[Edge, str] = {}
         self.call_numbers: dict[str, str] = {}
         self.forward = {op: forward for op in body.ops if (forward := body.forward_of(op)) is not None}
+        # A file has no backward pass that could read saved values.
         if self.forward and not rewriting.written:
             rewriting.differentiated = True
         self.gradients = GradientEdges(body, self.forward)
@@ -60,7 +61,7 @@ class BodyRewriter(RoutineRewriter):
         self._has_backward = body.backward or bool(self.forward)
         self._calls: list[str] = []
         self._in_flow = behind_control_flow(body.ops)
-        self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
+        self._wants_backward = any(stack.wants_backward for stack in rewriting.analysis.stack.chain)
         self._recall_refs: dict[Any, str] = {}
         self._edges_by_node: dict[str, list[Edge]] = {}
         self._by_id: dict[int, tf.Operation] = {}
@@ -197,7 +198,7 @@ class BodyRewriter(RoutineRewriter):
             insert_at_control_flow(self, op, plan, inputs, outputs, facts)
         else:
             replaced = super().act(op, plan, inputs, outputs, facts)
-        self.read_instead(outputs)
+        self.redirect_readers(outputs)
         if facts.backward_op is not None:
             return replaced
         name = self.body.node_name(op)

@@ -56,8 +56,9 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return the group of a routine; traceable routines of a group become one function."""
         # In a file each tool has functions of its own, so that an error names the tool.
         tool = id(action.tool) if self.rewriting.written else 0
-        restless = self.rewriting.restless(action) if action.traceable else ""
-        return action.observer, self._is_in_autodiff(action), action.traceable, restless, tool
+        # Routines that read changing values run as Python, so they must not join a traced group.
+        volatile = self.rewriting.volatile_name(action) if action.traceable else ""
+        return action.observer, self._is_in_autodiff(action), action.traceable, volatile, tool
 
     def _is_in_autodiff(self, action: Action) -> bool:
         """Return True if a routine takes part in autodiff."""
@@ -80,7 +81,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         if facts.backward_op is not None:
             returned = outputs.where(all_outputs, is_plain)
             all_inputs = range(inputs.count)
-            return bool(all_outputs) and self.put([action], inputs, all_inputs, outputs, returned, facts)
+            return bool(all_outputs) and self.insert([action], inputs, all_inputs, outputs, returned, facts)
         op = op_side(inputs).op
         # A wrong guess would send a gradient to the wrong op without a sign of it.
         if action.reads and self.body.guessed:
@@ -96,7 +97,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             return False
         input_positions = inputs.selected([action.select if action.reads else None])
         foreign_values = [foreign.value for foreign in reads]
-        if not self.put([action], inputs, input_positions, outputs, all_outputs, facts, foreign_values):
+        if not self.insert([action], inputs, input_positions, outputs, all_outputs, facts, foreign_values):
             return False
         self.removed[self.body.node_name(op)] = self.insertions.nodes[-1].name
         if reads and self.rewriting.differentiated:
@@ -116,7 +117,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         place.depth = self.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [symbol.dtype.base_dtype for symbol in symbols]
         if facts.backward_op is not None:
-            place.wanted = place.gives if place.replaces else ()
+            place.read_gradients = place.output_positions if place.replaces else ()
         elif not action.observer and self.rewriting.differentiated:
             self._save_for_gradients(place, op_side(inputs_side), outputs_side)
         return place
@@ -126,6 +127,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         facts = place.facts
         takes_part = place.replaces or self._is_in_autodiff(place.actions[0])
         is_in_one_graph = not self.body.apart and facts.op.name not in self.body.stacked
+        # Gradients in the same graph read the changed tensors directly.
         if is_in_one_graph and not takes_part:
             return
         side_name = "instead" if place.replaces else "before" if side.ahead else "after"
@@ -135,10 +137,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         place.readers.read_once = is_in_one_graph
         if takes_part:
             name = f"amanda/{len(self.rewriting.table)}"  # the name that the next added node gets
-            input_positions = [*side.flat(place.given), *[-1] * place.reads]
+            input_positions = [*side.flat(place.input_positions), *[-1] * place.reads]
             autodiff_place = AutodiffPlace(
                 side_name, place.saved_as, (self.body.identity, name), input_positions,
-                outputs_side.flat(place.gives),
+                outputs_side.flat(place.output_positions),
             )  # fmt: skip
             self.rewriting.autodiff_places.setdefault(facts.op_id, []).append(autodiff_place)
 
@@ -171,7 +173,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
                 self._report_untraced(action, "it takes `run`, which belongs to one execution")
         return "" if place.takes_run else None
 
-    def tell_called(self, place: Insertion, why: str) -> None:
+    def report_python_call(self, place: Insertion, why: str) -> None:
         """Report traceable routines that run as Python, except differentiable ones with saved values."""
         assert isinstance(place, RoutineNode)
         for action in place.actions:

@@ -123,7 +123,7 @@ class RoutineNode(Insertion):
             values = list(flat), self._results(execution, flat, rounds), None
         if self.saved_as is not None:
             count = self.readers.count if self.readers.read_once else 0
-            execution.keep((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
+            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
@@ -146,7 +146,7 @@ class RecalledTensor:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the tensor."""
-        saved: SavedValues = execution.kept((self.place, *rounds[: self.depth]), self)
+        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
         tensor: Any = saved.take()[self.side][self.index]
         return [tensor]
 
@@ -166,7 +166,7 @@ class Pullback:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the vector-Jacobian products."""
-        saved: SavedValues = execution.kept((self.place, *rounds[: self.depth]), self)
+        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
         return pull_back(saved.take(), self.outputs, self.inputs, flat)
 
 

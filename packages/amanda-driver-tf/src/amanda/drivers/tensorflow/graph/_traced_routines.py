@@ -37,6 +37,7 @@ class TracedRoutine:
             graph.outputs = self._outputs(place, placeholders, rewriting)
         self.constants = []
         for external, _ in graph.captures:  # the graph has appended them to its inputs
+            # Captured tensors become constants of the graph, which a variable cannot be.
             if not isinstance(external, ops.EagerTensor) or external.dtype in (tf.resource, tf.variant):
                 raise NotImplementedError("it reads a variable")
             self.constants.append(external)
@@ -55,7 +56,7 @@ class TracedRoutine:
     @staticmethod
     def _outputs(place: RoutineNode, inputs: list[Any], rewriting: Rewriting) -> list[Any]:
         if place.replaces:
-            flat = place.replaced(place.actions[0], _TENSORS, inputs, {})
+            flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
         else:
             flat = place.apply(place.actions, place.values(inputs), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]

@@ -134,6 +134,7 @@ def _read(path: Path) -> Any:
         file = loader_impl.parse_saved_model(str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ArtefactError(f"{path} is no SavedModel that can be read: {error}") from error
+    # SavedModels of TensorFlow 1 have a graph, but no functions that could be edited.
     if len(file.meta_graphs) != 1 or not file.meta_graphs[0].HasField("object_graph_def"):
         raise ArtefactError(
             f"{path} is of TensorFlow 1, a graph without functions: load it and save it as one of TensorFlow "

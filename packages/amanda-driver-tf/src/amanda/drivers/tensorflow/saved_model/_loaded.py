@@ -26,6 +26,7 @@ class FunctionLibrary:
         self._holder = tf.Graph()
         with self._holder.as_default():
             empty = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
+            # The import registers the functions with this graph, in which calls of them are looked up.
             tf.graph_util.import_graph_def(empty, name="")
 
     def find(self, name: str) -> GraphFunction | None:
@@ -46,6 +47,7 @@ class LoadedObjects:
     def __init__(self, saved_model: Any, path: Path) -> None:
         private_copy = type(saved_model)()
         private_copy.CopyFrom(saved_model)  # the loader renames functions in it
+        # Loaded variables must not become part of a graph that the caller is building.
         with ops.init_scope():
             self._loader = load.Loader(
                 private_copy.meta_graphs[0].object_graph_def, private_copy, str(path),

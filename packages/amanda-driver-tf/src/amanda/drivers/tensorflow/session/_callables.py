@@ -53,6 +53,7 @@ class Callables:
 
     def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
         routed = self._routed.get(session_callable)
+        # A callable has fixed options, so each route needs one of its own.
         if routed is None or routed[0] is not route:
             routed = route, type(session_callable)(session_callable._session, _route_options(options, route))
             self._routed[session_callable] = routed

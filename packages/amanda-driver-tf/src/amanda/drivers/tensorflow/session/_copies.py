@@ -64,6 +64,7 @@ def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) 
     ops = executed_ops(session.graph, request)
     body, forward = _run_body(session, ops, request, rewriting)
     rewriting.frames = body.frames
+    # The rewrite edits the nodes in place.
     rewriting.vanilla_nodes = {name: _copy_node(node) for name, node in body.nodes.items()}
     rewriting.rewritten = rewrite(body, rewriting)
     rewriting.changed = rewriting.rewritten.changed
@@ -86,6 +87,7 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
     copied = _keep_generators(graph, partition(rewriting.vanilla_nodes, nodes), rewriting, rewriting.frames)
     feeds = _FedPlaceholders(graph, request.feeds)
+    # A fed tensor has no node to read from, so the copy gets its own placeholder for the value.
     copied = [*feeds.redirect(copied), *feeds.placeholders]
     names = {node.name for node in copied}
     endpoints: dict[Endpoint, Endpoint] = {}

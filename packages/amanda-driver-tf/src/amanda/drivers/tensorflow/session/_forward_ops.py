@@ -62,6 +62,7 @@ class ForwardOps:
             for tensor in op.inputs:
                 if tensor.op.name in names:
                     readers[tensor.op.name].append(op)
+        # From the last to the first, since a sum may be read by another sum.
         for op in reversed(unmapped):
             forward = self._forward_of_readers(readers[op.name]) or self._forward_of_summands(op)
             if forward is not None:

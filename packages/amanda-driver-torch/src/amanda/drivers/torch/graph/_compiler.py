@@ -51,9 +51,9 @@ ROUNDED_OTHERWISE = (
 
 
 class GraphGeneration:
-    """Graphs that were compiled for a layer of tools, until its plans are forgotten.
+    """Graphs that were compiled for a stack of tools, until its plans are forgotten.
 
-    The layer owns the generation, and the generation owns the graphs.  Dynamo's cache lives as long as the
+    The stack owns the generation, and the generation owns the graphs.  Dynamo's cache lives as long as the
     user's function and refers to both weakly, so that graphs end with the last reference to their tools.
 
     converters: by dynamo's callback.  region: number of a region of dynamo, so that graphs compiled here do
@@ -110,11 +110,11 @@ def choose_callback(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
 
 def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
     """Return the converter of a callback for the tools of a state, made when it is first needed."""
-    layer = state.layer
-    assert layer is not None
-    generation = layer.rewrites.get(GraphGeneration) if state.cache else GraphGeneration()
+    stack = state.stack
+    assert stack is not None
+    generation = stack.rewrites.get(GraphGeneration) if state.cache else GraphGeneration()
     if generation is None:
-        generation = layer.rewrites[GraphGeneration] = GraphGeneration()
+        generation = stack.rewrites[GraphGeneration] = GraphGeneration()
     generation.states[state.autodiff] = state
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
@@ -280,8 +280,8 @@ class InstrumentingBackend:
 
     def static_sizes(self) -> AbstractContextManager[Any]:
         """Return a context in which each size gets a graph of its own, if tools decide by shapes."""
-        layer = self.state.layer
-        if layer is None or not layer.guards:
+        stack = self.state.stack
+        if stack is None or not stack.guards:
             return nullcontext()
         fixed: AbstractContextManager[Any] = torch._dynamo.config.patch(
             assume_static_by_default=True, automatic_dynamic_shapes=False

@@ -118,7 +118,7 @@ class GraphExecution(Execution):
 
     def __init__(self, program: GraphProgram) -> None:
         state = current_state()
-        if program.every or state.layer is None:
+        if program.every or state.stack is None:
             state = program.state
         super().__init__(state, TENSORS, program.table, every=program.every)
         self.program = program
@@ -126,7 +126,7 @@ class GraphExecution(Execution):
 
     def token(self) -> torch.Tensor:
         """Return the tensor that stands for the execution in the graph."""
-        self._open()
+        self._call_openings()
         # Held by the tensor: autograd saves the token, and so keeps the execution for its backward pass.
         token = torch.full((), self.number, dtype=torch.int64)
         setattr(token, _TOKEN, self)
@@ -148,7 +148,7 @@ class GraphExecution(Execution):
         if self.program.every:
             return True
         state = current_state()
-        if state.layer is None and not any(scope.closed for scope in self.state.scopes):
+        if state.stack is None and not any(scope.closed for scope in self.state.scopes):
             state = self.state  # on a thread that the framework started
         return state.enabled and state.is_open(action.tool)
 

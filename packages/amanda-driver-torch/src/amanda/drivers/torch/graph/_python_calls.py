@@ -186,20 +186,20 @@ class GradientReplacementCall(PythonCall):
 
     def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, leaving: Sequence[bool]) -> None:
         super().__init__(action, facts, values, range(len(leaving)))
-        self.wanted = tuple(i for i, is_read in enumerate(leaving) if is_read)
+        self.read_gradients = tuple(i for i, is_read in enumerate(leaving) if is_read)
         self.actions = (action,)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the gradients that something reads."""
         (action,) = self.actions
-        entering, kernels = flat[: -len(self.wanted)], flat[-len(self.wanted) :]
+        entering, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
         if not execution.runs_action(action):
             return list(kernels)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
         result = run_replacement(execution.ops, action, self.values(entering), self.facts, run)
         if result is NotImplemented:
             return list(kernels)
-        return read_gradients(result, len(self.gives), self.wanted, action, self.facts)
+        return read_gradients(result, len(self.output_positions), self.read_gradients, action, self.facts)
 
 
 def read_gradients(

@@ -94,7 +94,7 @@ class FxRewriting:
                 self.symbols.record_runs(ran)
                 for node_run in ran.values():
                     self._analyse_node(node_run)
-                if any(layer.wants_backward for layer in self._analysis.layer.chain):
+                if any(stack.wants_backward for stack in self._analysis.stack.chain):
                     self._reached = _reached_nodes(ran)
                     for node_run in reversed(ran.values()):
                         self._analyse_backward(node_run)

@@ -68,7 +68,7 @@ class RoutineTrials:
         """Run a routine without data, and note the tensors that it holds; if it fails, call it as Python."""
         if not self._routines.is_inlined(action):
             return values
-        restless = self._history.restless(action) if self._history is not None else ""
+        restless = self._history.volatile_name(action) if self._history is not None else ""
         if restless:
             self._call_as_python(action, facts, f"what it reads changes often: {restless}")
             return values

@@ -147,7 +147,7 @@ class Switched(Scaling):
         return None if self.held == 1 else value * self.held
 
 
-class Bracketing(Tool):
+class CallRecorder(Tool):
     """Records what is called before and after each op.
 
     calls: type and number of an op, and "before" or "after".  analysed: numbers of ops, in order.

@@ -1,0 +1,186 @@
+"""The dicts `run` of executions, also of executions that a framework may recompute."""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda.plan.results import matched
+from amanda.plan.tensors import spread
+
+if TYPE_CHECKING:
+    from amanda.plan.action import Action
+    from amanda.plan.tensors import TensorOps
+
+Routine = Callable[..., Any]
+
+
+class RunDicts:
+    """The dict `run` of the execution under way in each thread, for the routines at one op that take `run`.
+
+    The first routine that takes the dict creates it, the last routine drops it.  An op never executes within
+    itself, since ops within it have other ids, so one dict a thread is enough.  An execution that raised
+    leaves its dict behind; the next execution replaces the dict.
+    """
+
+    __slots__ = ("_present",)
+
+    def __init__(self) -> None:
+        self._present: dict[int, dict[str, Any]] = {}
+
+    def new_dict(self) -> dict[str, Any]:
+        """Create the dict of an execution."""
+        return {}
+
+    def begin(self) -> dict[str, Any]:
+        """Create and store the dict of an execution that native code runs."""
+        run = self._present[get_ident()] = self.new_dict()
+        return run
+
+    def end(self) -> dict[str, Any]:
+        """Remove and return this thread's dict, which native code no longer needs."""
+        return self._present.pop(get_ident(), {})
+
+    def resume(self, called: Sequence[Action], traced: bool = False) -> dict[str, Any]:
+        """Return the dict for Python, which continues an execution after native code has called routines.
+
+        called: the actions whose routines native code has called.
+        traced: whether native code may have passed the dict to backward ops.
+        """
+        begun = any(action.takes_run for action in called)
+        run = self._present.pop(get_ident(), None) if begun or traced else None
+        if run is not None:
+            return run
+        # If a routine was called and no dict is there, native code has dropped it after the last routine.
+        return {} if begun else self.new_dict()
+
+    def routines(
+        self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], traced: bool
+    ) -> dict[Action, Routine]:
+        """Return, for the actions that take `run`, routines that native code calls without `run`.
+
+        traced: whether the dict is passed to backward ops once the op has run, before the routines after it.
+        """
+        earlier, later = ([action for action in side if action.takes_run] for side in (before, after))
+        stages = [*earlier, *([None] if traced else []), *later]
+        last = len(stages) - 1
+        return {
+            action: _with_run_dict(
+                ops, action, self._dict_of_thread if i else self.begin, self.end if i == last else None
+            )
+            for i, action in enumerate(stages)
+            if action is not None
+        }
+
+    def dict_for_backward(self, before: Sequence[Action], after: Sequence[Action]) -> dict[str, Any]:
+        """Return the dict for the backward ops, at the moment when the op has run."""
+        later = any(action.takes_run for action in after)
+        if not any(action.takes_run for action in before):
+            return self.begin() if later else self.new_dict()
+        return self._dict_of_thread() if later else self.end()
+
+    def _dict_of_thread(self) -> dict[str, Any]:
+        run = self._present.get(get_ident())
+        # Where the op created no node of autograd, `dict_for_backward` has not been called.
+        return self.begin() if run is None else run
+
+
+class RecordedRunDicts(RunDicts):
+    """Dicts of executions that a framework may recompute, or that are recomputations, as the state says."""
+
+    __slots__ = ("_op_id", "_ops")
+
+    def __init__(self, ops: TensorOps, op_id: int) -> None:
+        super().__init__()
+        self._ops = ops
+        self._op_id = op_id
+
+    def new_dict(self) -> dict[str, Any]:
+        """Return the dict of an execution: in a recomputation what the first execution has left in it."""
+        state = interceptor.ACTIVATION.get().state
+        run: dict[str, Any] = {} if state.recall is None else state.recall.take(self._op_id)
+        if state.records:
+            execution = _RecordedExecution(self._ops, run)
+            for record in state.records:
+                record.add(self._op_id, execution)
+        return run
+
+
+class _RecordedExecution:
+    """One execution, with what its routines have left in `run`."""
+
+    __slots__ = ("ops", "run")
+
+    def __init__(self, ops: TensorOps, run: dict[str, Any]) -> None:
+        self.ops = ops
+        self.run = run
+
+    def drop_tensors(self) -> None:
+        """Drop the tensors in `run`: a checkpoint exists to save their memory."""
+        is_tensor = self.ops.is_tensor
+        self.run = {key: value for key, value in self.run.items() if not any(map(is_tensor, spread([value])))}
+
+
+class RunRecord:
+    """The `run` dicts of the executions inside a checkpoint, by op and in order, for its recomputation."""
+
+    __slots__ = ("_executions",)
+
+    def __init__(self) -> None:
+        self._executions: dict[int, list[_RecordedExecution]] = {}
+
+    def add(self, op_id: int, execution: _RecordedExecution) -> None:
+        """Add an execution at its start."""
+        self._executions.setdefault(op_id, []).append(execution)
+
+    def close(self) -> None:
+        """Drop the tensors in the dicts; call at the end of the checkpointed function."""
+        for executions in self._executions.values():
+            for execution in executions:
+                execution.drop_tensors()
+
+    def recall(self) -> Recall:
+        """Return the executions in the order in which a recomputation repeats them."""
+        return Recall(self._executions)
+
+
+class Recall:
+    """The executions of a record, as a recomputation comes to them."""
+
+    __slots__ = ("_executions", "_next")
+
+    def __init__(self, executions: Mapping[int, Sequence[_RecordedExecution]]) -> None:
+        self._executions = executions
+        self._next: dict[int, int] = {}
+
+    def take(self, op_id: int) -> dict[str, Any]:
+        """Return a copy of `run` of the op's next execution; {} where the op did not execute before."""
+        number = self._next.get(op_id, 0)
+        self._next[op_id] = number + 1
+        executions = self._executions.get(op_id, ())
+        return dict(executions[number].run) if number < len(executions) else {}
+
+
+def _with_run_dict(
+    ops: TensorOps, action: Action, current_dict: Callable[[], dict[str, Any]], end: Callable[[], Any] | None
+) -> Routine:
+    """Return a routine that receives the dict, and values without their graph, which the dict could keep.
+
+    end: drops the dict after the routine; None where routines follow.
+    """
+    func, isolated = action.func, not action.differentiable
+
+    def routine(*values: Any, **kwargs: Any) -> Any:
+        run = current_dict()
+        arguments = [ops.kept(value) for value in values] if isolated else values
+        result = func(*arguments, run=run, **kwargs)
+        if end is not None:
+            end()
+        if not isolated or result is None:
+            return result
+        original_of = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
+        return [original_of.get(id(argument), argument) for argument in matched(action, result, values) or ()]
+
+    return routine

@@ -1,0 +1,221 @@
+"""Stacks: the tools of nested scopes, with the plans of their ops."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.analysis import AnalysisPart, PendingPlans
+from amanda.plan.hooks import hooks
+from amanda.plan.lifetime import plan_lifetimes
+from amanda.plan.notes import add_note, describe
+from amanda.plan.order import interchangeable, routines_at
+
+if TYPE_CHECKING:
+    from amanda.plan.context import OpContext
+    from amanda.plan.plan import Plan
+    from amanda.plan.tensors import TensorOps
+    from amanda.plan.tools import AnyTool, RegisteredRoutine
+
+STACKS_PER_TOOL = 16
+PLANS_PER_OP = 256
+
+
+class ToolStack:
+    """The tools of one scope, in order, above the stacks of the scopes around it.
+
+    keyed_by_shapes: whether a guard makes the shapes of the inputs a part of the key of every plan.
+    keyed_by_shapes_read: whether shapes are a part of the key where an analysis routine has read shapes.
+    keyed_by_callables: whether a guard is a function of the inputs.
+    shape_dependent_ops: ids of the ops whose analysis has read shapes.
+    writing_ops: ids of the ops that write into their input tensors.
+    intercepts: whether a tool needs calls to be intercepted.
+    backward_tools: the tools whose analysis routines for backward ops run in this stack.
+    double_backward: whether gradients have been differentiated, so that backward ops have backward ops.
+    pending_plans: plans that threads are making at this moment.
+    rewrites: a driver's records of graphs rewritten for this stack, by graph.
+    """
+
+    def __init__(self, tools: Sequence[AnyTool], parent: ToolStack | None) -> None:
+        self.tools = tuple(tools)
+        self.chain: tuple[ToolStack, ...] = (*(parent.chain if parent else ()), self)
+        applied = [tool for stack in self.chain for tool in stack.tools]
+        self.applied = tuple(applied)
+        self._versions = [tool._amanda.version for tool in applied]
+        self.routines = {
+            point: routines_at(point, (*self._outer_tools_at(point), *self.tools), applied)
+            for point in InstrumentationPoint
+        }
+        self.guards: list[RegisteredRoutine] = [*(parent.guards if parent else ())]
+        for routines in self.routines.values():
+            self.guards += [routine for routine in routines if routine.guard is not None]
+        self.keyed_by_shapes = any(routine.guard == "shape" for routine in self.guards)
+        self.keyed_by_shapes_read = any(routine.guard == "read" for routine in self.guards)
+        self.shape_dependent_ops: set[int] = set()
+        self.keyed_by_callables = any(callable(routine.guard) for routine in self.guards)
+        self.intercepts = any(tool.intercepts for tool in applied)
+        backward_points = [point for point in self.routines if point.is_backward]
+        backward_ids = {id(routine.tool) for point in backward_points for routine in self.routines[point]}
+        self.backward_tools = tuple(tool for tool in applied if id(tool) in backward_ids)
+        self.wants_backward = bool(self.backward_tools)
+        self.double_backward = False
+        self.plans: dict[int, dict[Hashable, Plan]] = {}
+        self.pending_plans = PendingPlans()
+        self.writing_ops: set[int] = set()
+        self.table = interceptor.PlanTable()
+        self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        plan_lifetimes.stacks.add(self)
+
+    @property
+    def is_current(self) -> bool:
+        """Return True unless a tool's routines or restrictions have changed since the stack was created."""
+        return self._versions == [tool._amanda.version for tool in self.applied]
+
+    def _outer_tools_at(self, point: InstrumentationPoint) -> list[AnyTool]:
+        """Return the tools of stacks around that may take part at a point only for tools of this stack."""
+        outer_stacks = self.chain[:-1]
+        active_ids = {id(routine.tool) for stack in outer_stacks for routine in stack.routines[point]}
+        return [tool for stack in outer_stacks for tool in stack.tools if id(tool) not in active_ids]
+
+    def analyse(
+        self, context: OpContext, point: InstrumentationPoint, part: AnalysisPart | None = None
+    ) -> None:
+        """Run this stack's analysis routines of a point on a context.
+
+        part: the tools whose routines run, with a record of each routine's actions; None for all tools.
+        """
+        for i, routine in enumerate(self.routines[point]):
+            tool = routine.tool
+            if part is not None and not any(tool is member for member in part.tools):
+                continue
+            context._tool, first = tool, len(context._actions)
+            registry = tool._amanda
+            try:
+                with registry.lock:
+                    while registry.dead_ops:
+                        tool.op_gone(registry.dead_ops.popleft())
+                    registry.analysed_ops.add(context._facts.op_id)
+                    if not registry.admissions or all(admits(context) for admits in registry.admissions):
+                        routine.callback(context)
+            except BaseException as error:
+                add_note(error, describe(context._facts, tool, point.value))
+                raise
+            if part is not None:
+                part.recorded[point, i] = tuple(context._actions[first:])
+        hooks.call("amanda_op_analysed", context=context)
+
+    def has_tool(self, tool: AnyTool) -> bool:
+        """Return True if a tool, or an interchangeable one, is applied in this stack or in a stack around."""
+        return any(applied is tool for applied in self.applied) or any(
+            interchangeable(applied, tool) for applied in self.applied
+        )
+
+    def depends_on_shapes(self, op_id: int | None) -> bool:
+        """Return True if the shapes of an op's inputs decide its plan; None for any op of a graph."""
+        if self.keyed_by_shapes or not self.keyed_by_shapes_read:
+            return self.keyed_by_shapes
+        return op_id is None or any(op_id in stack.shape_dependent_ops for stack in self.chain)
+
+    def key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
+        """Return the key of a plan: the signature of the op's inputs, and the results of the guards.
+
+        op_id: id of an eager op; None for an op of a graph.
+        """
+        if not self.guards:
+            return ops.signature(inputs)
+        answers: list[Hashable] = [ops.signature(inputs)]
+        for tool, _, _, guard, _ in self.guards if self.keyed_by_callables else ():
+            if callable(guard):
+                try:
+                    answers.append(guard(list(inputs)))
+                except BaseException as error:
+                    add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
+                    raise
+        return (*answers, ops.shapes(inputs)) if self.depends_on_shapes(op_id) else tuple(answers)
+
+    def keep(self, op_id: int, key: Hashable, plan: Plan, shapes_read: Hashable = None) -> None:
+        """Store a plan under its key; drop the op's oldest plan where there are too many.
+
+        shapes_read: shapes that the plan's analysis has read, if no earlier analysis of the op has read any.
+        """
+        if shapes_read is not None:
+            # Earlier plans of the op have keys without shapes, under which no call looks from now on.
+            self.forget(op_id)
+            self.shape_dependent_ops.add(op_id)
+            assert isinstance(key, tuple)
+            key = (*key, shapes_read)
+        plans = self.plans.setdefault(op_id, {})
+        plans[key] = plan
+        if len(plans) > PLANS_PER_OP:
+            del plans[next(iter(plans))]
+
+    def enable_double_backward(self) -> bool:
+        """Enable double backward; return True if records of analysed backward ops were invalidated."""
+        if self.double_backward:
+            return False
+        invalidated = False
+        for stack in self.chain:
+            stack.double_backward = True
+            plans = [
+                plan
+                for plans in stack.plans.values()
+                for plan in plans.values()
+                if plan.has_backward_routines
+            ]
+            for plan in plans:
+                invalidated = invalidated or bool(plan.backward.complete)
+                plan.backward.invalidate()
+        if invalidated:
+            self.table.clear()
+        return invalidated
+
+    def forget_programs(self, op_id: int) -> None:
+        """Drop the native programs of an op, so that its next calls run in Python."""
+        entry = self.table.get(op_id)
+        if isinstance(entry, interceptor.Memo):
+            entry.forget()
+
+    def watch_writes(self) -> None:
+        """Run ops that write in Python from now on, also ops that have native programs."""
+        for op_id in self.writing_ops:
+            if self.table.get(op_id) is None:
+                self.table.discard(op_id)
+            else:
+                self.forget_programs(op_id)
+
+    def forget(self, op_id: int) -> None:
+        """Drop every plan of an op."""
+        self.plans.pop(op_id, None)
+        self.writing_ops.discard(op_id)
+        self.shape_dependent_ops.discard(op_id)
+        self.table.discard(op_id)
+
+    def drop_dead_op(self, op_id: int) -> None:
+        """Drop every plan of an op that cannot execute again, and notify the tools."""
+        self.forget(op_id)
+        for tool in self.applied:
+            tool._amanda.on_death(op_id)
+
+
+def stack_of(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
+    """Return the stack of the tools above `parent`, with the plans of earlier scopes of the same tools.
+
+    The stack is stored with the last tool, since the last tool depends on the others.
+    """
+    chain = parent.chain if parent else ()
+    key = tuple(
+        tuple((tool._amanda.number, tool._amanda.version) for tool in group)
+        for group in (*(stack.tools for stack in chain), tuple(tools))
+    )
+    stacks = tools[-1]._amanda.stacks if tools else {}
+    if key not in stacks:
+        stacks[key] = ToolStack(tools, parent)
+    stack: ToolStack = stacks[key]
+    if tools:
+        tools[-1]._amanda.stacks.move_to_end(key)
+        while len(stacks) > STACKS_PER_TOOL:
+            tools[-1]._amanda.stacks.popitem(last=False)
+    return stack
