@@ -174,7 +174,9 @@ class Enclave:
         self, tensors: PackedTensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """Step the optimizer of this number, which begins without state."""
-        options = [{key: _tuples(value) for key, value in group["options"].items()} for group in groups]
+        options = [
+            {key: _list_to_tuple(value) for key, value in group["options"].items()} for group in groups
+        ]
         if optimizer not in self._optimizers:
             parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
             pairs = zip(parameters, options, strict=True)
@@ -220,5 +222,5 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     return function(*inputs[:num_positional], **{argument.name: value for argument, value in keyword_pairs})
 
 
-def _tuples(value: Any) -> Any:
+def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value

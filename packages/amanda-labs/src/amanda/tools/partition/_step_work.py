@@ -177,8 +177,8 @@ def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
 
     FLOPs are counted by phase, type, module and line; ops that agree in these divide them by their calls.
     """
-    sums = ((_identity(place), (place.flops or 0) * place.calls) for place in flops.places)
-    return StepWork(graph, _cost_by_op(graph, sums, _identity, steps), "FLOPs", list(flops.notes()[1:]))
+    sums = ((_op_key(place), (place.flops or 0) * place.calls) for place in flops.places)
+    return StepWork(graph, _cost_by_op(graph, sums, _op_key, steps), "FLOPs", list(flops.notes()[1:]))
 
 
 def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWork:
@@ -190,7 +190,7 @@ def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWor
     return StepWork(graph, costs, "s", remarks)
 
 
-def _identity(op: Op | OpCost) -> Hashable:
+def _op_key(op: Op | OpCost) -> Hashable:
     return op.phase, op.type, op.module, op.source
 
 

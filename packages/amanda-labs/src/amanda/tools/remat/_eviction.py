@@ -235,7 +235,7 @@ class StorageRecomputation:
                 storage, locked = pending[-1]
                 if storage.live_memory is not None:
                     pending.pop()
-                    _unlock(locked)
+                    _unlock_storages(locked)
                     continue
                 maker = storage.maker
                 if maker is None:
@@ -251,7 +251,7 @@ class StorageRecomputation:
                 self._recompute(maker, storage)
         finally:
             for _, locked in pending:
-                _unlock(locked)
+                _unlock_storages(locked)
         target.last_read = self.ledger.clock
         return target.live_memory
 
@@ -316,6 +316,6 @@ def _lock_inputs(operation: RecordedOp, locked: set[Storage]) -> Storage | None:
     return missing
 
 
-def _unlock(storages: set[Storage]) -> None:
+def _unlock_storages(storages: set[Storage]) -> None:
     for storage in storages:
         storage.locks -= 1

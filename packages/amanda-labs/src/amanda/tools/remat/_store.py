@@ -160,7 +160,7 @@ class RematStore:
             tensor = handle.tensor
             if tensor is None:
                 assert storage is not None
-                with self._exclusive():
+                with self._with_lock():
                     return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
             if storage is not None:
                 storage.last_read = self.ledger.clock
@@ -173,14 +173,14 @@ class RematStore:
             return tensor
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _with_lock(self) -> Iterator[None]:
         """Hold the lock, with instrumentation and the user's modes switched off."""
         with interceptor.Suspension(), self.lock, undisturbed():
             yield
 
     def before_write(self, tensors: Sequence[Any]) -> None:
         """Recompute the evicted storages that depend on tensors, before the program writes these tensors."""
-        with self._exclusive():
+        with self._with_lock():
             self._release_after_backward()
             self.ledger.process_deaths()
             for tensor in filter(self.torch.is_plain, tensors):
@@ -210,7 +210,7 @@ class RematStore:
 
     def restore(self) -> None:
         """Recompute all evicted storages, set the tensor of each handle, and forget all records."""
-        with self._exclusive():
+        with self._with_lock():
             for handle in list(self._handles):
                 if handle.tensor is None and handle.storage is not None:
                     self.torch.refill(handle, self.recomputation.materialise(handle.storage, bounded=False))

@@ -111,7 +111,7 @@ class ProgramMatches:
             # Weakly: a symbol holds its graph, which may be as large as the model.
             node.values = [_weak_reference(value) for value in context.get_inputs()]
         for number in flow.reads:
-            producer = self._producer(number)
+            producer = self._producer_node(number)
             if producer is not None:
                 producer.readers.add(op_id)
         for rank, rule in enumerate(self._rules):
@@ -133,10 +133,10 @@ class ProgramMatches:
 
     def record_output(self, node: ProgramNode, value: Any) -> None:
         """Record a tensor as the output of an op, unless it is recorded already."""
-        if self._producer(self._flow.number(value)) is not node:
+        if self._producer_node(self._flow.number(value)) is not node:
             self._flow.made(node.flow, [value])
 
-    def _producer(self, number: int | None) -> ProgramNode | None:
+    def _producer_node(self, number: int | None) -> ProgramNode | None:
         producer = self._flow.maker(number)
         return None if producer is None else self.nodes.get(producer.op_id)
 
@@ -171,7 +171,7 @@ class ProgramMatches:
             for option in (pattern.op, pattern.op.first_input):
                 yield from self._match_inputs([(option, edge), *remaining], binding)
         elif isinstance(pattern, Op):
-            producer = self._producer(number)
+            producer = self._producer_node(number)
             if producer is not None:
                 binding = binding._replace(edges={**binding.edges, edge: producer.id})
                 yield from self._match_op(pattern, producer, remaining, binding)

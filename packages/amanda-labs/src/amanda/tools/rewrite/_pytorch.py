@@ -79,7 +79,7 @@ class TorchOpExecutions(OpExecutions):
             if len(self._forms) >= _MAX_FORMS:
                 self._forms.clear()
             self._forms[key] = _form_of(value, inputs)
-        for tensor in _tensors([value]):
+        for tensor in _tensors_in([value]):
             self._by_output[tensor] = delay
         return value
 
@@ -92,7 +92,7 @@ class TorchOpExecutions(OpExecutions):
         for delay in list(self.delayed) if self.delayed else ():
             if not written:
                 delay.value()
-            elif _storages(written) & _storages(delay.inputs):
+            elif _storage_ids(written) & _storage_ids(delay.inputs):
                 delay.value()
                 delay.is_written = True
 
@@ -115,14 +115,14 @@ class DelayedExecution(OpExecution):
     def __post_init__(self) -> None:
         import torch
 
-        devices = sorted({tensor.device.type for tensor in _tensors(self.inputs)})
+        devices = sorted({tensor.device.type for tensor in _tensors_in(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
               for device in devices if torch.amp.is_autocast_available(device)),
         )  # fmt: skip
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        self._versions = _versions(self.inputs)
+        self._versions = _tensor_versions(self.inputs)
         self._arguments: Sequence[Any] = ()
         self._random: Any = None
         self._value: Any = None
@@ -131,11 +131,11 @@ class DelayedExecution(OpExecution):
     @property
     def is_intact(self) -> bool:
         """True if no input was written since the op was called."""
-        return not self.is_written and _versions(self.inputs) == self._versions
+        return not self.is_written and _tensor_versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
         """Return True if the output was read, or if it was computed and has hooks."""
-        if any(tensor._backward_hooks or tensor.retains_grad for tensor in _tensors([self._value])):
+        if any(tensor._backward_hooks or tensor.retains_grad for tensor in _tensors_in([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
 
@@ -144,7 +144,7 @@ class DelayedExecution(OpExecution):
         if not form.requires_grad:
             return _make_stand_in(self, form)
         self.has_stand_in = True
-        stand_in = _torch_classes()[1].apply(self, form, *_tensors(self.inputs))
+        stand_in = _torch_classes()[1].apply(self, form, *_tensors_in(self.inputs))
         stand_in._amanda_delay = self
         return stand_in
 
@@ -159,7 +159,7 @@ class DelayedExecution(OpExecution):
 
         with self._lock:
             if self._value is None:
-                self._random = torch.get_rng_state(), get_device_states(*_tensors(self.inputs))
+                self._random = torch.get_rng_state(), get_device_states(*_tensors_in(self.inputs))
                 self._value, self._arguments = self._compute_output()
             return self._value, self._arguments
 
@@ -220,20 +220,20 @@ def _differentiable_alias(value: Any) -> Any:
     return _torch_classes()[2].apply(value, _computed_value(value).detach())
 
 
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors among values and in their lists."""
     from torch import Tensor
 
     return [tensor for tensor in leaves(values) if isinstance(tensor, Tensor)]
 
 
-def _storages(values: Sequence[Any]) -> set[int]:
+def _storage_ids(values: Sequence[Any]) -> set[int]:
     """Return the storages of tensors."""
-    return {tensor.untyped_storage()._cdata for tensor in _tensors(values) if delay_of(tensor) is None}
+    return {tensor.untyped_storage()._cdata for tensor in _tensors_in(values) if delay_of(tensor) is None}
 
 
-def _versions(values: Sequence[Any]) -> list[int | None]:
-    return [None if tensor.is_inference() else tensor._version for tensor in _tensors(values)]
+def _tensor_versions(values: Sequence[Any]) -> list[int | None]:
+    return [None if tensor.is_inference() else tensor._version for tensor in _tensors_in(values)]
 
 
 def _input_signature(value: Any) -> Hashable:
@@ -254,7 +254,7 @@ def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
 
     if type(value) not in (torch.Tensor, _torch_classes()[0]) or value.layout is not torch.strided:
         return None
-    owns_memory = delay_of(value) is not None or not _storages([value]) & _storages(
+    owns_memory = delay_of(value) is not None or not _storage_ids([value]) & _storage_ids(
         tree_map(_computed_value, inputs)
     )
     return OutputForm(
@@ -309,13 +309,13 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            inputs, create_graph = _tensors(ctx.delay.inputs), torch.is_grad_enabled()
+            inputs, create_graph = _tensors_in(ctx.delay.inputs), torch.is_grad_enabled()
             # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
             # this function needs a value with a graph of its own.
             value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.differentiable()
             trained_arguments = [
                 argument
-                for tensor, argument in zip(inputs, _tensors(arguments), strict=True)
+                for tensor, argument in zip(inputs, _tensors_in(arguments), strict=True)
                 if tensor.requires_grad
             ]
             input_gradients = iter(
