@@ -114,7 +114,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         Before a calibration ops compute with the weights as they are, and else with those of the calibration
         or of the state that was loaded.
         """
-        has_state = any(weight.is_ready or weight.is_left for weight in self.weights)
+        has_state = any(weight.is_ready or weight.is_skipped for weight in self.weights)
         self._is_finding_weights = not (has_state or self.waiting_state())
         try:
             return super().prepare(model, *example, **kwargs)
@@ -143,7 +143,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Return a context that begins a calibration anew; `settle` makes the states within."""
         self._expire()
         for weight in self.weights:
-            weight.is_left = False
+            weight.is_skipped = False
         self.is_calibrating, self.calibration, self.settled = True, "", set()
         try:
             yield
@@ -160,7 +160,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
         if self.is_calibrating and weight.is_ready and weight not in self.settled:
             weight.updated = -1
-        if not (weight.is_ready or weight.is_left or self.is_calibrating or self._is_finding_weights):
+        if not (weight.is_ready or weight.is_skipped or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
                 f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
@@ -172,9 +172,9 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
         samples = weight.samples
         self.settled.add(weight)
-        weight.is_left = samples is None or weight.misfit != UNREAD
+        weight.is_skipped = samples is None or weight.misfit != UNREAD
         place = f"{weight.type} of {weight.module or weight.source}"
-        if samples is None or weight.is_left:
+        if samples is None or weight.is_skipped:
             self.weights.reasons[place] = weight.misfit
             return
         self.weights.reasons.pop(place, None)
@@ -188,7 +188,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        form, find = self.weights.at(context, read)
+        form, find = self.weights.view_of_read(context, read)
         if form is None and find is None:
             return
         data = read.multiplied_input(context)

@@ -84,7 +84,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
                     for weight in turn.weights:
                         self.settle(weight)
                         weight.samples = None
-                    shown.done("left" if all(one.is_left for one in turn.weights) else "quantised")
+                    shown.done("left" if all(one.is_skipped for one in turn.weights) else "quantised")
                 for weight in self.weights:
                     if weight not in self.settled:
                         self.settle(weight)

@@ -55,8 +55,8 @@ class QuantizedWeights(WeightResult):
 
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
-        bits = None if weight.is_left else self._tool.grid.bits
-        return (*super().row(weight), bits, None if weight.is_left else self._tool.size(weight))
+        bits = None if weight.is_skipped else self._tool.grid.bits
+        return (*super().row(weight), bits, None if weight.is_skipped else self._tool.size(weight))
 
     def facts(self) -> Mapping[str, Any]:
         """Return totals, what was left, and how weights were calibrated."""
@@ -179,7 +179,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             raise QuantizeError(str(error)) from error
 
     def _check(self, weight: CalibratedWeight, held: StoredParameter | None) -> None:
-        if not (weight.is_ready or weight.is_left):
+        if not (weight.is_ready or weight.is_skipped):
             within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
             raise QuantizeError(
                 f"{weight.name} has no integers, since its last calibration was not completed: run the model "
