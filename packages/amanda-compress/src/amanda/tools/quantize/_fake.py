@@ -9,7 +9,7 @@ import amanda
 from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 from amanda.tools.quantize import _pytorch, _tensorflow
-from amanda.tools.quantize._grid import FloatGrid, Grid, Groups, Rounding, spread
+from amanda.tools.quantize._grid import FloatGrid, Grid, Groups, Rounding, broadcast_channels
 
 _KERNELS = {"torch": _pytorch.kernel, "tensorflow": _tensorflow.kernel}
 
@@ -40,10 +40,10 @@ def fake_quantize(
     bits.
     """
     xp = tensors_of(x)
-    made = _by_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
-    if made is not None:
-        return made
-    wide, s, z = _spread(x, scale, zero_point, axes)
+    kernel_result = _run_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
+    if kernel_result is not None:
+        return kernel_result
+    wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
     if isinstance(grid, FloatGrid):
         return xp.cast(grid.nearest(wide / s) * s, x)
     if rounding == "half_up":
@@ -53,44 +53,44 @@ def fake_quantize(
         shifted = xp.maximum(xp.minimum(wide, most), least) - least
         steps = shifted * inverse if axes else shifted / s
         return xp.cast(xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s, x)
-    integers = _rounded(wide * (1 / s), rounding) + z
+    integers = _round(wide * (1 / s), rounding) + z
     return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
 
 
-def straight_through(x: Any, *given: Any) -> Any:
+def straight_through(x: Any, *qparams: Any) -> Any:
     """Return `fake_quantize(x, *given)`, with `fake_quantize_gradient` as its gradient."""
-    made = _by_kernel(x, *given)
-    if made is not None:
-        return made
+    kernel_result = _run_kernel(x, *qparams)
+    if kernel_result is not None:
+        return kernel_result
 
     def backward(gradient: Any, x: Any) -> tuple[Any]:
-        return (fake_quantize_gradient(gradient, x, *given),)
+        return (fake_quantize_gradient(gradient, x, *qparams),)
 
-    return tensors_of(x).with_gradient(lambda x: fake_quantize(x, *given), backward, [x])
+    return tensors_of(x).with_gradient(lambda x: fake_quantize(x, *qparams), backward, [x])
 
 
-def _by_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: str) -> Any:
+def _run_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: str) -> Any:
     """Return the result of a kernel that autodiff knows; None if the framework has no kernel for it."""
     kernel = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
     return None if kernel is None else kernel(x, scale, zero_point, grid, axes)
 
 
 @amanda.traceable
-def fake_quantize_for_good(x: Any, scales: Mapping[int | None, Scale], rounding: Rounding) -> Any:
+def fake_quantize_fixed(x: Any, scales: Mapping[int | None, Scale], rounding: Rounding) -> Any:
     """Return a tensor, or tensors of a list, quantised by fixed scales, in tensor code alone.
 
     scales: by the index in the list, or under None the scale of `x` itself.
     """
 
-    def fixed(place: int | None, one: Any) -> Any:  # without kernels, which need data that graphs lack
-        if place not in scales:
-            return one
-        scale, zero_point, grid, axes, groups = scales[place]
-        rows = one if groups is None else groups.split(one)
-        made = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
-        return made if groups is None else groups.joined(made, one.shape)
+    def fixed(item: int | None, tensor: Any) -> Any:  # without kernels, which need data that graphs lack
+        if item not in scales:
+            return tensor
+        scale, zero_point, grid, axes, groups = scales[item]
+        rows = tensor if groups is None else groups.split(tensor)
+        quantised = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
+        return quantised if groups is None else groups.joined(quantised, tensor.shape)
 
-    return fixed(None, x) if None in scales else [fixed(place, one) for place, one in enumerate(x)]
+    return fixed(None, x) if None in scales else [fixed(item, tensor) for item, tensor in enumerate(x)]
 
 
 def fake_quantize_gradient(
@@ -102,24 +102,26 @@ def fake_quantize_gradient(
     Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up", values
     between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
     """
-    wide, s, z = _spread(x, scale, zero_point, axes)
+    wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
     if isinstance(grid, FloatGrid):
         passes = tensors_of(wide).absolute(wide / s) <= grid.high
     elif rounding == "half_up":
         passes = (wide >= (grid.low - z) * s) & (wide <= (grid.high - z) * s)
     else:
-        integers = _rounded(wide * (1 / s), rounding) + z
+        integers = _round(wide * (1 / s), rounding) + z
         passes = (integers >= grid.low) & (integers <= grid.high)
     return tensors_of(gradient).where(passes, gradient, gradient * 0)
 
 
-def _spread(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+def _broadcast_qparams(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
     """Return x, scale and zero point in float32 or wider, in shapes that broadcast."""
     wide = tensors_of(x).wide(x)
-    return wide, *(tensors_of(x).cast(spread(one, x, axes), wide) for one in (scale, zero_point))
+    return wide, *(
+        tensors_of(x).cast(broadcast_channels(parameter, x, axes), wide) for parameter in (scale, zero_point)
+    )
 
 
-def _rounded(x: Any, rounding: Rounding) -> Any:
+def _round(x: Any, rounding: Rounding) -> Any:
     xp = tensors_of(x)
     if rounding == "half_even":
         return xp.round(x)

@@ -26,15 +26,17 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
     Raises QuantizeError for another suffix, and FileError; then the file is as it was.
     """
     path = Path(path)
-    told = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
+    description = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
     if path.suffix == ".json":
-        kept = {name: {"dtype": str(one.dtype), "values": one.tolist()} for name, one in arrays.items()}
-        return write_file(path, to_json({**told, "arrays": kept}, indent=1) + "\n")
+        array_values = {
+            name: {"dtype": str(array.dtype), "values": array.tolist()} for name, array in arrays.items()
+        }
+        return write_file(path, to_json({**description, "arrays": array_values}, indent=1) + "\n")
     if path.suffix == ".safetensors":
         from safetensors.numpy import save
 
-        plain = {name: np.ascontiguousarray(one).reshape(one.shape) for name, one in arrays.items()}
-        return write_file(path, save(plain, {"amanda": to_json(told)}))
+        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+        return write_file(path, save(plain, {"amanda": to_json(description)}))
     raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
 
 
@@ -54,8 +56,8 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             about = json.loads(read_text(path))
-            arrays = {name: np.array(one["values"], _dtype(one["dtype"]))
-                      for name, one in about.pop("arrays").items()}  # fmt: skip
+            arrays = {name: np.array(array["values"], _dtype(array["dtype"]))
+                      for name, array in about.pop("arrays").items()}  # fmt: skip
         check_schema(about, _NAME, _VERSION)
         for name in ("options", "grids"):
             if not isinstance(about.get(name, {}), Mapping):

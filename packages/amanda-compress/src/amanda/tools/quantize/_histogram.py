@@ -31,19 +31,19 @@ class Histogram:
         """Add finite numbers."""
         values = values.reshape(-1).astype(np.float32, copy=False)
         least, most = min(self.least, values.min()), max(self.most, values.max())
-        added = _counted(values, self.bins, least, most)
+        added = _bin_counts(values, self.bins, least, most)
         if self.least > self.most:
             self.counts = added
         elif (least, most) == (self.least, self.most):
             self.counts = self.counts + added
         else:
-            self.counts = self._in_range(least, most) + added
+            self.counts = self._rebinned(least, most) + added
         self.least, self.most = least, most
 
-    def _in_range(self, least: Any, most: Any) -> NDArray[Any]:
+    def _rebinned(self, least: Any, most: Any) -> NDArray[Any]:
         """Return the counts, moved to the bins of a wider range."""
         if self.least == self.most:
-            return np.asarray(_counted(np.array([self.least]), self.bins, least, most) * self.counts.sum())
+            return np.asarray(_bin_counts(np.array([self.least]), self.bins, least, most) * self.counts.sum())
         fine = self.bins * _UPSAMPLING
         counts = np.repeat(self.counts, _UPSAMPLING) / np.float32(_UPSAMPLING)
         middles = _linspace(self.least, self.most, fine + 1)[:-1] + np.float32(0.5) * (
@@ -79,24 +79,24 @@ class Histogram:
         error = np.inf
         while lower < upper:
             next_lower, next_upper = lower + _STEP, upper - _STEP
-            left = min(max(begin, int(np.searchsorted(sums, np.float32(next_lower * total)))), end)
-            right = max(
+            low_bin = min(max(begin, int(np.searchsorted(sums, np.float32(next_lower * total)))), end)
+            high_bin = max(
                 min(end, int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1), begin
             )
-            if left - begin > end - right:
-                proposed, lower = (left, end), next_lower
+            if low_bin - begin > end - high_bin:
+                proposed, lower = (low_bin, end), next_lower
             else:
-                proposed, upper = (begin, right), next_upper
+                proposed, upper = (begin, high_bin), next_upper
             if proposed == (begin, end):
                 continue
-            found = self._error(*proposed, levels)
-            if found > error:
+            proposed_error = self._squared_error(*proposed, levels)
+            if proposed_error > error:
                 break
-            error, (begin, end) = found, proposed
+            error, (begin, end) = proposed_error, proposed
         width = (self.most - self.least) / np.float32(self.bins)
         return self.least + width * np.float32(begin), self.least + width * np.float32(end + 1)
 
-    def _error(self, begin: int, end: int, levels: int) -> float:
+    def _squared_error(self, begin: int, end: int, levels: int) -> float:
         """Return the squared error of numbers spread evenly over their bins, with levels between two bins."""
         width = (float(self.most) - float(self.least)) / self.bins
         step = width * (end - begin + 1) / levels
@@ -104,7 +104,7 @@ class Histogram:
             return 0.0
         starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
         ends = starts + np.float32(width)
-        first, last = (np.clip(np.floor(one / np.float32(step)), 0, levels - 1) for one in (starts, ends))
+        first, last = (np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends))
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)
         error = _integral(starts - (first + np.float32(0.5)) * np.float32(step), half, density)
@@ -118,12 +118,12 @@ def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(density * ((end * end * end - begin * begin * begin) / np.float32(3)))
 
 
-def _counted(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
+def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
     """Return the number of values in each bin between two bounds, as torch.histc does."""
     if least == most:
         least, most = least - np.float32(1), most + np.float32(1)
     if float(most) - float(least) > np.finfo(np.float32).max / bins:  # the end of float32 is near
-        values, least, most = (np.asarray(one, np.float64) for one in (values, least, most))
+        values, least, most = (np.asarray(array, np.float64) for array in (values, least, most))
     place = ((values - least) * bins / (most - least)).astype(np.int64)
     return np.bincount(np.minimum(place, bins - 1), minlength=bins).astype(np.float32)
 

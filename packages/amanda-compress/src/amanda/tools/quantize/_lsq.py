@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._grid import EPSILON, Grid, group_size, spread, summed
+from amanda.tools.quantize._grid import EPSILON, Grid, broadcast_channels, group_size, summed
 
 
 def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
@@ -28,7 +28,7 @@ def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     xp, count = tensors_of(x), group_size(x, axes)
     wide = xp.wide(x)
     mean = summed(wide, axes) / count
-    std = (summed((wide - spread(mean, x, axes)) ** 2, axes) / count) ** 0.5
+    std = (summed((wide - broadcast_channels(mean, x, axes)) ** 2, axes) / count) ** 0.5
     return xp.maximum((xp.absolute(mean) + 3 * std) / (1 << (grid.bits - 1)), EPSILON)
 
 
@@ -39,7 +39,7 @@ def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Seque
     Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
     """
     xp = tensors_of(x)
-    s, shift, v = _scaled(x, scale, offset, axes)
+    s, shift, v = _divide_by_scale(x, scale, offset, axes)
     result = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s
     return xp.cast(result if shift is None else result + shift, x)
 
@@ -58,14 +58,14 @@ def lsq_gradients(
     """
     xp = tensors_of(x)
     wide = xp.wide(gradient)
-    _, _, v = _scaled(x, scale, offset, axes)
+    _, _, v = _divide_by_scale(x, scale, offset, axes)
     integers = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high))
     inside = xp.within(wide, v, grid.low, grid.high)
     by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
-    found = [xp.cast(inside, gradient), xp.cast(summed(by_scale, axes) * factor, scale)]
+    gradients = [xp.cast(inside, gradient), xp.cast(summed(by_scale, axes) * factor, scale)]
     if offset is not None:
-        found.append(xp.cast(summed(wide - inside, axes) * factor, offset))
-    return tuple(found)
+        gradients.append(xp.cast(summed(wide - inside, axes) * factor, offset))
+    return tuple(gradients)
 
 
 def gradient_scale(count: int, grid: Grid) -> float:
@@ -77,11 +77,11 @@ def gradient_scale(count: int, grid: Grid) -> float:
     return 1 / sqrt(count * grid.high)
 
 
-def _scaled(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+def _divide_by_scale(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
     xp = tensors_of(x)
     wide = xp.wide(x)
-    s = xp.cast(spread(scale, x, axes), wide)
+    s = xp.cast(broadcast_channels(scale, x, axes), wide)
     if offset is None:
         return s, None, wide / s
-    shift = xp.cast(spread(offset, x, axes), wide)
+    shift = xp.cast(broadcast_channels(offset, x, axes), wide)
     return s, shift, (wide - shift) / s

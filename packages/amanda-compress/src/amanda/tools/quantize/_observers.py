@@ -113,11 +113,13 @@ class PercentileObserver(HistogramObserver):
 
     def range(self) -> tuple[Any, Any]:
         """Return the two percentiles."""
-        found, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
-        bounds = np.linspace(found.least, found.most, found.bins + 1)
+        histogram, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
+        bounds = np.linspace(histogram.least, histogram.most, histogram.bins + 1)
         low = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
         high = int(np.searchsorted(sums, self._share * sums[-1], side="left"))
-        return np.float32(bounds[min(low, found.bins - 1)]), np.float32(bounds[min(high, found.bins - 1) + 1])
+        return np.float32(bounds[min(low, histogram.bins - 1)]), np.float32(
+            bounds[min(high, histogram.bins - 1) + 1]
+        )
 
 
 class MseObserver(HistogramObserver):
@@ -133,13 +135,15 @@ class MseObserver(HistogramObserver):
 
     def range(self) -> tuple[Any, Any]:
         """Return the range with the least error."""
-        found, best = self.histogram, np.inf
-        x, range_ = found.middles.astype(np.float32), (found.least, found.most)
+        histogram, best = self.histogram, np.inf
+        x, range_ = histogram.middles.astype(np.float32), (histogram.least, histogram.most)
         for share in np.linspace(1.0, 0.2, 81).astype(np.float32):
-            least, most = (np.asarray(one, np.float32) * share for one in (found.least, found.most))
+            least, most = (
+                np.asarray(bound, np.float32) * share for bound in (histogram.least, histogram.most)
+            )
             qparams = choose_qparams(least, most, self._grid, self._rounding)
             quantised = fake_quantize(x, *qparams, self._grid, (), self._rounding)
-            error = float((np.square(quantised - x, dtype=np.float64) * found.counts).sum())
+            error = float((np.square(quantised - x, dtype=np.float64) * histogram.counts).sum())
             if error < best:
                 best, range_ = error, (least, most)
         return range_

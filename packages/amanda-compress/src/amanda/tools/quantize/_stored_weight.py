@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from amanda.tools.kit import Unfolding
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
+from amanda.tools.quantize._fake import Scale, fake_quantize_fixed
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class StoredWeight(NamedTuple):
     zero_point: NDArray[Any]
     axis: int | None
     block: int
-    way: Unfolding | None = None
+    unfolding: Unfolding | None = None
 
 
 def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWeight:
@@ -45,27 +45,27 @@ def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWei
     Raises QuantizeError where scales differ along several axes.
     """
     s, z, grid, axes, groups = scale
-    fake = np.asarray(fake_quantize_for_good(value, {None: scale}, rounding))
+    fake = np.asarray(fake_quantize_fixed(value, {None: scale}, rounding))
     if groups is None:
-        apart = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
-        if len(apart) > 1:
+        scale_axes = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
+        if len(scale_axes) > 1:
             raise QuantizeError(
-                f"a weight of shape {value.shape} has scales along its axes {apart}, and DequantizeLinear "
-                "knows those of one axis; let per_channel be False"
+                f"a weight of shape {value.shape} has scales along its axes {scale_axes}, and "
+                "DequantizeLinear knows those of one axis; let per_channel be False"
             )
-        axis = apart[0] if apart else None
-        spread = [-1 if i == axis else 1 for i in range(value.ndim)]
-        codes = fake / s.reshape(spread if apart else ()) + z.reshape(spread if apart else ())
+        axis = scale_axes[0] if scale_axes else None
+        extents = [-1 if i == axis else 1 for i in range(value.ndim)]
+        codes = fake / s.reshape(extents if scale_axes else ()) + z.reshape(extents if scale_axes else ())
         return StoredWeight(_codes(codes, grid), s, z, axis, 0)
     rows = groups.split(fake) / s[:, None] + z[:, None]
-    way = Unfolding.of(value.shape, groups.layout)
+    unfolding = Unfolding.of(value.shape, groups.layout)
     if groups.are_outputs:
-        return StoredWeight(_codes(rows, grid), s, z, 0, 0, way)
-    outputs = prod(way.canonical[: way.outputs])
-    codes, s, z = (one.reshape(outputs, -1) for one in (rows, s, z))
-    if way.order == (1, 0):  # the inputs come first
+        return StoredWeight(_codes(rows, grid), s, z, 0, 0, unfolding)
+    outputs = prod(unfolding.canonical[: unfolding.outputs])
+    codes, s, z = (array.reshape(outputs, -1) for array in (rows, s, z))
+    if unfolding.order == (1, 0):  # the inputs come first
         return StoredWeight(_codes(codes.T, grid), s.T, z.T, 0, groups.size)
-    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, way)
+    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, unfolding)
 
 
 def _codes(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:

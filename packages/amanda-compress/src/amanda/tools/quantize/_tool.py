@@ -14,7 +14,7 @@ from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
 from amanda.tools.quantize._op import QuantizedOp
-from amanda.tools.quantize._options import TYPES, Method, Options, operands
+from amanda.tools.quantize._options import TYPES, Method, QuantizeOptions, operand_rules
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 from amanda.tools.select import Globs, Patterns, Selection, as_remarks, listed
@@ -71,21 +71,21 @@ class QuantizeTool(amanda.Tool):
         exclude: Globs = None,
     ) -> None:
         super().__init__()
-        wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
-        self._types = Patterns("type", wanted)
+        types = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
+        self._types = Patterns("type", types)
         self._selection = Selection(type, module, exclude=exclude)
-        self.options = Options(
-            method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
+        self.options = QuantizeOptions(
+            method, weight_bits, activation_bits, types, observer, weight_observer, percentile, per_channel,
             group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
-        self._places: dict[str, QuantizedOp] = {}
-        self._several: dict[str, str] = {}
+        self._ops: dict[str, QuantizedOp] = {}
+        self._skipped_ops: dict[str, str] = {}
         self.parts = SharedState()
-        self.depends_on(StandardMapping(), operands(), WeightReads())
-        self.add_inst_for_op(self._analyse)
+        self.depends_on(StandardMapping(), operand_rules(), WeightReads())
+        self.add_inst_for_op(self._quantise_op)
         if self.options.trains:
-            self.add_inst_for_op(self._analyse_backward, backward=True)
+            self.add_inst_for_op(self._clip_gradients_of_op, backward=True)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -98,14 +98,14 @@ class QuantizeTool(amanda.Tool):
         try:
             yield
         except BaseException:
-            for place in self._places.values():
-                place.forget()
+            for op in self._ops.values():
+                op.forget()
             raise
         finally:
             self.is_calibrating = False
         with amanda.disabled():
-            for place in self._places.values():
-                place.settle()
+            for op in self._ops.values():
+                op.finish_calibration()
 
     def freeze(self) -> None:
         """Fix the scales of "qat"."""
@@ -118,11 +118,11 @@ class QuantizeTool(amanda.Tool):
     @property
     def result(self) -> QuantizeResult:
         """Every tensor that is quantised, with its scale, zero point and noise."""
-        places = self._places.values()
-        rows = [row for place in places for row in place.rows()]
+        ops = self._ops.values()
+        rows = [row for op in ops for row in op.rows()]
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
-        left = {one.name: one.left for one in places if one.left}
-        result = QuantizeResult(rows, self.options.method, waiting, left | self._several)
+        skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
+        result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)
         result.remarks = as_remarks(self.unmatched())
         return result
 
@@ -141,7 +141,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load scales that `state_dict` returned, as tensors or arrays."""
-        self._places, self.parts, self._several = {}, SharedState(), {}
+        self._ops, self.parts, self._skipped_ops = {}, SharedState(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
@@ -152,7 +152,7 @@ class QuantizeTool(amanda.Tool):
         names = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
-            for part, value in quantizer.state.items() if quantizer.settled else ():
+            for part, value in quantizer.state.items() if quantizer.has_scale else ():
                 name = names[id(value)]
                 arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
                 grids[name.removesuffix(f".{part}")] = {
@@ -160,7 +160,7 @@ class QuantizeTool(amanda.Tool):
                     "group_size": quantizer.group_size,
                     "dtype": getattr(quantizer.grid, "dtype", ""),
                 }  # fmt: skip
-        return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
+        return write_scales(path, arrays, {"options": self.options.scale_options(), "grids": grids})
 
     def load(self, path: str | Path) -> None:
         """Load the scales of a file that `save` wrote, and analyse ops anew.
@@ -168,7 +168,7 @@ class QuantizeTool(amanda.Tool):
         Raises QuantizeError for a file that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
-        mine, theirs = self.options.told(), about.get("options", {})
+        mine, theirs = self.options.scale_options(), about.get("options", {})
         unlike = [f"{name} {theirs.get(name)!r}, not {mine[name]!r}" for name in mine
                   if theirs.get(name) != mine[name]]  # fmt: skip
         if unlike:
@@ -181,21 +181,21 @@ class QuantizeTool(amanda.Tool):
         For TensorFlow, where no tape reaches the scales in graphs; each call resets the gradients.
         PyTorch's optimizers take the parameters that `parameters` returns.
         """
-        found = []
+        pairs = []
         for quantizer in self._quantizers():
-            found += [(one, quantizer.state[part]) for part, one in quantizer.collected.items()]
+            pairs += [(gradient, quantizer.state[part]) for part, gradient in quantizer.collected.items()]
             quantizer.collected = {}
-        return found
+        return pairs
 
     def quantized_op(self, context: amanda.OpContext) -> QuantizedOp | None:
         """Return the quantizers of an op that was analysed; None of an op that is not quantised."""
-        return self._places.get(self.place(context))
+        return self._ops.get(self.place(context))
 
     def _quantizers(self) -> Iterator[Quantizer]:
-        for place in self._places.values():
-            yield from place.made
+        for op in self._ops.values():
+            yield from op.created
 
-    def _analyse(self, context: amanda.OpContext) -> None:
+    def _quantise_op(self, context: amanda.OpContext) -> None:
         kind = context["type"]
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
@@ -205,19 +205,19 @@ class QuantizeTool(amanda.Tool):
         if not self._selection.fits(context):
             return
         if is_several:
-            self._several[f"{kind} of {context.get_scope() or context.get_source()}"] = (
+            self._skipped_ops[f"{kind} of {context.get_scope() or context.get_source()}"] = (
                 WeightReads.several_weights
             )
             return
         name = self.place(context)
-        if name not in self._places:
-            options = self.options.at(context.get_scopes())
+        if name not in self._ops:
+            options = self.options.for_modules(context.get_scopes())
             if options is None:
                 return
-            self._places[name] = QuantizedOp(context, self, options)
-        self._places[name].insert(context)
+            self._ops[name] = QuantizedOp(context, self, options)
+        self._ops[name].insert(context)
 
-    def _analyse_backward(self, context: amanda.OpContext) -> None:
-        place = self.quantized_op(context) if context["is_called_back"] else None
-        if place is not None:
-            place.insert_backward(context)
+    def _clip_gradients_of_op(self, context: amanda.OpContext) -> None:
+        op = self.quantized_op(context) if context["is_called_back"] else None
+        if op is not None:
+            op.insert_backward(context)

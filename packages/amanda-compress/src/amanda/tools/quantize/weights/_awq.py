@@ -71,21 +71,21 @@ class AWQTool(IntegerTool, FoldingTool):
             assert samples.gram is not None
             gram = samples.gram / samples.count
             scaled = awq_clipped(
-                scaled, gram / (scales * scales[:, None]), partial(self._rounded, size=size), size
+                scaled, gram / (scales * scales[:, None]), partial(self._round_to_integers, size=size), size
             )
         self.write(weight, matrix, quantized(scaled, self.grid, size))
 
     def factors(
-        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the scales of an input with the least error of all weights that multiply it."""
         import torch
 
-        weights, matrices, samples = zip(*given, strict=True)
-        count = sum(one.count for one in samples)
-        magnitudes = sum(one.magnitudes for one in samples) / count
-        gram = sum(one.gram for one in samples) / count
-        rounded = partial(self._rounded, size=self.size(weights[0]))
+        weights, matrices, samples = zip(*calibrated, strict=True)
+        count = sum(weight_samples.count for weight_samples in samples)
+        magnitudes = sum(weight_samples.magnitudes for weight_samples in samples) / count
+        gram = sum(weight_samples.gram for weight_samples in samples) / count
+        rounded = partial(self._round_to_integers, size=self.size(weights[0]))
         return awq_scales(torch.cat(matrices), tied(magnitudes, slots, "mean"), gram, rounded, self._steps)
 
     def on_folded(
@@ -105,7 +105,7 @@ class AWQTool(IntegerTool, FoldingTool):
         remarks of the result name the weights that hold their scales themselves, and why.
         Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as before.
         """
-        if self._folds is None:
+        if self._fold_by_weight is None:
             return super().finalize(model)
         self.check_model(model)
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
@@ -115,7 +115,7 @@ class AWQTool(IntegerTool, FoldingTool):
         result.remarks = [*result.remarks, *as_remarks(texts)]
         return result
 
-    def _rounded(self, matrix: Tensor, size: int) -> Tensor:
+    def _round_to_integers(self, matrix: Tensor, size: int) -> Tensor:
         return dequantized(*quantized(matrix, self.grid, size))
 
 

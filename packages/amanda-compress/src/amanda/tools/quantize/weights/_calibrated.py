@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from amanda.tools.weights import SelectionOptions
 
-UNREAD = "no op that multiplies by it ran in the calibration"
-ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
+NOT_RUN = "no op that multiplies by it ran in the calibration"
+INDEXED_ROWS = (
+    "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
+)
 
 
 class Samples:
@@ -55,17 +57,17 @@ class CalibratedWeight(Weight):
     """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be."""
 
     samples: Samples | None = None
-    misfit: str = UNREAD
+    skip_reason: str = NOT_RUN
 
     def matrix(self, value: Tensor) -> Tensor:
         """Return a value of the weight as (outputs, K), in float32 or wider.
 
         Raises QuantizeError for NaN and infinity.
         """
-        found: Tensor = self.canonical(self.plain(value)).flatten(1)
-        if not found.isfinite().all():
+        matrix: Tensor = self.canonical(self.plain(value)).flatten(1)
+        if not matrix.isfinite().all():
             raise QuantizeError(f"NaN or Inf in {self.name}: integers stand for finite numbers")
-        return found
+        return matrix
 
     def check(self, samples: Samples) -> None:
         """Raise QuantizeError for NaN and infinity in the inputs, or in their sums."""
@@ -88,7 +90,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     error = QuantizeError
     weight_type = CalibratedWeight
     framework = "PyTorch"
-    leaves_rows = ROWS
+    leaves_rows = INDEXED_ROWS
     calibration: str
     """Sentence on the last calibration; "" before one is complete."""
     wants_gram: ClassVar[bool] = True
@@ -98,8 +100,8 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
         self._is_finding_weights = False
-        self.settled: set[CalibratedWeight] = set()
-        self.add_inst_for_op(self._analyse)
+        self.finished: set[CalibratedWeight] = set()
+        self.add_inst_for_op(self._analyse_product)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Make the state of a weight.
@@ -130,7 +132,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         with self._collecting():
             yield
             for weight in self.weights:
-                self.settle(weight)
+                self.finish_calibration(weight)
         self.calibration = "all weights by inputs from the model as it is"
 
     @deprecated(use="calibrating", since="amanda-compress 0.2", gone="0.4")
@@ -144,7 +146,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self._expire()
         for weight in self.weights:
             weight.is_skipped = False
-        self.is_calibrating, self.calibration, self.settled = True, "", set()
+        self.is_calibrating, self.calibration, self.finished = True, "", set()
         try:
             yield
         finally:
@@ -158,7 +160,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
-        if self.is_calibrating and weight.is_ready and weight not in self.settled:
+        if self.is_calibrating and weight.is_ready and weight not in self.finished:
             weight.updated = -1
         if not (weight.is_ready or weight.is_skipped or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
@@ -166,16 +168,16 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
                 f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
             )
 
-    def settle(self, weight: CalibratedWeight) -> None:
+    def finish_calibration(self, weight: CalibratedWeight) -> None:
         """Make the state of a weight of the inputs that were collected, or leave it with the reason."""
         import torch
 
         samples = weight.samples
-        self.settled.add(weight)
-        weight.is_skipped = samples is None or weight.misfit != UNREAD
+        self.finished.add(weight)
+        weight.is_skipped = samples is None or weight.skip_reason != NOT_RUN
         place = f"{weight.type} of {weight.module or weight.source}"
         if samples is None or weight.is_skipped:
-            self.weights.reasons[place] = weight.misfit
+            self.weights.reasons[place] = weight.skip_reason
             return
         self.weights.reasons.pop(place, None)
         with amanda.disabled(), torch.no_grad():
@@ -184,7 +186,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             self.solve(weight, matrix, samples)
         weight.updated = 0
 
-    def _analyse(self, context: amanda.OpContext) -> None:
+    def _analyse_product(self, context: amanda.OpContext) -> None:
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
@@ -192,15 +194,15 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         if form is None and find is None:
             return
         data = read.multiplied_input(context)
-        misfit = _misfit(context, read, data is not None)
+        misfit = _why_unsupported(context, read, data is not None)
         if data is None or misfit:
             if isinstance(form, CalibratedWeight):
-                form.misfit = misfit
+                form.skip_reason = misfit
             return
         find = find or (lambda value, source: form)
         inputs = [data.position, read.index]
         rows_of, layout = data.rows, read.layout
-        context.insert_before_op(self._add, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
+        context.insert_before_op(self._add_samples, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
         self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
@@ -210,19 +212,21 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         find: returns the weight at an execution, from what the op is given and its origin.
         """
 
-    def _add(self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]) -> None:
+    def _add_samples(
+        self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]
+    ) -> None:
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
-        if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
+        if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
             return
-        found = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
-        if not self.takes(weight, found):
+        rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
+        if not self.takes(weight, rows):
             return
         if weight.samples is None:
-            weight.samples = Samples(value, found, self.wants_gram)
-        weight.samples.add(found)
+            weight.samples = Samples(value, rows, self.wants_gram)
+        weight.samples.add(rows)
 
 
-def _misfit(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
+def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
     """Return why the op of a weight is no product that one matrix computes; "" where it is."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())

@@ -41,11 +41,11 @@ def convert_checkpoint(
     layers, for AWQ's scales of inputs that are not folded, for a checkpoint that is there already, and as
     `convert` does; and FileError.
     """
-    layers, left = linear_layers(model, tool)
-    others = [place for place in left if place not in tool.left]
-    if others:
+    layers, skipped = linear_layers(model, tool)
+    unsupported = [place for place in skipped if place not in tool.left]
+    if unsupported:
         raise QuantizeError(
-            f"the layout holds integers of linear layers alone; exclude {', '.join(others)} of the tool"
+            f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
         )
     scaled = [name for name, (_, weight) in layers.items() if has_factors(weight)]
     if scaled:
@@ -56,7 +56,7 @@ def convert_checkpoint(
         )
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
-    state = {name: one.detach().contiguous() for name, one in model.state_dict().items()}
+    state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     rows = []
     for name, (layer, weight) in layers.items():
         prefix = f"{name}." if name else ""
@@ -67,12 +67,12 @@ def convert_checkpoint(
         rows.append(
             (name, _FORMAT, tool.grid.bits, tool.size(weight), weight_bytes(layer.weight), bytes_after)
         )
-    own: Any = getattr(getattr(model, "config", None), "to_dict", dict)
-    config = {**own(), "quantization_config": _config(model, tool, set(layers))}
+    model_config: Any = getattr(getattr(model, "config", None), "to_dict", dict)
+    config = {**model_config(), "quantization_config": _quantization_config(model, tool, set(layers))}
     state, text = _unshared(state), to_json(config, indent=2) + "\n"
-    _write(folder, state, text)
+    _write_checkpoint(folder, state, text)
     after = sum(map(weight_bytes, state.values()))
-    return ConvertResult(folder, rows, model_bytes(model), after, left)
+    return ConvertResult(folder, rows, model_bytes(model), after, skipped)
 
 
 def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
     return tensors
 
 
-def _write(folder: Path, state: dict[str, Tensor], config: str) -> None:
+def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -121,22 +121,24 @@ def _unshared(state: dict[str, Any]) -> dict[str, Any]:
 
     safetensors refuses what shares memory.
     """
-    seen: set[Any] = set()
-    kept = {}
-    for name, one in state.items():
-        place, memory = (one.data_ptr(), one.shape, one.dtype), one.untyped_storage().data_ptr()
-        if one.numel() and place in seen:
+    written: set[Any] = set()
+    unshared = {}
+    for name, tensor in state.items():
+        place, memory = (tensor.data_ptr(), tensor.shape, tensor.dtype), tensor.untyped_storage().data_ptr()
+        if tensor.numel() and place in written:
             continue
-        kept[name] = one.clone() if memory in seen else one
-        seen |= {place, memory}
-    return kept
+        unshared[name] = tensor.clone() if memory in written else tensor
+        written |= {place, memory}
+    return unshared
 
 
-def _config(model: nn.Module, tool: IntegerTool, layers: set[str]) -> dict[str, Any]:
+def _quantization_config(model: nn.Module, tool: IntegerTool, layers: set[str]) -> dict[str, Any]:
     import torch
 
     linear = [
-        name for name, one in model.named_modules(remove_duplicate=False) if isinstance(one, torch.nn.Linear)
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear)
     ]
     weights = {
         "num_bits": tool.grid.bits, "type": "int", "symmetric": tool.grid.symmetric,

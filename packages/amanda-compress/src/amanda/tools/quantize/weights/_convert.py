@@ -57,10 +57,10 @@ class ConvertResult(Result):
     def notes(self) -> Sequence[str]:
         """Return the bytes of the model, and what was left."""
         count = len({row[0] for row in self._rows})
-        told = (
+        summary = (
             f"{count} layer{'s' * (count != 1)}: the model has {self.after:,} bytes, and had {self.before:,}."
         )
-        return [told, *(f"{place} stays in floating point: {why}." for place, why in self.left.items())]
+        return [summary, *(f"{place} stays in floating point: {why}." for place, why in self.left.items())]
 
 
 def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
@@ -83,56 +83,58 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         from torchao.quantization import Int8Tensor
     except ImportError as error:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
-    layers, left = linear_layers(model, tool)
+    layers, skipped = linear_layers(model, tool)
     before, rows = model_bytes(model), []
-    made: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
+    converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
-        if id(layer) in made:
+        if id(layer) in converted:
             continue
         size = weight_bytes(layer.weight)
         if id(weight) not in parameters:
-            tensor = _tensor(layer.weight, weight, tool, Int8Tensor)
+            tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
             if isinstance(tensor, str):
-                left[f"{weight.type} of {name}"] = tensor
+                skipped[f"{weight.type} of {name}"] = tensor
                 continue
             parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
         parameter = parameters[id(weight)]
-        made[id(layer)] = layer, parameter
+        converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
         rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
-    tool.write_rounded(model, [one for one in tool.weights if id(one) not in parameters])
-    for layer, parameter in made.values():
+    tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
+    for layer, parameter in converted.values():
         layer.weight = parameter
-    for name, one in model.named_modules():
-        if id(one) in made or not isinstance(one, torch.nn.Linear):
+    for name, module in model.named_modules():
+        if id(module) in converted or not isinstance(module, torch.nn.Linear):
             continue
-        if not tool.weights.has_met(tool.identity_of(one.weight, one)):
-            left.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
-    return ConvertResult(model, rows, before, model_bytes(model), left)
+        if not tool.weights.has_met(tool.identity_of(module.weight, module)):
+            skipped.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
+    return ConvertResult(model, rows, before, model_bytes(model), skipped)
 
 
-def _tensor(parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any) -> Tensor | str:
+def _torchao_tensor(
+    parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any
+) -> Tensor | str:
     """Return the tensor of torchao for a weight, or why there is none."""
     import torch
 
-    found = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
-    codes, scale, zero_point = found["codes"], found["scale"], found["zero_point"]
+    state = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
+    codes, scale, zero_point = state["codes"], state["scale"], state["zero_point"]
     size, dtype = tool.size(weight), parameter.dtype
-    pre_scale = 1 / found["smoothing"] if has_factors(weight) else None
+    pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
-        return _int4(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
+        return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
     if not tool.grid.symmetric:
         return "torchao's tensors of 8 bits are symmetric"
-    made: Tensor = int8(
+    tensor: Tensor = int8(
         codes.to(torch.int8), scale.to(dtype), [1, size], dtype,
         act_pre_scale=None if pre_scale is None else pre_scale.to(dtype),
     )  # fmt: skip
-    return made
+    return tensor
 
 
-def _int4(
+def _int4_tensor(
     codes: Tensor, scale: Tensor, zero_point: Tensor, size: int, dtype: Any, pre_scale: Tensor | None
 ) -> Tensor:
     """Return a tensor for the host's kernel, which reads (code - 8) * scale + zero of codes from 0 to 15."""
@@ -144,11 +146,11 @@ def _int4(
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     zero = (8 - zero_point) * scale
     both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)
-    made: Tensor = Int4OpaqueTensor(
+    tensor: Tensor = Int4OpaqueTensor(
         packed, both, [1, size], codes.shape,
         act_pre_scale=None if pre_scale is None else pre_scale.to(dtype),
     )  # fmt: skip
-    return made
+    return tensor
 
 
 def weight_bytes(tensor: Any) -> int:

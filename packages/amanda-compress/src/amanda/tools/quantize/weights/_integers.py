@@ -64,8 +64,8 @@ class QuantizedWeights(WeightResult):
 
     def notes(self) -> Sequence[str]:
         """Return totals, how weights were calibrated, and what was left."""
-        first, *others = super().notes()
-        return [first, *([f"Calibrated {self.calibration}."] if self.calibration else []), *others]
+        first, *further_notes = super().notes()
+        return [first, *([f"Calibrated {self.calibration}."] if self.calibration else []), *further_notes]
 
 
 class IntegerTool(WeightTool[CalibratedWeight]):
@@ -89,7 +89,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.other_readers: dict[Hashable, str] = {}
         """By parameter, an op that reads it otherwise than as the whole weight of a linear layer."""
         self._storages: dict[int, Hashable] = {}
-        self.add_inst_for_op(self._note_other_readers)
+        self.add_inst_for_op(self._record_other_readers)
 
     @property
     def result(self) -> QuantizedWeights:
@@ -102,7 +102,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.other_readers.clear()
         self._storages.clear()
 
-    def _note_other_readers(self, context: amanda.OpContext) -> None:
+    def _record_other_readers(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()
@@ -119,19 +119,19 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if not context.namespace.matches("pytorch/*/eager"):
             holder = context.get_variable(position)
             if holder is not None:
-                held = parameter_store(holder).locate(holder, value)
-                if held is not None:
-                    yield held
+                location = parameter_store(holder).locate(holder, value)
+                if location is not None:
+                    yield location
             return
         for tensor in leaves([value]):
             if not tensors_of(tensor).is_strided(tensor):
                 continue
             holder, storage = parameter_store(tensor).owner(tensor), tensor.untyped_storage()._cdata
             if holder is not None:
-                held = parameter_store(holder).locate(holder, tensor)
-                assert held is not None  # the storage of a parameter that holds the tensor
-                self._storages[storage] = held[0]
-                yield held
+                location = parameter_store(holder).locate(holder, tensor)
+                assert location is not None  # the storage of a parameter that holds the tensor
+                self._storages[storage] = location[0]
+                yield location
             elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
                 yield self._storages[storage], parameter_store(tensor).whole(tensor)
 
@@ -172,20 +172,26 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         It is as it was when they were chosen, or what they stand for.  Packed tensors are not compared.
         """
         try:
-            held = {one.identity: one for one in parameter_store("torch").parameters(model)}
+            parameters = {
+                parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
+            }
             for weight in self.weights:
-                self._check(weight, held.get(weight.holder))
+                self._check_weight(weight, parameters.get(weight.holder))
         except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
-    def _check(self, weight: CalibratedWeight, held: StoredParameter | None) -> None:
+    def _check_weight(self, weight: CalibratedWeight, parameter: StoredParameter | None) -> None:
         if not (weight.is_ready or weight.is_skipped):
             within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
             raise QuantizeError(
                 f"{weight.name} has no integers, since its last calibration was not completed: run the model "
                 f"in a scope of this {type(self).__name__}{within}, or exclude it"
             )
-        if weight.is_ready and held is not None and not _is_same(self, weight, held.read()):
+        if (
+            weight.is_ready
+            and parameter is not None
+            and not _has_unchanged_value(self, weight, parameter.read())
+        ):
             raise QuantizeError(
                 f"the integers of {weight.name} are of other values than it has: it was written after they "
                 "were chosen, or another tool changed what ops read; finalize that tool first, or call "
@@ -215,8 +221,8 @@ class IntegerTool(WeightTool[CalibratedWeight]):
     @amanda.traceable
     def transform(self, value: Any, codes: Any, scale: Any, zero_point: Any, smoothing: Any = None) -> Any:
         """Return what the integers stand for, divided by the scales of the inputs where there are some."""
-        made = dequantized(codes, scale, zero_point)
-        return (made if smoothing is None else made / smoothing).reshape(value.shape)
+        matrix = dequantized(codes, scale, zero_point)
+        return (matrix if smoothing is None else matrix / smoothing).reshape(value.shape)
 
 
 def has_factors(weight: Weight) -> bool:
@@ -225,17 +231,20 @@ def has_factors(weight: Weight) -> bool:
     return factors is not None and bool((factors != 1).any())
 
 
-def _is_same(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
+def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
     """Return True if a weight has the value that its integers were chosen for, or that they stand for."""
     if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
         return True
     value = whole if weight.part is None else whole.as_strided(*weight.part)
     # Elements that were cast to bfloat16 differ by up to 2 ** -9.
     share = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
-    found = sums_of(weight.plain(value))
+    present_sums = sums_of(weight.plain(value))
     return any(
-        bool((found - one).abs().max() <= share * one[1])
-        for one in (weight["sums"].to(found.device), sums_of(weight.plain(tool.finalized(weight, value))))
+        bool((present_sums - expected_sums).abs().max() <= share * expected_sums[1])
+        for expected_sums in (
+            weight["sums"].to(present_sums.device),
+            sums_of(weight.plain(tool.finalized(weight, value))),
+        )
     )
 
 

@@ -38,29 +38,31 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
     tool.check_model(model)
     owners: dict[Any, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        for own, parameter in module.named_parameters(recurse=False):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
             identity = tool.identity_of(parameter, module)
-            owners.setdefault(identity, []).append((name, module if own == "weight" else None))
-    layers, left, met = {}, dict(tool.left), 0
+            owners.setdefault(identity, []).append((name, module if parameter_name == "weight" else None))
+    layers, skipped, quantised_count = {}, dict(tool.left), 0
     for weight in tool.weights:
-        found = owners.get(weight.holder)
-        if not weight.is_ready or (found is None and weight.holder is not None):
+        owners_of_weight = owners.get(weight.holder)
+        if not weight.is_ready or (owners_of_weight is None and weight.holder is not None):
             continue
-        met += 1
+        quantised_count += 1
         reader = tool.other_readers.get(weight.holder)
-        linear = found is not None and all(isinstance(one, torch.nn.Linear) for _, one in found)
-        if found is not None and linear and weight.part is None and weight.layout == "OI":
-            place = f"{weight.type} of {found[0][0]}"
+        linear = owners_of_weight is not None and all(
+            isinstance(module, torch.nn.Linear) for _, module in owners_of_weight
+        )
+        if owners_of_weight is not None and linear and weight.part is None and weight.layout == "OI":
+            place = f"{weight.type} of {owners_of_weight[0][0]}"
             if reader is not None:
-                left[place] = reader
+                skipped[place] = reader
             else:
-                layers.update({name: (module, weight) for name, module in found})
+                layers.update({name: (module, weight) for name, module in owners_of_weight})
         else:
             place = f"{weight.type} of {weight.module or weight.source}"
-            left[place] = COMPUTED if weight.holder is None else ELSEWHERE
-    if not met:
+            skipped[place] = COMPUTED if weight.holder is None else ELSEWHERE
+    if not quantised_count:
         raise QuantizeError(
             f"{type(tool).__name__} has quantised no weight of this {type(model).__name__}: call the model "
             "in a scope of the tool first"
         )
-    return layers, left
+    return layers, skipped

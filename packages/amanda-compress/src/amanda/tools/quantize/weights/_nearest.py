@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from amanda.tools.quantize.weights._calibrated import ROWS, CalibratedWeight
+from amanda.tools.quantize.weights._calibrated import INDEXED_ROWS, CalibratedWeight
 from amanda.tools.quantize.weights._grouping import quantized
 from amanda.tools.quantize.weights._integers import IntegerTool
 
@@ -23,7 +23,7 @@ class NearestTool(IntegerTool):
     >>> nearest = NearestTool(bits=8, group_size=None)
     """
 
-    leaves_rows = ROWS
+    leaves_rows = INDEXED_ROWS
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Round a weight to the nearest when it is read first."""

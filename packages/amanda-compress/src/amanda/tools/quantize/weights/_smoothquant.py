@@ -54,15 +54,17 @@ class SmoothQuantTool(FoldingTool):
         return None
 
     def factors(
-        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights of one input: maxima over a convolution's window are a channel's."""
         import torch
 
-        channels = given[0][0].canonical_shape[1]
-        most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in given]
-        largest = [matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in given]
-        both = (tied(torch.stack(one).amax(0), slots, "amax") for one in (most, largest))
+        channels = calibrated[0][0].canonical_shape[1]
+        most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in calibrated]
+        largest = [
+            matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
+        ]
+        both = (tied(torch.stack(maxima).amax(0), slots, "amax") for maxima in (most, largest))
         return smoothing(next(both), next(both)[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
