@@ -1,4 +1,4 @@
-"""Quantisation of the keys and values that a model keeps while it generates."""
+"""Quantisation of cached keys and values during generation."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ _NONE_MET = (
 
 
 class KVCacheTool(amanda.Tool):
-    """A tool that quantises keys and values as they enter the cache of a PyTorch model that generates.
+    """Quantise the cached keys and values of a PyTorch model during generation.
 
-    A cache is what torch.cat makes of an empty tensor and the first keys or values, (batch, heads, tokens,
-    channels), and later of that and the next tokens.  Ops read what the cache holds, so that attention over
-    the prompt reads quantised tokens too.
+    A cache is a tensor (batch, heads, tokens, channels) that torch.cat extends by the keys or values of new
+    tokens, beginning with an empty tensor.  All ops read quantised tokens, also attention over the prompt.
 
-    bits: 2 to 8, unsigned, from the least number of each group to the largest.
-    group_size: how many numbers share a scale.
+    bits: 2 to 8, of unsigned integers that span the range of each group.
+    group_size: number of consecutive numbers that share a scale.
     keys, values: "token" for groups of channels of a token; "channel" for groups of consecutive tokens of a
         channel, which are quantised once a group is complete.
-    residual: number of the last tokens that stay as they are.
-    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
+    residual: number of the newest tokens that stay unquantised.
+    module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
 
     Gradients pass rounding straight through.
-    Raises QuantizeError for options that make no sense, and channels that are no multiple of the group.
+    Raises QuantizeError for invalid options, and for channels that are no multiple of `group_size`.
     Source: Liu et al. 2024 (KIVI), sec. 3.
 
     >>> cache = KVCacheTool(bits=2, keys="channel", residual=32)
@@ -69,17 +68,17 @@ class KVCacheTool(amanda.Tool):
 
     @property
     def result(self) -> KVCacheResult:
-        """The keys and values of each layer, with bytes and noise."""
+        """Bytes and noise of the cached keys and values of each layer."""
         return KVCacheResult(self)
 
     @property
     def caches(self) -> Sequence[CachedStates]:
-        """Return what was cached, in the order in which it was met."""
+        """Return the cached keys and values, in the order of their first use."""
         return tuple(self._caches.values())
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Return ops that seem to write a cache and are left as they are, and why."""
+        """Return reasons why ops that seem to write a cache are not quantised, by op."""
         return self._skip_reasons
 
     def unmatched(self) -> list[str]:
@@ -107,7 +106,7 @@ class KVCacheTool(amanda.Tool):
     def _concatenate(
         self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any
     ) -> Tensor:
-        """Return the concatenation, in which tokens that leave the residual window are quantised."""
+        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows."""
         states: Tensor = original(tensors, dim)
         if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():
             return states
@@ -130,10 +129,10 @@ class KVCacheTool(amanda.Tool):
 
 
 class CachedStates:
-    """Keys or values of one attention, of which a tool quantises the older tokens.
+    """Keys or values of one attention, whose older tokens are quantised.
 
-    shape: (batch, heads, tokens, channels) at the last step.  held: number of those tokens in integers.
-    longest: most tokens of a step.
+    shape: (batch, heads, tokens, channels) at the last step.  quantised_tokens: number of quantised tokens.
+    longest: largest number of tokens of a step.
     itemsize: bytes of a number that is not quantised.
     """
 
@@ -147,10 +146,10 @@ class CachedStates:
         self.quantised_tokens = self.longest = self.itemsize = 0
 
     def quantise(self, states: Tensor, before: int) -> Tensor:
-        """Quantise tokens of keys or values that have left the residual window now, in place; return them.
+        """Quantise in place the tokens that left the residual window in this step; return the states.
 
-        before: number of tokens that were cached before.
-        Raises QuantizeError for groups that do not fit.
+        before: number of tokens that were cached before the step.
+        Raises QuantizeError for channels or tokens that are no multiple of the group size.
         """
         import torch
 
@@ -180,7 +179,7 @@ class CachedStates:
         return states
 
     def _complete(self, tokens: int) -> int:
-        """Return how many of so many tokens are quantised."""
+        """Return the number of quantised tokens of a cache with this number of tokens."""
         count = max(tokens - self._tool.residual, 0)
         return count if self.axis == "token" else count // self._tool.group_size * self._tool.group_size
 
@@ -210,7 +209,7 @@ class CachedStates:
 
 
 def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis) -> Tensor:
-    """Return keys or values as integers of so many bits stand for them, in their own dtype.
+    """Return keys or values rounded to integers of so many bits, in their own dtype.
 
     states: (..., tokens, channels).  axis: "token" for groups of channels, "channel" for groups of tokens,
     of which both have to be a multiple of `group_size`.  A number x of a group becomes
@@ -236,7 +235,7 @@ class KVCacheResult(Result):
     """A row for the keys and for the values of each layer, with bytes as after the last step.
 
     before, after: bytes of all of them without and with quantisation.
-    left: ops that seem to write a cache and are left as they are, and why.
+    left: reasons why ops that seem to write a cache are not quantised, by op.
     """
 
     name: ClassVar[str] = "kv_cache"
@@ -266,11 +265,11 @@ class KVCacheResult(Result):
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the bytes of all caches, and what was left."""
+        """Return the bytes of all caches, and reasons for skipped ops."""
         return {"before": self.before, "after": self.after, "left": self.left}
 
     def notes(self) -> Sequence[str]:
-        """Return the bytes of all caches, and what was left."""
+        """Return the bytes of all caches, and reasons for skipped ops."""
         totals = (
             [f"The caches would have {self.after:,} bytes, and have {self.before:,}."] if self._rows else []
         )

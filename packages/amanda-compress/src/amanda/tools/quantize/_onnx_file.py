@@ -1,4 +1,4 @@
-"""Conversion of an ONNX file to one that computes with integers."""
+"""Conversion of an ONNX file to integer weights with QuantizeLinear and DequantizeLinear nodes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _scale_values(inputs: Mapping[int, QuantizedInput]) -> Any:
 def convert_file(
     source: Path, tool: Any, out: str | os.PathLike[str] | None, force: bool = False
 ) -> ConvertResult:
-    """Write a copy of an ONNX file that computes with integers where `tool` simulates them."""
+    """Write a copy of an ONNX file that computes with the integers that `tool` simulates."""
     target = _check_paths(source, tool, out, force)
     model = _upgrade_opset(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
@@ -106,7 +106,7 @@ def convert_file(
 
 
 def _check_paths(source: Path, tool: Any, out: Any, force: bool) -> Path:
-    """Return the path to write to.  Raises QuantizeError for what cannot be read or written."""
+    """Return the path to write to.  Raises QuantizeError for an invalid source, tool or target."""
     if source.suffix != ".onnx":
         raise QuantizeError(f"{source} is no ONNX file (.onnx); export the model to one")
     if not isinstance(tool, QuantizeTool):

@@ -1,4 +1,4 @@
-"""Options of the tool, checked, and which ops and inputs of ops it quantises."""
+"""Checked options of QuantizeTool, and the rules for the inputs that each op quantises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = ("conv[!e]*", *(kind for kind in PRODUCTS if kind not in SEVERAL_WEIGHTS
 """Types of the ops whose inputs are quantised by default."""
 
 _DATA_ALONE = frozenset({"batch_norm", "embedding", "layer_norm", "group_norm"})
-"""Types whose first input is quantised, and no weight."""
+"""Types of ops of which only the first input is quantised."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class QuantizeOptions:
         return {name: getattr(self, name) for name in names}
 
     def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
-        """Return the options for an op in modules of these paths; None where it is not quantised."""
+        """Return the options for an op in modules with these paths; None for no quantisation."""
         weight, activation = (
             next((bits for layers, bits in bits_option if layers(*paths)), None)
             if isinstance(bits_option, list)
@@ -107,7 +107,7 @@ class QuantizeOptions:
         ]  # fmt: skip
 
     def unmatched(self) -> list[str]:
-        """Return sentences on layers with bits of their own that no op is in."""
+        """Return sentences on globs of `weight_bits` and `activation_bits` that matched no op."""
         return unmatched(
             layers
             for bits_option in self._by_layer
@@ -134,9 +134,9 @@ class QuantizeOptions:
 def operand_rules() -> MappingTool:
     """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
-    Operands are the factors of a product, and all inputs of most other types.  is_called_back: True where the
-    program calls routines in Python, through which autodiff does not go: gradients are changed beside the
-    backward op.
+    Operands are the factors of a product, and all inputs of most other types.
+    is_called_back: True if the program calls routines in Python (JAX); autodiff does not differentiate these,
+    so that a routine after the backward op changes the gradients.
     """
     return MappingTool([
         ["*", partial(_write_is_called_back, False)], ["jax", partial(_write_is_called_back, True)],

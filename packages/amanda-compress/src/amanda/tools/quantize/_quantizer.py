@@ -14,10 +14,14 @@ from amanda.tools.quantize._fake import (
     Scale,
     fake_quantize,
     fake_quantize_gradient,
+    gradient_scale,
+    lsq_gradients,
+    lsq_plus_scale,
+    lsq_quantize,
+    lsq_scale,
     straight_through,
 )
 from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
-from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import Observer, extremes
 from amanda.tools.quantize._options import QuantizeOptions
 from amanda.tools.quantize._result import Noise
@@ -26,7 +30,7 @@ from amanda.tools.quantize._result import Noise
 class Quantizer:
     """The quantizer of one tensor of one op, with a scale from a calibration.
 
-    Without a calibration, a weight's scale comes from the first value of the weight.
+    A weight without a calibration gets the scale of its first value.
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
     parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
@@ -162,7 +166,7 @@ class Quantizer:
 
 
 class DynamicQuantizer(Quantizer):
-    """A quantizer that takes the scale of each value itself, without calibration or state."""
+    """A quantizer that computes a new scale for each value, without calibration or state."""
 
     def observe(self, x: Any) -> None:
         """Do nothing: each value has its own scale."""
@@ -179,10 +183,9 @@ class DynamicQuantizer(Quantizer):
 
 
 class QatQuantizer(Quantizer):
-    """A quantizer for training, straight-through: its scale follows the values until it is frozen.
+    """A quantizer for training, with straight-through gradients, whose scale follows the values until frozen.
 
-    The scale of a weight is that of its present value, the scale of an activation that of moving averages of
-    the extremes.
+    A weight has the scale of its present value, an activation that of moving averages of the extremes.
     """
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
@@ -202,8 +205,8 @@ class QatQuantizer(Quantizer):
 class LsqQuantizer(Quantizer):
     """A quantizer of LSQ or LSQ+: its scale, and the offset of LSQ+'s activations, are parameters.
 
-    LSQ's activations have an unsigned grid if no number of the first value is negative, else a signed one,
-    which "low" begins.
+    LSQ's activations have an unsigned grid if the first value has no negative number, else a signed grid;
+    the state "low" is the least integer of the grid.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The result of quantisation: a row for each tensor of each op."""
+"""Result of quantisation: a row for each tensor of each op."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Quantized:
     """One quantised tensor that an op reads.
 
     tensor: "weight", or "input 0" by its position in the op's schema.  scale, zero_point: one number, or one
-    per channel; None before a calibration, and if each execution has its own.  low, high: ends of the grid.
-    group_size: of a weight with scales for groups.  dtype: of a floating type, "" for integers.
+    per channel; None before a calibration, and if each execution computes a new scale.
+    low, high: ends of the grid.  group_size: of a weight with scales for groups.
+    dtype: of a floating type, "" for integers.
     sqnr, output_sqnr: in dB, of the tensor and of the op's outputs; None if not measured.
     """
 
@@ -110,7 +111,7 @@ class QuantizeResult(Result):
         return iter(self.tensors)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each tensor, with the largest of its scales and the zero point of that."""
+        """Return a row for each tensor, with its largest scale and the zero point of that channel."""
         return [
             (tensor.phase, tensor.type, tensor.module, tensor.source, tensor.tensor, tensor.bits,
              tensor.scheme, len(tensor.scale or ()) if tensor.axes else None,
@@ -128,7 +129,7 @@ class QuantizeResult(Result):
 
     @property
     def leading(self) -> int:
-        """The numbers come first."""
+        """Number of notes at the top: the summary."""
         return bool(self.tensors)
 
     def _summary(self) -> str:
@@ -147,17 +148,17 @@ class QuantizeResult(Result):
             return skipped or ["No op of the types that are to be quantised was met."]
         notes = [self._summary()]
         notes += [
-            "Of a tensor with a scale for each channel, the largest; least and most can be represented."
+            "scale: the largest of a tensor's channels; least and most: the range that this scale represents."
         ]
         if any(tensor.output_sqnr is not None for tensor in self.tensors):
             notes.append(
-                "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
-                "of the same inputs unquantised; none where there is no noise."
+                "SQNR: signal-to-quantisation-noise ratio of the tensor; output SQNR: of the op's outputs, "
+                "against those of unquantised inputs; empty without noise."
             )
         return [*notes, *not_met("scales", self.waiting), *skipped]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the method, and every scale and zero point."""
+        """Return the method, and all scales and zero points."""
         qparams = [
             {"axes": tensor.axes, "low": tensor.low, "high": tensor.high, "scale": tensor.scale,
              "zero_point": tensor.zero_point} for tensor in self.tensors

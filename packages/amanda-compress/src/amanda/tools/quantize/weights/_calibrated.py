@@ -1,4 +1,4 @@
-"""Base of tools that change weights by what the ops that read them were given in a calibration."""
+"""Base class of tools that change weights by the inputs that their ops read in a calibration."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Samples:
 
 
 class CalibratedWeight(Weight):
-    """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be."""
+    """A weight with the inputs of its ops in a running calibration.  skip_reason: why there are none."""
 
     samples: Samples | None = None
     skip_reason: str = NOT_RUN
@@ -82,10 +82,7 @@ class CalibratedWeight(Weight):
 
 
 class CalibratedTool(WeightTool[CalibratedWeight]):
-    """Changes weights of products in PyTorch by what their ops read in a calibration.
-
-    A subclass makes the state of a weight in `solve`.
-    """
+    """Change weights of products in PyTorch by the inputs of a calibration; a subclass has `solve`."""
 
     error = QuantizeError
     weight_type = CalibratedWeight
@@ -104,17 +101,16 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self.add_inst_for_op(self._analyse_product)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
-        """Make the state of a weight.
+        """Compute the state of a weight from the inputs of its ops.
 
         matrix: the weight as (outputs, K), in float32 or wider.
         """
         raise NotImplementedError
 
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once on an example, so that its weights are found; return the model's result.
+        """Run `model` once on an example to find its weights; return the model's result.
 
-        Before a calibration ops compute with the weights as they are, and else with those of the calibration
-        or of the state that was loaded.
+        Before a calibration ops read unchanged weights; afterwards those of the calibration or loaded state.
         """
         has_state = any(weight.is_ready or weight.is_skipped for weight in self.weights)
         self._is_finding_weights = not (has_state or self.waiting_state())
@@ -125,9 +121,9 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose executions calibrate, and compute with the weights as they are.
+        """Return a context in which executions calibrate, with unchanged weights.
 
-        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
+        Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
         with self._collecting():
             yield
@@ -142,7 +138,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        """Return a context that begins a calibration anew; `settle` makes the states within."""
+        """Return a context of a new calibration; call `finish_calibration` for each weight within."""
         self._expire()
         for weight in self.weights:
             weight.is_skipped = False
@@ -169,7 +165,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             )
 
     def finish_calibration(self, weight: CalibratedWeight) -> None:
-        """Make the state of a weight of the inputs that were collected, or leave it with the reason."""
+        """Compute the state of a weight from its collected inputs; record a reason without inputs."""
         import torch
 
         samples = weight.samples
@@ -206,10 +202,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
-        """Called for each op whose weight may be changed.
+        """React to an op whose weight may be changed; called at analysis.
 
         inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
-        find: returns the weight at an execution, from what the op is given and its origin.
+        find: returns the weight at an execution, from its value and the slice of a parameter that it is.
         """
 
     def _add_samples(
@@ -227,7 +223,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
 
 def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
-    """Return why the op of a weight is no product that one matrix computes; "" where it is."""
+    """Return why an op is not a product with one matrix; "" if it is."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     if kind in MATRIX_PRODUCTS and rank != 2:

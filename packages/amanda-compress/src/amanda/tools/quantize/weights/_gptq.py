@@ -1,4 +1,4 @@
-"""GPTQ: columns are rounded one by one, and those that follow make up for it (Frantar et al. 2022)."""
+"""GPTQ: round columns one by one, and correct the following columns (Frantar et al. 2022)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import Progress
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
-from amanda.tools.quantize.weights._grouping import Codes, dequantized, nearest, qparams
-from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
+from amanda.tools.quantize.weights._integers import (
+    Codes,
+    IntegerTool,
+    WeightBits,
+    dequantized,
+    nearest,
+    qparams,
+)
 from amanda.tools.weights import SelectionOptions
 
 if TYPE_CHECKING:
@@ -21,19 +27,20 @@ Damping: TypeAlias = Annotated[float, Range(above=0, below=1)]
 
 
 class GPTQTool(IntegerTool, CalibratedTool):
-    """Quantises weights by GPTQ, which takes the inputs of their ops into account.
+    """Quantise weights by GPTQ: the least error of outputs for the inputs of a calibration.
 
-    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
-    symmetric: signed integers with zero as zero point, else unsigned ones.
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None for all.
+    symmetric: True for signed integers with zero point 0, False for unsigned integers.
     damping: share of the mean of the Hessian's diagonal that is added to the diagonal.  block: number of
     columns whose errors are passed on together.
-    act_order: True to round columns with larger inputs first.  Groups remain those of consecutive inputs,
-    with scales of the weight as it was, so that integers are stored in the order of the inputs.
-    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    act_order: True to round columns with larger inputs first.  Groups stay groups of consecutive inputs, with
+    scales of the unrounded weight, so that integers are stored in the order of the inputs.
+    type: globs of op types; None for every convolution and product.
+    module, exclude: globs of module paths to change, and to leave unchanged.
 
-    The Hessian of each weight comes from a calibration of the whole unquantised model, or in
-    `calibrate_in_order` of the model whose former weights are quantised.
-    Raises QuantizeError for options that make no sense.
+    The Hessian of each weight comes from a calibration of the unquantised model, or in `calibrate_in_order`
+    of the model whose earlier weights are quantised.
+    Raises QuantizeError for invalid options.
 
     >>> gptq = GPTQTool(bits=4, group_size=32)
     """
@@ -55,7 +62,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
 
     @checked(error=QuantizeError)
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
-        """Quantise weights in the order in which ops read them first, after which later inputs know of it.
+        """Quantise weights in the order of their first reads, each by inputs from already quantised weights.
 
         run: executes all batches with the model; it is called once for each weight, or for several weights
         that multiply one input, such as those of queries, keys and values.
@@ -98,7 +105,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
 
     def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
-        """Return True in a calibration of all weights, or if it is the turn of this one."""
+        """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
         return self._batch_run is None or self._batch_run.takes(weight, rows)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
@@ -118,9 +125,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
 
 
 class _BatchRun:
-    """Weights that one run of all batches calibrates: the first to be read, and others that share its input.
+    """Weights that one run of all batches calibrates: the first that is read, and all that share its input.
 
-    weights: in order.  waiting: others that were read.
+    weights: in order.  waiting: weights for later runs.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""How factors of channels pass from the parameters that make a tensor to the products that read it.
+"""Rules that trace factors of channels from the parameters that compute a tensor to products that read it.
 
-Labels of channels tell where: a parameter whose channels are divided by factors, so that all tensors with
-its labels are divided by them, until a product's weight, whose inputs have the labels, is multiplied.
+Channels have labels: if the channels of a parameter are divided by factors, so are all tensors with its
+labels, until a product whose weight has the same labels and is multiplied by the factors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Factors of inputs that go into the parameters which make these inputs, so that no op divides by them."""
+"""Fold factors of inputs into the parameters that compute these inputs, so that no op divides by them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Unpack
 
-    from amanda.tools.quantize.weights._factors import FactorTracing
+    from amanda.tools.quantize.weights._scale_tracing import FactorTracing
     from amanda.tools.weights import SelectionOptions
 
 Axis = tuple[int, int]
@@ -36,12 +36,12 @@ Axis = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Weights that multiply one input, and the parameters that make it.
+    """Weights that multiply one input, and the parameters that compute that input.
 
-    slots: number of the factor of each channel of the input, (channels,); channels that a parameter makes
-    together, such as those of queries that share a value, have the same.
-    readers: the weights, by the axes of their inputs.  makers: the number of the factor of each place along
-    an axis, or -1.  names: of all of these parameters, by identity.
+    slots: index of the factor of each channel of the input, (channels,); channels that share an element of a
+    parameter, such as those of queries that share a value, have the same index.
+    readers: the weights, by the axes of their inputs.  makers: index of the factor of each position
+    along an axis, or -1.  names: of all these parameters, by identity.
     """
 
     slots: NDArray[Any]
@@ -50,7 +50,7 @@ class Fold:
     names: Mapping[int, str]
 
     def scales(self, factors: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield parameters, axes, and what each is multiplied by along it.  factors: (channels,)."""
+        """Yield parameter, axis, and multipliers along the axis.  factors: (channels,)."""
         factors = factors.cpu().double()  # a quotient in float32 would round once more
         for identity, axis in self.readers:
             yield identity, axis, factors
@@ -61,9 +61,9 @@ class Fold:
 
 
 class FoldResult(Result):
-    """The weights whose factors of inputs are in parameters now, and which parameters these are.
+    """The weights whose input factors are folded, and the parameters that absorb these factors.
 
-    model: the model.  left: weights whose inputs ops go on dividing in a scope of the tool, and why.
+    model: the model.  left: reasons why ops still divide inputs of other weights in a scope of the tool.
     """
 
     name: ClassVar[str] = "folded"
@@ -84,21 +84,21 @@ class FoldResult(Result):
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what was left."""
+        """Return reasons for weights that are not folded."""
         return {"left": self.left}
 
     def notes(self) -> Sequence[str]:
-        """Return what was left."""
+        """Return reasons for weights that are not folded."""
         return [
             f"The inputs of {name} are still divided in a scope: {why}." for name, why in self.left.items()
         ]
 
 
 class FoldingTool(CalibratedTool):
-    """A calibrated tool with a factor for each input of a weight, `smoothing`, by which inputs are divided.
+    """Base class of calibrated tools that divide each input of a weight by a factor, `smoothing`.
 
-    `prepare` before the calibration finds which parameters can take the factors, and has weights that
-    multiply one input share them; `finalize` after it writes them.
+    `prepare` before the calibration finds the parameters that can absorb factors; weights that multiply one
+    input share factors.  `finalize` after the calibration writes the factors.
     """
 
     def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
@@ -112,7 +112,7 @@ class FoldingTool(CalibratedTool):
     ) -> Tensor:
         """Return the factors of weights that multiply one input.
 
-        calibrated: weights, as matrices too, and what they were given.  slots: see `Fold`; None: all differ.
+        calibrated: weight, matrix (outputs, K) and inputs of each.  slots: see `Fold`; None: all differ.
         """
         raise NotImplementedError
 
@@ -137,11 +137,11 @@ class FoldingTool(CalibratedTool):
         self._find_folds(model, example, named)
 
     def _find_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Find the parameters that can take factors, try them; return what the model returns."""
+        """Find the parameters that can absorb factors, and check by a trial; return the model's result."""
         import torch
 
         from amanda.tools.prune.channels.tracing import Module
-        from amanda.tools.quantize.weights._factors import FactorTracing
+        from amanda.tools.quantize.weights._scale_tracing import FactorTracing
 
         if not isinstance(model, torch.nn.Module):
             raise QuantizeError(
@@ -289,7 +289,7 @@ class FoldingTool(CalibratedTool):
     def _why_not_writable(
         self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
     ) -> str | None:
-        """Return why the factors of a fold cannot be written."""
+        """Return why the factors of a fold cannot be written; None if they can."""
         parts = {weight.holder for weight in self.weights if weight.part is not None}
         for identity, _ in (*fold.readers, *fold.makers):
             if identity not in parameters:
@@ -320,8 +320,8 @@ def tied(values: Tensor, slots: NDArray[Any] | None, how: str) -> Tensor:
 
 
 def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
-    """Return the folds that a traced call has, and why there is none for other weights."""
-    from amanda.tools.quantize.weights._factors import UNMADE
+    """Return the folds of a traced call, and reasons for weights without a fold."""
+    from amanda.tools.quantize.weights._scale_tracing import UNMADE
 
     labels = tracing.notes.labels
     multiplied = {
@@ -369,7 +369,7 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
 
 @contextmanager
 def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
-    """Return a context in which factors are in the parameters that round nothing: powers of two."""
+    """Return a context with trial factors in the parameters: powers of two, which round nothing."""
     import torch
 
     parameters = {parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)}
@@ -397,7 +397,7 @@ def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
 
 
 def _state_restorer(weight: CalibratedWeight) -> Callable[[], None]:
-    """Return what gives a weight the state back that it has now."""
+    """Return a function that restores the present state of a weight."""
     state = {
         name: weight[name].clone() for name in ("smoothing", "scale", "sums") if weight.get(name) is not None
     }
