@@ -77,7 +77,7 @@ def _thread_start(original: Function) -> Function:
     def start(self: threading.Thread) -> None:
         state, attributes = _inherited_state(), vars(self)
         if not state.scopes:
-            # With -X thread_inherit_context threads inherit the state; one that a routine starts must not.
+            # With -X thread_inherit_context a thread inherits the state; a thread of a routine must not.
             with activated(state):
                 original(self)
             return
