@@ -82,7 +82,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
     def from_dict(cls: type[PlacesT], content: Mapping[str, Any]) -> PlacesT:
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema(content, cls.name, cls.version)
-        places = [made_of(cls.place, place) for place in content["places"]]
+        places: list[Any] = [made_of(cls.place, place) for place in content["places"]]
         return cls._from_places(places, content.get("by", cls.keys))
 
     def facts(self) -> Mapping[str, Any]:
