@@ -109,6 +109,7 @@ def effective(
 
 
 def _density_of_ops(prune: Result | None) -> Mapping[_Key, float]:
+    """Return the share of weights that are not zero, by op."""
     sums: dict[_Key, list[int]] = {}
     for key, row in _rows_by_op(prune):
         counts = sums.setdefault(key, [0, 0])
@@ -118,12 +119,14 @@ def _density_of_ops(prune: Result | None) -> Mapping[_Key, float]:
 
 
 def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
+    """Return the bits of the two factors of each op, the weight last."""
     tensors: dict[_Key, dict[str, int]] = {}
     for key, row in _rows_by_op(quantize):
         tensors.setdefault(key, {})[row["tensor"]] = row["bits"]
     factor_bits = {}
     for key, bits_by_tensor in tensors.items():
         weight = bits_by_tensor.pop("weight", None)
+        # An op without a weight, such as matmul, has two activations in the order of positions.
         inputs = [bits for _, bits in sorted(bits_by_tensor.items())]
         activation = inputs.pop(0) if inputs else FULL
         factor_bits[key] = activation, weight or (inputs.pop(0) if inputs else FULL)

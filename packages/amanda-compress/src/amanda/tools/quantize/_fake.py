@@ -63,6 +63,7 @@ def fake_quantize(
         shifted = xp.maximum(xp.minimum(wide, most), least) - least
         steps = shifted * inverse if axes else shifted / s
         return xp.cast(xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s, x)
+    # A product with 1 / scale, as in torch.ao: a quotient would round some ties otherwise.
     integers = _round(wide * (1 / s), rounding) + z
     return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
 
@@ -132,6 +133,7 @@ def _broadcast_qparams(x: Any, scale: Any, zero_point: Any, axes: Sequence[int])
 
 
 def _round(x: Any, rounding: Rounding) -> Any:
+    """Round to integers, ties in the direction of `rounding`."""
     xp = tensors_of(x)
     if rounding == "half_even":
         return xp.round(x)
@@ -207,6 +209,7 @@ def gradient_scale(count: int, grid: Grid) -> float:
 
 
 def _divide_by_scale(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Return the scale and offset in x's shape, and (x - offset) / scale, in float32 or wider."""
     xp = tensors_of(x)
     wide = xp.wide(x)
     s = xp.cast(broadcast_channels(scale, x, axes), wide)

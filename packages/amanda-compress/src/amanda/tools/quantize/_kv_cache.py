@@ -91,6 +91,7 @@ class KVCacheTool(amanda.Tool):
         self._caches, self._skip_reasons = {}, {}
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Replace torch.cat by a routine that quantises growing caches; record writes into fixed caches."""
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
         is_cat = context["type"] == "cat" and context.get_input_names() == ("tensors", "dim")
@@ -169,6 +170,7 @@ class CachedStates:
         self.longest = max(self.longest, tokens)
         if first == last:
             return states
+        # Written in place without autograd, which then sees torch.cat alone: a straight-through gradient.
         with torch.no_grad():
             leaving = states[..., first:last, :]
             rounded = quantized_states(leaving, tool.bits, tool.group_size, self.axis)

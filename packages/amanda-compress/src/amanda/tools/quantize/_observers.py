@@ -58,6 +58,7 @@ class Histogram:
         """Return the counts, moved to the bins of a wider range."""
         if self.least == self.most:
             return np.asarray(_bin_counts(np.array([self.least]), self.bins, least, most) * self.counts.sum())
+        # Each old bin is split, and its parts move to the new bins of their middles, as in torch.ao.
         fine = self.bins * _UPSAMPLING
         counts = np.repeat(self.counts, _UPSAMPLING) / np.float32(_UPSAMPLING)
         middles = _linspace(self.least, self.most, fine + 1)[:-1] + np.float32(0.5) * (

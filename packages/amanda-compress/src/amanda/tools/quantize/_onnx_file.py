@@ -46,6 +46,7 @@ class InputsTool(amanda.Tool):
         analyse(self)
 
     def _record_inputs(self, context: amanda.OpContext) -> None:
+        """Record scale and value of each quantised input of the node of an op."""
         op = self._quantize.quantized_op(context)
         if op is None:
             return
@@ -82,6 +83,7 @@ def convert_file(
     target = _check_paths(source, tool, out, force)
     model = _upgrade_opset(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
+        # Nodes are matched by name, so the upgraded model is analysed, and not the source.
         plain = Path(folder, source.name)
         save_onnx(model, plain)
         inputs_tool = InputsTool(tool)

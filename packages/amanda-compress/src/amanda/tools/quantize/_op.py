@@ -228,6 +228,7 @@ class QuantizedOp:
             if self._recompute is not None:
                 context.insert_before_op(self._record_inputs)
             routine: Any = self._read_in_eager_mode if context.is_eager() else self._read_in_graph
+            # Autodiff does not pass through a routine that the program calls back (JAX).
             if self._options.trains and called:
                 routine = self._read_with_gradients
             elif self._options.trains:
@@ -276,6 +277,7 @@ class QuantizedOp:
                 self._calibrate(read)
         if first.calibrates:
             return None
+        # Checkpointing runs an op twice: other scales would give other values in the backward pass.
         quantised = self._quantise_values(values, read, first.qparams, recomputed)
         first.qparams = [quantizer.qparams for *_, quantizer in read]
         return quantised
@@ -300,6 +302,7 @@ class QuantizedOp:
         return read
 
     def _must_calibrate(self, read: Sequence[_ReadValue]) -> bool:
+        """Return True within `calibrating`, and for the first `calibration` executions of the op."""
         execution_count = self._options.calibration
         waiting = (quantizer for *_, quantizer in read if quantizer.state and not quantizer.has_scale)
         return self._tool.is_calibrating or any(
@@ -307,6 +310,7 @@ class QuantizedOp:
         )
 
     def _calibrate(self, read: Sequence[_ReadValue]) -> None:
+        """Observe values, and set scales after the last of `calibration` executions."""
         for _, _, value, quantizer in read:
             quantizer.observe(value)
             quantizer.calibrated += 1
@@ -336,6 +340,7 @@ class QuantizedOp:
             context.insert_after_backward_op(self._clip_gradients, grad_inputs=self._positions)
 
     def _read_with_gradients(self, *values: Any, run: dict[str, Any]) -> Any:
+        """Quantise as `_read_in_graph`; save for each value a function that clips its gradient."""
         quantised = self._read_in_graph(*values)
         quantizers = {
             position: quantizer for (position, item), quantizer in self.quantizers.items() if item is None
@@ -348,6 +353,7 @@ class QuantizedOp:
         return quantised
 
     def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
+        """Set gradients to 0 where the forward values were clipped."""
         clipped = list(gradients)
         for i, stop in enumerate(run.pop(_CLIPPING, ())):
             if stop is not None and clipped[i] is not None:

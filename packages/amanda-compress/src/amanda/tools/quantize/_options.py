@@ -63,6 +63,7 @@ class QuantizeOptions:
             )
 
     def _check_grid(self, grid: Grid) -> None:
+        """Raise QuantizeError for options that a grid of floating numbers does not support."""
         if not isinstance(grid, FloatGrid):
             return
         unfit = {"method": self.method.startswith("lsq"), "rounding": self.rounding != "half_even",

@@ -135,6 +135,7 @@ class QdqWriter:
         remove_unread(self._model.graph)
 
     def _rewrite(self, graph: GraphProto) -> set[Key]:
+        """Rewrite the nodes of a graph and of its bodies; return the keys of the rewritten nodes."""
         from onnx import NodeProto
 
         written_values: dict[Any, str] = {}
@@ -182,11 +183,13 @@ class QdqWriter:
         kind, bits = element_type(grid)
         row = f"{operand.tensor}, {kind.lower()}", grid.bits, None, None, None
         key = name, scale.tobytes(), zero_point.tobytes(), grid
+        # Nodes that read one value in one grid share its quantisation.
         if key in written_values:
             return [], written_values[key], row
         scale_names = self._add_scales(graph, name, scale, zero_point, grid)
         nodes = []
         value_name = name
+        # ONNX has 4, 8 and 16 bits: a narrower grid needs a Clip, as QuantizeLinear uses all integers.
         if grid.high - grid.low + 1 < 1 << bits:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
             clip = [self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
@@ -260,6 +263,7 @@ class QdqWriter:
     def _add_scales(
         self, graph: GraphProto, name: str, scale: NDArray[Any], zero_point: NDArray[Any], grid: Grid
     ) -> list[str]:
+        """Add scale and zero point to a graph; return their names."""
         kind, _ = element_type(grid)
         return [
             self._add_initializer(graph, f"{name}_scale", np.asarray(scale, np.float32), "FLOAT"),
@@ -273,6 +277,7 @@ class QdqWriter:
         return new
 
     def _unique_name(self, base: str) -> str:
+        """Return a new name in the model that begins with `base`."""
         name, count = base, 0
         while name in self._used_names:
             count += 1

@@ -89,6 +89,7 @@ def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:
 
 
 def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
+    """Return the gradient where values were not clipped, else 0, recorded for a further derivative."""
     if not clipped.size:
         return gradient
     gradient = _tf().convert_to_tensor(gradient)

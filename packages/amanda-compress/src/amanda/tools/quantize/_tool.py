@@ -259,6 +259,7 @@ class QuantizeTool(amanda.Tool):
             yield from op.created
 
     def _quantise_op(self, context: amanda.OpContext) -> None:
+        """Create the quantizers of a selected op at its first analysis, and insert their routines."""
         kind = context["type"]
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return

@@ -48,11 +48,13 @@ def pareto_assignments(groups: Sequence[Sequence[Offer]]) -> list[Assignment]:
         drop = np.add.outer(drop, [offer.drop for offer in offers]).ravel()
         survivors = _pareto_indices(saved, drop)
         if len(survivors) > _MOST_ASSIGNMENTS:
+            # Equal steps of saved cost leave assignments for every budget.
             cells = (saved[survivors] / saved[survivors[-1]] * _MOST_ASSIGNMENTS).astype(int)
             firsts = np.unique(cells, return_index=True)[1]
             survivors = survivors[np.union1d(firsts, len(survivors) - 1)]
         saved, drop = saved[survivors], drop[survivors]
         steps.append((offers, *divmod(survivors, len(offers))))
+    # Backtrack from the whole assignments to the offer that each group contributes.
     rows = np.arange(len(saved))
     labels: list[list[str]] = []
     for offers, parent_rows, offer_indices in reversed(steps):
@@ -122,6 +124,7 @@ class Allocation:
         """Return a label for each op: the least sum of drops within a budget, a share of the cost."""
         cost_model = self._cost_model
         for assignment in self._assignments:
+            # The factor allows for rounding of sums, for a budget that a level meets exactly.
             if cost_model.total - assignment.saved <= budget * cost_model.total * (1 + 1e-9):
                 group_levels = zip(self._groups, assignment.levels, strict=True)
                 return {name: label for names, label in group_levels for name in names}

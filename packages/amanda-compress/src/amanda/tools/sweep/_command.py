@@ -25,6 +25,7 @@ _LOADER_FILES = (
 
 
 def _parse_numbers(text: str) -> list[float]:
+    """Return the numbers of a text such as "0.5,0.9"."""
     numbers = OptionType(float)
     try:
         return [numbers.convert(number, None, None) for number in text.split(",")]
@@ -115,6 +116,7 @@ def command(arguments: Sequence[str]) -> int:
 def _make_sweep(
     kind: str, evaluate: Callable[[], Any], levels: Sequence[float] | None, **options: Any
 ) -> Sweep[Any]:
+    """Return the sweep of a kind; raise SpecError for invalid levels."""
     try:
         if kind == "sparsity":
             options |= {"sparsities": levels} if levels else {}

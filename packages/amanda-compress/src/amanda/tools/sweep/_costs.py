@@ -34,6 +34,7 @@ class OpCosts(amanda.Tool):
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
 
     def _record_costs(self, context: amanda.OpContext) -> None:
+        """Record the FLOPs of an op and the sizes of the parameters that it reads."""
         if context["phase"] != "forward":
             return
         cost, op_id, inputs = context.get("cost"), context.get_op_id(), context.get_inputs()

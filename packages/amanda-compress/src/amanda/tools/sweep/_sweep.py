@@ -108,6 +108,7 @@ class Sweep(Generic[Level]):
                     raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
                 self._dense = dense
                 progress.done(f"{self._names[1]} {self._dense:g}")
+            # All ops together come first: this evaluation records the sites.
             for level in self._levels:
                 self._measure_point(ALL, level, progress, 1 + len(self._levels), retries)
             total = 1 + len(self._levels) * (1 + len(self._sites))
@@ -194,6 +195,7 @@ class Sweep(Generic[Level]):
         return self._dense is not None and len(self._points) == point_count
 
     def _measure_point(self, site: Site, level: Level, progress: Progress, total: int, retries: int) -> None:
+        """Evaluate a site at a level, unless an earlier evaluation succeeded; record the point."""
         description, key = f"{site.name or 'all ops'}, {self._names[0]} {level:g}", (site.name, level)
         for _ in _attempts(self._points.get(key), retries):
             progress.begin(total, description, 1 + len(self._points) - (key in self._points))

@@ -98,6 +98,7 @@ class FollowedSlices:
         """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
         tensors, _ = _torch_tensors_and_store()
         copied = self._copies.get(value.untyped_storage()._cdata) if tensors.is_strided(value) else None
+        # A new tensor may have the address of a freed storage: the weak reference tells them apart.
         holder = None if copied is None or copied.storage.expired() else copied.holder()
         if copied is None or holder is None:
             return None
@@ -136,6 +137,7 @@ class FollowedSlices:
 
     @amanda.differentiable  # to be given what is a view of a parameter as that
     def _record_copy(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+        """Record the slice of a parameter that an output is a copy of."""
         inputs = run.pop(self._inputs_key)
         source = self.source(inputs[0])
         tensors, store = _torch_tensors_and_store()
@@ -143,6 +145,7 @@ class FollowedSlices:
             return
         from torch.multiprocessing.reductions import StorageWeakRef
 
+        # Freed entries go once the table has doubled, so that a copy costs constant time.
         if len(self._copies) >= self._sweep_at:
             self.sweep()
         _REQUIRED.check()
@@ -196,6 +199,7 @@ def _viewed_as(
 
     laid = of(whole)
     extents, strides, offset = layout
+    # as_strided needs the memory order of the replaced tensor, and a computed copy may have another.
     if laid.stride() != strides or not laid.is_contiguous():
         values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
         laid.copy_(values)
@@ -208,6 +212,7 @@ def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -
 
     if not prod((*part.extents, *form.extents)):
         return None
+    # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
     places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
     positions = _viewed_as(_identity, layout, form, places)
     first = positions[(0,) * positions.dim()]

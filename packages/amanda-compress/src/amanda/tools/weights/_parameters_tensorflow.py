@@ -105,6 +105,7 @@ class TFVariable(StoredParameter):
         return getattr(_handle(self._parameter), "op", None) is not None
 
     def _session(self) -> Any:
+        """Return the default session; raise ParameterError without a session."""
         import tensorflow as tf
 
         session = tf.compat.v1.get_default_session()
@@ -130,6 +131,7 @@ def _form_in_graph(weight: Any) -> Any:
     if not steps:
         return None
     numbered = np.arange(start.num_elements()).reshape(start)
+    # Numbered elements pass through the same steps as the variable, in their order of execution.
     reshaped = numbered
     for kind, form in reversed(steps):
         reshaped = reshaped.reshape(form) if kind == "Reshape" else reshaped.transpose(form)
@@ -153,6 +155,7 @@ def _find_form(value: Array, target: Array) -> Any:
     """Return the form in which a value is what is wanted; None for the value as it is."""
     if value.shape == target.shape and _are_equal(value, target):
         return None
+    # In eager mode nothing but the values tells through which transpose and reshape an op reads.
     for axes in permutations(range(value.ndim)):
         if _are_equal(value.transpose(axes).reshape(target.shape), target):
             return axes, target.shape, value.shape
@@ -169,6 +172,7 @@ def _to_form(value: Array, part: Part) -> Array:
 
 
 def _from_form(value: Array, part: Part) -> Array:
+    """Return the value of a variable from its value in a form."""
     if part is None:
         return value
     axes, _, extents = part

@@ -61,6 +61,7 @@ class TorchParameters(ParameterStore):
     def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if two parts have elements in common."""
         first, second = part or whole, other_part or whole
+        # Disjoint ranges of memory need no comparison of elements, which is slow.
         apart = min(first.end, second.end) <= max(first.offset, second.offset)
         return not apart and bool(self._shared_elements(first, second).any())
 
@@ -157,6 +158,7 @@ class TorchParameter(StoredParameter):
                 raise ParameterError(
                     f"parameter {self._name} is a {kind}, which is packed: write the model before"
                 )
+            # A part may span several ranks: shards are gathered, changed and distributed again.
             whole = self._parameter if plain else self.read().clone()
             view = whole if part is None else whole.as_strided(*part)
             new = changed(view.detach())
@@ -211,6 +213,7 @@ def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
 
 
 def _write_offloaded(values: Any, key: str, new: Tensor) -> None:
+    """Write values where accelerate keeps them: in memory, or in a file on disk."""
     in_memory = values if isinstance(values, dict) else values.state_dict
     if key in in_memory:
         in_memory[key].copy_(new)

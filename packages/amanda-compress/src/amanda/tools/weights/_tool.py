@@ -195,6 +195,7 @@ class WeightTool(amanda.Tool, Generic[W]):
                 "tool.load_state_dict(tool.state_dict()) and tool.prepare(model, example); or exclude them"
             )
         try:
+            # Reading and writing parameters executes ops, which no tool is to see.
             with amanda.disabled():
                 model, written = self._write(model, weights)
         except ParameterError as error:
@@ -217,6 +218,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         """React to `finalize`; called for each written weight, after all are written."""
 
     def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
+        """Write finalized weights into a model; return the model and the written weights."""
         written: list[W] = []
 
         def changed(weight: W, value: Any) -> Any:
@@ -256,6 +258,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return names
 
     def _analyse_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routine that reads and changes the weight of a forward op."""
         outdated_ops = self.weights.record_readers(context)
         if outdated_ops:
             self.analyse_again(outdated_ops)
@@ -274,8 +277,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         if context.is_static():
             self._inline_in_file(context, read, form)
             return
-        context[self._key] = None if isinstance(form, IndexedRows) else form  # which hold tensors
+        # Indexed rows hold tensors of one execution, which a context would keep alive.
+        context[self._key] = None if isinstance(form, IndexedRows) else form
         state = context[self._state_key] = self._final_state(context, read, form)
+        # Eager PyTorch differentiates `transform` by autograd; elsewhere `_analyse_backward` does so.
         in_autograd = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
         if state is not None:
             apply = self._on_read_value(self.transform, form)
@@ -288,6 +293,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             context.insert_before_op(routine, inputs=[read.index], form=form)
 
     def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> None:
+        """Insert `transform` with constant state into the file of a model."""
         if isinstance(form, Weight):
             self.on_file(cast(W, form), partial(context.get_value, read.index))
         if form is None or not form.is_ready:
@@ -322,6 +328,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return partial(_apply_to_canonical, function, form.layout, form.shape)
 
     def _analyse_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routine that reads or changes the weight gradient of a backward op."""
         index = context["weight_grad_index"]
         if self._key not in context or index is None:
             return
@@ -356,6 +363,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         self, gradient: Any, form: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
         run: dict[str, Any],
     ) -> Any:  # fmt: skip
+        """Pass the gradient of each weight to `on_gradient`; return the transformed gradient."""
         form = run.get(self._key, form)
         if form is None or not is_weights(gradient):
             return None

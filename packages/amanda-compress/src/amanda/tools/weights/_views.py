@@ -79,6 +79,7 @@ class AliasedWeightView(WeightView):
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Any:
         """Return state by name in the element type of a tensor, on its device."""
+        # The cached tensors are outdated once the state of any weight has changed.
         versions = [weight.changes for weight in self._ready]
         if versions != self._versions:
             self._tensors.clear()

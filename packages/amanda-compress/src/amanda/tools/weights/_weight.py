@@ -213,6 +213,7 @@ class Weight(WeightView):
         del self._keep
 
     def _kept_extents(self) -> tuple[int, ...]:
+        """Return the shape in which elementwise state is saved: axes in the order of memory."""
         if self._order is None:
             return self.shape
         whole: Sequence[int] = self._whole[0]
@@ -259,6 +260,7 @@ class Weight(WeightView):
         tool.on_read(self, lambda: value)
         if self._updated == NEVER or self.is_skipped:
             return None
+        # Hot path, at each execution: the same as `transformed` with one call less.
         if tool.elementwise:
             return tool.transform(value, **self.tensors_like(value, tool.state_names))
         return self.transformed(tool, value)

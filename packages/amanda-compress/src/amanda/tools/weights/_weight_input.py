@@ -104,6 +104,7 @@ class WeightReads(amanda.Tool):
         return WeightReads, ()
 
     def _follow(self, context: amanda.OpContext) -> None:
+        """Follow the op's copies of parameters, and record the slice that each execution reads as weight."""
         if READS in context:  # a scope around this one follows already
             return
         context[READS] = self
@@ -156,6 +157,7 @@ class WeightReads(amanda.Tool):
         return positions[0] if len(positions) == 1 else None
 
     def _is_followed(self, context: amanda.OpContext, index: int) -> bool:
+        """Return True if each execution of an eager op may read another part of a parameter."""
         if not context.namespace.matches("pytorch/*/eager"):
             return False
         if context.get_variable(index) is None:
@@ -171,6 +173,7 @@ class WeightReads(amanda.Tool):
         return context.namespace.matches("tensorflow") and self._variables.reads(context, index, by_data)
 
     def _varies(self, context: amanda.OpContext, index: int) -> bool:
+        """Return True if the data select the elements of a parameter that an op reads."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             parameter_slice = self.slices.of(value)

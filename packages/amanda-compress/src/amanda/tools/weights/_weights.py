@@ -178,6 +178,7 @@ class Weights(Generic[W]):
     def _locate(
         self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
     ) -> WeightView | None:
+        """Return the view of the slice that an execution reads; None for a skipped slice."""
         if origin is None:
             self.leave(context, WeightReads.unknown_part)
             return None
@@ -211,6 +212,7 @@ class Weights(Generic[W]):
     def _add_view(
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead
     ) -> None:
+        """Add the weight of a read, a view if it overlaps other weights, or mark the weight as skipped."""
         whole = None if read.location is None else store.whole(read.holder)
         siblings = [] if read.location is None else self._by_parameter.setdefault(read.location[0], [])
         if read.location is not None and any(
@@ -252,6 +254,7 @@ class Weights(Generic[W]):
         value: Any,
         layout: Any,
     ) -> None:
+        """Add a weight for each row of a parameter, and the view of all rows."""
         holder = origin.holder
         axes = order_of_axes(origin, value) if holder.dim() > 2 else None
         if axes is None or self._tool.leaves_rows:
@@ -290,6 +293,7 @@ class Weights(Generic[W]):
     def _make_weight(
         self, context: amanda.OpContext, store: ParameterStore, read: _WeightRead, whole: Any
     ) -> W:
+        """Create a weight whose state is saved under the parameter's path, else under its first reader."""
         path = None if read.location is None else context.get_variable_path(read.holder)
         variable = None if read.location is None else read.holder
         reader, suffix = context, ""
@@ -317,6 +321,7 @@ class Weights(Generic[W]):
         """Stop changing weights that an embedding or an einsum reads too; return the ids of their readers."""
         outdated_ops: set[int] = set()
         for weight in weights:
+            # The changed weight is in the file already, so that it cannot be retracted.
             if context.is_static() and weight.is_ready:
                 raise self._tool.error(
                     f"{context['type']} of {context.get_scope() or context.get_source()} looks up rows of a "
@@ -417,6 +422,7 @@ def _weak_reference(holder: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(holder)
     except TypeError:
+        # Some holders have no weak references, such as the tuple of an ONNX initializer.
         return lambda: None
 
 

@@ -183,6 +183,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         weight.updated = 0
 
     def _analyse_product(self, context: amanda.OpContext) -> None:
+        """Insert the routine that collects the inputs of a weight; record why an op has none."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
@@ -211,6 +212,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     def _add_samples(
         self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]
     ) -> None:
+        """Add the rows that an execution multiplies to the samples of the weight."""
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
             return

@@ -301,6 +301,7 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
 
 
 def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> None:
+    """Write tensors and configuration into a folder; an error leaves an existing model file unchanged."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -341,6 +342,7 @@ def _unshared(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantization_config(model: nn.Module, tool: IntegerTool, layers: set[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint."""
     import torch
 
     linear = [

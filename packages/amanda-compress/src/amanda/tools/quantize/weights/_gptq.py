@@ -198,6 +198,7 @@ def gptq(
             error = (now[:, i : i + 1] - dequantized(code, *qparams_of_group)) / inverse[column, column]
             now[:, i:] -= error * inverse[column, column:end]
             errors[:, i : i + 1] = error
+        # One product for a block instead of one for each column (lazy batch updates of the source).
         remaining[:, end:] -= errors @ inverse[start:end, end:]
     return Codes(codes, scale.to(matrix.dtype), zero_point.to(matrix.dtype))
 
@@ -208,6 +209,7 @@ def _inverse(hessian: Tensor, damping: float) -> Any:
 
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
+    # Inputs that are always 0 would make the Hessian singular.
     diagonal[diagonal == 0] = 1
     diagonal += damping * diagonal.mean()
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)

@@ -135,6 +135,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self._storages.clear()
 
     def _record_other_readers(self, context: amanda.OpContext) -> None:
+        """Record ops that read a parameter other than as the whole weight of a linear layer."""
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()
@@ -196,6 +197,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         """Store the integers of a weight, and sums that identify the value they were computed from."""
         for name, value in codes._asdict().items():
             weight[name] = value
+        # Sum and norm identify the value: a copy would double the memory of the weights.
         weight["sums"] = sums_of(matrix)
 
     def check_model(self, model: Any) -> None:
@@ -213,6 +215,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             raise QuantizeError(str(error)) from error
 
     def _check_weight(self, weight: CalibratedWeight, parameter: StoredParameter | None) -> None:
+        """Raise QuantizeError for a weight without integers, or of a changed value."""
         if not (weight.is_ready or weight.is_skipped):
             within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
             raise QuantizeError(

@@ -158,6 +158,7 @@ class FoldingTool(CalibratedTool):
             for path, module in model.named_modules(remove_duplicate=False)
             for name, parameter in module.named_parameters(recurse=False)
         }
+        # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
         folds, unfolded = _folds_of(tracing, identities)
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
             actual = list(subject.floats(model(*example, **named)))
@@ -200,6 +201,7 @@ class FoldingTool(CalibratedTool):
     def _write_folds(
         self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
     ) -> FoldResult:
+        """Scale all parameters of the folds that can be written; return the result."""
         parameters = {
             parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
         }
@@ -280,6 +282,7 @@ class FoldingTool(CalibratedTool):
                 self._shared.clear()
 
     def _fold_of(self, weight: CalibratedWeight) -> Fold | None:
+        """Return the fold that a weight is read in; None without a fold."""
         fold = None if weight.part is not None else (self._fold_by_weight or {}).get(weight.holder)
         smoothing = weight.get("smoothing")
         return (

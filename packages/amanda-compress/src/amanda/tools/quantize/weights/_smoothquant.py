@@ -80,6 +80,7 @@ class SmoothQuantTool(FoldingTool):
 
     @amanda.differentiable
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
+        """Return the input divided by the factors of its channels, and the unchanged weight."""
         weight = find(value, ParameterSlice.of_execution(run))
         if not isinstance(weight, CalibratedWeight):
             raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")
