@@ -54,7 +54,7 @@ class PrunedWeight(Weight):
 
     def precedes(self, update: int | None) -> bool:
         """Return True if its mask was made for an earlier step than this one."""
-        return not self.is_left and update is not None and self.updated < update
+        return not self.is_skipped and update is not None and self.updated < update
 
     def fit_loaded(self, present: Callable[[], Any]) -> None:
         """Subtract nothing from a value that `finalize` has written: all that the mask drops is 0 in it.
@@ -62,7 +62,7 @@ class PrunedWeight(Weight):
         SparseGPT subtracts nothing from such a value either, since it made up for nothing.
         """
         self.is_loaded = False
-        if self.offset is None or self.is_left:
+        if self.offset is None or self.is_skipped:
             return
         value = self.plain(present())
         dropped = ~self.like(self.mask, value)

@@ -1,4 +1,4 @@
-"""Factors of inputs that go into the parameters which make these inputs, so that no op divides by them."""
+"""Fold factors of inputs into the parameters that compute these inputs, so that no op divides by them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amanda.options import deprecated
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
-    UNREAD,
+    NOT_RUN,
     CalibratedTool,
     CalibratedWeight,
     Samples,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Unpack
 
-    from amanda.tools.quantize.weights._factors import FactorTracing
+    from amanda.tools.quantize.weights._scale_tracing import FactorTracing
     from amanda.tools.weights import SelectionOptions
 
 Axis = tuple[int, int]
@@ -36,12 +36,12 @@ Axis = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Weights that multiply one input, and the parameters that make it.
+    """Weights that multiply one input, and the parameters that compute that input.
 
-    slots: number of the factor of each channel of the input, (channels,); channels that a parameter makes
-    together, such as those of queries that share a value, have the same.
-    readers: the weights, by the axes of their inputs.  makers: the number of the factor of each place along
-    an axis, or -1.  names: of all of these parameters, by identity.
+    slots: index of the factor of each channel of the input, (channels,); channels that share an element of a
+    parameter, such as those of queries that share a value, have the same index.
+    readers: the weights, by the axes of their inputs.  makers: index of the factor of each position
+    along an axis, or -1.  names: of all these parameters, by identity.
     """
 
     slots: NDArray[Any]
@@ -50,7 +50,7 @@ class Fold:
     names: Mapping[int, str]
 
     def scales(self, factors: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield parameters, axes, and what each is multiplied by along it.  factors: (channels,)."""
+        """Yield parameter, axis, and multipliers along the axis.  factors: (channels,)."""
         factors = factors.cpu().double()  # a quotient in float32 would round once more
         for identity, axis in self.readers:
             yield identity, axis, factors
@@ -61,9 +61,9 @@ class Fold:
 
 
 class FoldResult(Result):
-    """The weights whose factors of inputs are in parameters now, and which parameters these are.
+    """The weights whose input factors are folded, and the parameters that absorb these factors.
 
-    model: the model.  left: weights whose inputs ops go on dividing in a scope of the tool, and why.
+    model: the model.  left: reasons why ops still divide inputs of other weights in a scope of the tool.
     """
 
     name: ClassVar[str] = "folded"
@@ -75,7 +75,7 @@ class FoldResult(Result):
     def __init__(self, model: nn.Module, folds: Sequence[Fold], left: Mapping[str, str]) -> None:
         self.model, self.left = model, dict(left)
         self._rows = [
-            (fold.names[reader], len(fold.slots), ", ".join(fold.names[one] for one, _ in fold.makers))
+            (fold.names[reader], len(fold.slots), ", ".join(fold.names[maker] for maker, _ in fold.makers))
             for fold in folds for reader, _ in fold.readers
         ]  # fmt: skip
 
@@ -84,35 +84,35 @@ class FoldResult(Result):
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what was left."""
+        """Return reasons for weights that are not folded."""
         return {"left": self.left}
 
     def notes(self) -> Sequence[str]:
-        """Return what was left."""
+        """Return reasons for weights that are not folded."""
         return [
             f"The inputs of {name} are still divided in a scope: {why}." for name, why in self.left.items()
         ]
 
 
 class FoldingTool(CalibratedTool):
-    """A calibrated tool with a factor for each input of a weight, `smoothing`, by which inputs are divided.
+    """Base class of calibrated tools that divide each input of a weight by a factor, `smoothing`.
 
-    `prepare` before the calibration finds which parameters can take the factors, and has weights that
-    multiply one input share them; `finalize` after it writes them.
+    `prepare` before the calibration finds the parameters that can absorb factors; weights that multiply one
+    input share factors.  `finalize` after the calibration writes the factors.
     """
 
     def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
-        self._folds: dict[int, Fold] | None = None
+        self._fold_by_weight: dict[int, Fold] | None = None
         self._unfolded: dict[int, str] = {}
         self._shared: dict[Fold, Tensor] = {}
 
     def factors(
-        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights that multiply one input.
 
-        given: weights, as matrices too, and what they were given.  slots: see `Fold`; None: all differ.
+        calibrated: weight, matrix (outputs, K) and inputs of each.  slots: see `Fold`; None: all differ.
         """
         raise NotImplementedError
 
@@ -128,20 +128,20 @@ class FoldingTool(CalibratedTool):
         after `load_state_dict`, with the state that was loaded.
         Raises QuantizeError for what is no torch.nn.Module, and where factors would change the results.
         """
-        result = self._plan(model, example, kwargs)
+        result = self._find_folds(model, example, kwargs)
         return super().prepare(model, *example, **kwargs) if self.waiting_state() else result
 
     @deprecated(use="prepare", since="amanda-compress 0.2", gone="0.4")
     def plan_fold(self, model: nn.Module, *example: Any, **named: Any) -> None:
         """Find the parameters that can take factors.  Deprecated: use `prepare`."""
-        self._plan(model, example, named)
+        self._find_folds(model, example, named)
 
-    def _plan(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Find the parameters that can take factors, try them; return what the model returns."""
+    def _find_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Find the parameters that can absorb factors, and check by a trial; return the model's result."""
         import torch
 
         from amanda.tools.prune.channels.tracing import Module
-        from amanda.tools.quantize.weights._factors import FactorTracing
+        from amanda.tools.quantize.weights._scale_tracing import FactorTracing
 
         if not isinstance(model, torch.nn.Module):
             raise QuantizeError(
@@ -150,31 +150,34 @@ class FoldingTool(CalibratedTool):
         subject, tracing = Module(model), FactorTracing(model)
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
-            wanted = list(subject.floats(result))
+            expected = list(subject.floats(result))
         with subject.evaluating():
             tracing.follow(example, named)
         identities = {
-            f"{path}.{name}" if path else name: self.identity_of(one, module)
+            f"{path}.{name}" if path else name: self.identity_of(parameter, module)
             for path, module in model.named_modules(remove_duplicate=False)
-            for name, one in module.named_parameters(recurse=False)
+            for name, parameter in module.named_parameters(recurse=False)
         }
+        # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
         folds, unfolded = _folds_of(tracing, identities)
-        with subject.evaluating(), amanda.disabled(), _tried(model, folds):
-            found = list(subject.floats(model(*example, **named)))
-        for (one, epsilon), (other, _) in zip(wanted, found, strict=True):
-            if one.size and not np.abs(one - other).max() <= max(np.abs(one).max() * epsilon**0.5, epsilon):
+        with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
+            actual = list(subject.floats(model(*example, **named)))
+        for (before, epsilon), (after, _) in zip(expected, actual, strict=True):
+            if before.size and not np.abs(before - after).max() <= max(
+                np.abs(before).max() * epsilon**0.5, epsilon
+            ):
                 raise QuantizeError(
                     f"the {type(model).__name__} computes something else with factors in its parameters: it "
                     "reads a tensor by other means than ops, draws random numbers, or computes NaN"
                 )
-        self._folds = {reader: fold for fold in folds for reader, _ in fold.readers}
+        self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._unfolded = unfolded
         return result
 
     @deprecated(use="finalize", since="amanda-compress 0.2", gone="0.4")
     def fold(self, model: nn.Module) -> FoldResult:
         """Write the factors into the parameters of a model.  Deprecated: use `finalize`."""
-        if self._folds is None:
+        if self._fold_by_weight is None:
             raise QuantizeError(
                 f"call prepare(model, example) of this {type(self).__name__} before its calibration: it "
                 "finds the parameters that can take the factors"
@@ -191,47 +194,56 @@ class FoldingTool(CalibratedTool):
         undo: what undoes the changes is added to it.  Raises QuantizeError for another model.
         """
         try:
-            return self._written(model, self._folds or {}, undo)
+            return self._write_folds(model, self._fold_by_weight or {}, undo)
         except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
-    def _written(
+    def _write_folds(
         self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
     ) -> FoldResult:
-        held = {one.identity: one for one in parameter_store("torch").parameters(model)}
-        weights = {one.holder: one for one in self.weights if one.is_ready and one.part is None}
-        if not held.keys() & weights.keys():
+        """Scale all parameters of the folds that can be written; return the result."""
+        parameters = {
+            parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
+        }
+        weights = {
+            weight.holder: weight for weight in self.weights if weight.is_ready and weight.part is None
+        }
+        if not parameters.keys() & weights.keys():
             raise QuantizeError(
                 f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
                 "within tool.calibrating() first"
             )
         unplanned = "prepare(model, example) was not called before the calibration"
-        unmet = unplanned if self._folds is None else "prepare met no product with the whole parameter"
-        left, chosen = dict[str, str](), list[Fold]()
+        unmet = (
+            unplanned if self._fold_by_weight is None else "prepare met no product with the whole parameter"
+        )
+        skipped, written = dict[str, str](), list[Fold]()
         for weight in self.weights:
             fold = None if weight.part is not None else folds.get(weight.holder)
             if fold is None:
                 if weight.is_ready:
-                    left[weight.name] = self._unfolded.get(weight.holder, unmet)
-            elif fold not in chosen:
-                why = self._misfit(fold, weights, held)
+                    skipped[weight.name] = self._unfolded.get(weight.holder, unmet)
+            elif fold not in written:
+                why = self._why_not_writable(fold, weights, parameters)
                 if why is None:
-                    chosen.append(fold)
+                    written.append(fold)
                 elif weight.is_ready:
-                    left[weight.name] = why
+                    skipped[weight.name] = why
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        for fold in chosen:
+        for fold in written:
             factors = weights[fold.readers[0][0]]["smoothing"]
             for identity, axis, scale in fold.scales(factors):
                 scales[identity].append((axis, scale))
-        for identity, own in scales.items():
-            held[identity].change(partial(_scaled, scales=own), undo=undo)
-        readers = {identity for fold in chosen for identity, _ in fold.readers}
-        for identity, own in scales.items():
+        for identity, parameter_scales in scales.items():
+            parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
+        readers = {identity for fold in written for identity, _ in fold.readers}
+        for identity, parameter_scales in scales.items():
             if identity in weights:
-                undo.append(_restoring(weights[identity]))
-                self.on_folded(weights[identity], held[identity].read(), own, identity in readers)
-        return FoldResult(model, chosen, left)
+                undo.append(_state_restorer(weights[identity]))
+                self.on_folded(
+                    weights[identity], parameters[identity].read(), parameter_scales, identity in readers
+                )
+        return FoldResult(model, written, skipped)
 
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
@@ -250,13 +262,14 @@ class FoldingTool(CalibratedTool):
             weight["smoothing"] = self.factors([(weight, matrix, samples)], None)
             return
         if fold not in self._shared:
-            given = [
-                (one, one.matrix(one.samples.weight), one.samples) for one in self.weights
-                if self._fold_of(one) is fold and one.samples is not None and one.misfit == UNREAD
+            calibrated = [
+                (sibling, sibling.matrix(sibling.samples.weight), sibling.samples) for sibling in self.weights
+                if self._fold_of(sibling) is fold and sibling.samples is not None
+                and sibling.skip_reason == NOT_RUN
             ]  # fmt: skip
-            for one, _, own in given:
-                one.check(own)
-            self._shared[fold] = self.factors(given, fold.slots)
+            for sibling, _, sibling_samples in calibrated:
+                sibling.check(sibling_samples)
+            self._shared[fold] = self.factors(calibrated, fold.slots)
         weight["smoothing"] = self._shared[fold]
 
     @contextmanager
@@ -269,17 +282,20 @@ class FoldingTool(CalibratedTool):
                 self._shared.clear()
 
     def _fold_of(self, weight: CalibratedWeight) -> Fold | None:
-        fold = None if weight.part is not None else (self._folds or {}).get(weight.holder)
-        own = weight.get("smoothing")
-        return fold if fold is not None and own is not None and len(own) == len(fold.slots) else None
+        """Return the fold that a weight is read in; None without a fold."""
+        fold = None if weight.part is not None else (self._fold_by_weight or {}).get(weight.holder)
+        smoothing = weight.get("smoothing")
+        return (
+            fold if fold is not None and smoothing is not None and len(smoothing) == len(fold.slots) else None
+        )
 
-    def _misfit(
-        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], held: Mapping[int, StoredParameter]
+    def _why_not_writable(
+        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
     ) -> str | None:
-        """Return why the factors of a fold cannot be written."""
-        parts = {one.holder for one in self.weights if one.part is not None}
+        """Return why the factors of a fold cannot be written; None if they can."""
+        parts = {weight.holder for weight in self.weights if weight.part is not None}
         for identity, _ in (*fold.readers, *fold.makers):
-            if identity not in held:
+            if identity not in parameters:
                 return f"{fold.names[identity]} is no parameter of the model"
             if identity in parts:
                 return f"ops read {fold.names[identity]} in parts"
@@ -288,9 +304,9 @@ class FoldingTool(CalibratedTool):
                 return f"the product with {fold.names[identity]} reads its input too, which has no factors"
             if len(weights[identity]["smoothing"]) != len(fold.slots):
                 return "its factors differ within the window of a convolution"
-        first, *others = [weights[identity]["smoothing"] for identity, _ in fold.readers]
+        first, *further = [weights[identity]["smoothing"] for identity, _ in fold.readers]
         _, places = np.unique(fold.slots, return_index=True)
-        if not all(bool((one == first).all()) for one in [*others, first[places[fold.slots]]]):
+        if not all(bool((factors == first).all()) for factors in [*further, first[places[fold.slots]]]):
             return "its factors are of a calibration before prepare, and others of the same input differ"
         return None
 
@@ -307,25 +323,25 @@ def tied(values: Tensor, slots: NDArray[Any] | None, how: str) -> Tensor:
 
 
 def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
-    """Return the folds that a traced call has, and why there is none for other weights."""
-    from amanda.tools.quantize.weights._factors import UNMADE
+    """Return the folds of a traced call, and reasons for weights without a fold."""
+    from amanda.tools.quantize.weights._scale_tracing import UNMADE
 
     labels = tracing.notes.labels
     multiplied = {
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
     }
-    made, left = labels.made(), labels.left()
-    for root in labels.roots(np.array(sorted(multiplied & made), int)).tolist():
-        left.setdefault(root, "another op reads its weight otherwise")
+    produced, reasons = labels.made(), labels.left()
+    for root in labels.roots(np.array(sorted(multiplied & produced), int)).tolist():
+        reasons.setdefault(root, "another op reads its weight otherwise")
     names = {identity: name for name, identity in reversed(list(identities.items()))}
     readers: dict[Axis, NDArray[Any]] = {}
     makers: dict[Axis, NDArray[Any]] = {}
     for name, families in tracing.channels.items():
         for family in families if name in identities else ():
-            axis, own = int(np.argmax(family.shape)), family.reshape(-1)
-            kind = readers if int(own[0]) in multiplied else makers
-            kind[identities[name], axis] = labels.roots(own)
-    is_made = {root for own in makers.values() for root in own.tolist()}
+            axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
+            kind = readers if int(channels[0]) in multiplied else makers
+            kind[identities[name], axis] = labels.roots(channels)
+    is_made = {root for roots in makers.values() for root in roots.tolist()}
     unfolded: dict[int, str] = {}
     alike: dict[tuple[int, ...], list[Axis]] = defaultdict(list)
     of_root: dict[int, set[tuple[int, ...]]] = defaultdict(set)
@@ -335,56 +351,56 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
         for root in key:
             of_root[root].add(key)
     folds = []
-    for key, own in alike.items():
-        why = next((left[root] for root in key if root in left), None)
+    for key, reader_axes in alike.items():
+        why = next((reasons[root] for root in key if root in reasons), None)
         if why is None and not is_made.issuperset(key):
             why = UNMADE
         if why is None and any(len(of_root[root]) > 1 for root in key):
             why = "another product reads a part of its input, or more than that"
         if why is not None:
-            unfolded.update({identity: why for identity, _ in own})
+            unfolded.update({identity: why for identity, _ in reader_axes})
             continue
         slot = {root: i for i, root in enumerate(dict.fromkeys(key))}
-        its = {
+        maker_slots = {
             axis_of: np.array([slot.get(root, -1) for root in roots.tolist()])
             for axis_of, roots in makers.items() if not slot.keys().isdisjoint(roots.tolist())
         }  # fmt: skip
-        known = {identity: names[identity] for identity, _ in (*own, *its)}
-        folds.append(Fold(np.array([slot[root] for root in key]), own, its, known))
+        fold_names = {identity: names[identity] for identity, _ in (*reader_axes, *maker_slots)}
+        folds.append(Fold(np.array([slot[root] for root in key]), reader_axes, maker_slots, fold_names))
     return folds, unfolded
 
 
 @contextmanager
-def _tried(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
-    """Return a context in which factors are in the parameters that round nothing: powers of two."""
+def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
+    """Return a context with trial factors in the parameters: powers of two, which round nothing."""
     import torch
 
-    held = {one.identity: one for one in parameter_store("torch").parameters(model)}
+    parameters = {parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)}
     undo: list[Callable[[], Any]] = []
     try:
         for fold in folds:
             factors = torch.as_tensor(2.0 ** (fold.slots % 3 - 1))
             for identity, axis, scale in fold.scales(factors):
-                held[identity].change(partial(_scaled, scales=[(axis, scale)]), undo=undo)
+                parameters[identity].change(partial(_scale_axes, scales=[(axis, scale)]), undo=undo)
         yield
     finally:
         for back in reversed(undo):
             back()
 
 
-def _scaled(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
+def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
     """Return a tensor times vectors along axes, rounded once to its own type."""
     import torch
 
-    made = value.to(torch.float64 if value.device.type != "mps" else torch.float32)
+    scaled = value.to(torch.float64 if value.device.type != "mps" else torch.float32)
     for axis, scale in scales:
         extents = [-1 if i == axis else 1 for i in range(value.ndim)]
-        made = made * scale.to(made).reshape(extents)
-    return made.to(value.dtype)
+        scaled = scaled * scale.to(scaled).reshape(extents)
+    return scaled.to(value.dtype)
 
 
-def _restoring(weight: CalibratedWeight) -> Callable[[], None]:
-    """Return what gives a weight the state back that it has now."""
+def _state_restorer(weight: CalibratedWeight) -> Callable[[], None]:
+    """Return a function that restores the present state of a weight."""
     state = {
         name: weight[name].clone() for name in ("smoothing", "scale", "sums") if weight.get(name) is not None
     }

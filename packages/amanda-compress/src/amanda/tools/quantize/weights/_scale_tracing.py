@@ -1,7 +1,7 @@
-"""How factors of channels pass from the parameters that make a tensor to the products that read it.
+"""Rules that trace factors of channels from the parameters that compute a tensor to products that read it.
 
-Labels of channels tell where: a parameter whose channels are divided by factors, so that all tensors with
-its labels are divided by them, until a product's weight, whose inputs have the labels, is multiplied.
+Channels have labels: if the channels of a parameter are divided by factors, so are all tensors with its
+labels, until a product whose weight has the same labels and is multiplied by the factors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ UNMADE = "no parameter that could be divided makes its input"
 def stopped(call: Call) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     call.leave_all(f"{call.place} reads its input too")
-    return [_unmade(call, one, f"{call.place} makes its input, through which no factor passes")
-            for one in call.outputs]  # fmt: skip
+    return [_unmade(call, output, f"{call.place} makes its input, through which no factor passes")
+            for output in call.outputs]  # fmt: skip
 
 
 def _unmade(call: Call, output: Any, reason: str) -> Families:
@@ -48,16 +48,16 @@ def _unmade(call: Call, output: Any, reason: str) -> Families:
 def _read(call: Call, value: Any, axis: int, inputs: Family | None) -> None:
     """Match the channels of a product's input with those of its weight."""
     families = call.of(value)
-    others = [one for one in families if varying(one) - {axis % value.ndim}]
-    call.labels.leave(others, f"{call.place} reads its input too")
-    given = call.along(tuple(one for one in families if one.size > 1), axis)
-    if inputs is not None and given is not None:
-        call.labels.unite(given, inputs)
+    along_other_axes = [family for family in families if varying(family) - {axis % value.ndim}]
+    call.labels.leave(along_other_axes, f"{call.place} reads its input too")
+    channels = call.along(tuple(family for family in families if family.size > 1), axis)
+    if inputs is not None and channels is not None:
+        call.labels.unite(channels, inputs)
     elif inputs is not None and families:
         call.labels.unite(inputs, families[0].reshape(-1)[:1])
-    call.labels.leave(inputs if inputs is not None and given is None else (), UNMADE)
+    call.labels.leave(inputs if inputs is not None and channels is None else (), UNMADE)
     call.labels.leave(
-        given if given is not None and inputs is None else (), f"{call.place} reads its input too"
+        channels if channels is not None and inputs is None else (), f"{call.place} reads its input too"
     )
 
 
@@ -67,10 +67,10 @@ def layer(call: Call) -> Sequence[Families]:
     if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
         return stopped(call)
     axis = 1 - weight.ndim if call.type != "linear" else -1
-    inputs = [one.reshape(-1) for one in call.of(weight) if one.shape[1] > 1]
+    inputs = [family.reshape(-1) for family in call.of(weight) if family.shape[1] > 1]
     _read(call, value, axis, inputs[0] if inputs else None)
-    made = (linear if call.type == "linear" else convolution)(call)
-    return [tuple(one for one in made[0] if one.shape[axis] > 1)]
+    outputs = (linear if call.type == "linear" else convolution)(call)
+    return [tuple(family for family in outputs[0] if family.shape[axis] > 1)]
 
 
 def product(call: Call) -> Sequence[Families]:
@@ -81,7 +81,8 @@ def product(call: Call) -> Sequence[Families]:
     output = call.outputs[0]
     if call.name_of(weight) is not None and weight.ndim == 2:
         inputs, outputs = (
-            next((one.reshape(-1) for one in call.of(weight) if one.shape[axis] > 1), None) for axis in (0, 1)
+            next((family.reshape(-1) for family in call.of(weight) if family.shape[axis] > 1), None)
+            for axis in (0, 1)
         )
         _read(call, value, -1, inputs)
         call.labels.produce(outputs)
@@ -95,18 +96,22 @@ def product(call: Call) -> Sequence[Families]:
 
 def attention(call: Call) -> Sequence[Families]:
     """Pass the factors of values on; whatever else attention reads has none."""
-    query, key, value, *others = call.inputs
+    query, key, value, *masks = call.inputs
     families, times = call.of(value), query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
-    families = tuple(one.repeat(times, -3) if times > 1 and one.shape[-3] > 1 else one for one in families)
-    return _mixed(call, families, [query, key, *others])
+    families = tuple(
+        family.repeat(times, -3) if times > 1 and family.shape[-3] > 1 else family for family in families
+    )
+    return _mixed(call, families, [query, key, *masks])
 
 
-def _mixed(call: Call, families: Families, others: Iterable[Any]) -> Sequence[Families]:
+def _mixed(call: Call, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
     """Pass on the factors of a tensor whose rows the op adds up, by weights that other tensors are."""
-    for one in others:
-        call.labels.leave(call.of(one), f"{call.place} reads its input too")
-    passed = [one for one in families if one.shape[-2] == 1]
-    call.labels.leave([one for one in families if one.shape[-2] > 1], f"{call.place} reads its input too")
+    for tensor in factors:
+        call.labels.leave(call.of(tensor), f"{call.place} reads its input too")
+    passed = [family for family in families if family.shape[-2] == 1]
+    call.labels.leave(
+        [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
+    )
     if not passed:
         return stopped(call)
     rank = call.outputs[0].ndim
@@ -119,64 +124,66 @@ def normalised(call: Call) -> Sequence[Families]:
     weight, output = call.value("weight"), call.outputs[0]
     if weight is None or weight.ndim != 1 or not varies(call.of(weight)):
         return [_unmade(call, output, f"{call.place} makes its input without a weight for each channel")]
-    own = call.along(call.of(weight), 0)
-    call.match_vector(own, call.value("bias"))
+    channels = call.along(call.of(weight), 0)
+    call.match_vector(channels, call.value("bias"))
     axis = output.ndim - 1 if call.type in ("layer_norm", "rms_norm") else 1
-    return [shaped(own, axis, output.ndim)]
+    return [shaped(channels, axis, output.ndim)]
 
 
 def scaled(call: Call) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's."""
-    tensors = [one for one in call.inputs[:2] if hasattr(one, "shape")]
-    carriers = [one for one in tensors[: 1 if call.type == "div" else 2] if varies(call.of(one))]
+    tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
+    carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
     if not carriers or (call.type == "div" and tensors[0] is not call.inputs[0]):
         return stopped(call)
-    carrier = max(reversed(carriers), key=lambda one: call.name_of(one) is not None)
+    carrier = max(reversed(carriers), key=lambda tensor: call.name_of(tensor) is not None)
     if len(tensors) > 1:
-        other = next((one for one in tensors if one is not carrier), carrier)
-        call.labels.leave(call.of(other), f"{call.place} reads its input too")
+        second = next((tensor for tensor in tensors if tensor is not carrier), carrier)
+        call.labels.leave(call.of(second), f"{call.place} reads its input too")
     return [_ranked(call.of(carrier), call.outputs[0].ndim)]
 
 
 def added(call: Call) -> Sequence[Families]:
     """Make the factors of tensors the same that are added; where one has none, the others have none."""
-    given = dict(zip(call.names, call.inputs, strict=False))
-    given.pop("alpha", None)
-    found = [_ranked(call.of(one), call.outputs[0].ndim) for one in given.values() if hasattr(one, "shape")]
-    axes = [[varying(one) for one in families if one.size > 1] for families in found]
-    if len(found) != 2 or any(len(own) != 1 or own != axes[0] for own in axes):
-        for families in found:
+    terms = dict(zip(call.names, call.inputs, strict=False))
+    terms.pop("alpha", None)
+    rank = call.outputs[0].ndim
+    term_families = [_ranked(call.of(term), rank) for term in terms.values() if hasattr(term, "shape")]
+    axes = [[varying(family) for family in families if family.size > 1] for families in term_families]
+    if len(term_families) != 2 or any(len(term_axes) != 1 or term_axes != axes[0] for term_axes in axes):
+        for families in term_families:
             call.labels.leave(families, f"{call.place} adds something else to its input")
         return stopped(call)
-    one, other = (next(own for own in families if own.size > 1) for families in found)
-    call.labels.unite(one, other)
-    return [(np.broadcast_arrays(one, other)[0],)]
+    first, second = (next(family for family in families if family.size > 1) for families in term_families)
+    call.labels.unite(first, second)
+    return [(np.broadcast_arrays(first, second)[0],)]
 
 
 def averaged(call: Call) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
-    value, output, given = call.inputs[0], call.outputs[0], call.value("dim")
-    axes = range(value.ndim) if given is None or given == [] else [given] if isinstance(given, int) else given
-    passed = [one for one in call.of(value) if all(one.shape[axis] == 1 for axis in axes)]
+    value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
+    axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    passed = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
     if len(passed) < len(call.of(value)) or not output.is_floating_point():
         return stopped(call)
     dropped = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
-    return [tuple(np.squeeze(one, dropped) for one in passed)]
+    return [tuple(np.squeeze(family, dropped) for family in passed)]
 
 
 def moved(call: Call) -> Sequence[Families]:
     """Move labels as an op moves elements that no other tensor selects."""
-    if any(hasattr(one, "shape") for one in leaves(call.inputs[1:])):
+    if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
         return stopped(call)
-    found: list[list[Family]] = [[] for _ in call.outputs]
+    output_families: list[list[Family]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
-        made = call.moved(family) if family.size > 1 else [family] * len(found)
-        for own, one, output in zip(found, made, call.outputs, strict=True):
+        labels = call.moved(family) if family.size > 1 else [family] * len(output_families)
+        for families, moved_family, output in zip(output_families, labels, call.outputs, strict=True):
             if family.size > 1:
-                one = call.labels.compressed(one, f"{call.place} reads its input too")
-            if one is not None:
-                own.append(one if one.size > 1 else one.reshape((1,) * output.ndim))
-    return [tuple(one) for one in found]
+                moved_family = call.labels.compressed(moved_family, f"{call.place} reads its input too")
+            if moved_family is not None:
+                is_single = moved_family.size <= 1
+                families.append(moved_family.reshape((1,) * output.ndim) if is_single else moved_family)
+    return [tuple(families) for families in output_families]
 
 
 def passed(call: Call) -> Sequence[Families]:
@@ -187,11 +194,11 @@ def passed(call: Call) -> Sequence[Families]:
 
 def varies(families: Families) -> bool:
     """Return True if a tensor has channels, which may have factors."""
-    return any(one.size > 1 for one in families)
+    return any(family.size > 1 for family in families)
 
 
 def _ranked(families: Families, rank: int) -> Families:
-    return tuple(one.reshape((1,) * (rank - one.ndim) + one.shape) for one in families)
+    return tuple(family.reshape((1,) * (rank - family.ndim) + family.shape) for family in families)
 
 
 def _flowing(rule: Rule, call: Call) -> Sequence[Families]:
