@@ -103,6 +103,7 @@ class KernelProfiler:
                 counts[1] += nanoseconds
 
     def _start_profiler(self) -> bool:
+        """Start torch.profiler on this thread; return False, with the obstacle noted, if that fails."""
         import torch
 
         enabled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -240,13 +241,14 @@ class Recorder:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        """Begin the step of the schedule, and start or stop recording with it."""
         present = self._step - self._first
         if self.log.number == present:
             return
         was, self.recording = self.recording, self.schedule.records(present)
         self.log.start_step(present if self.recording else None)
         if was != self.recording:
-            self._open.clear()
+            self._open.clear()  # an execution with its begin or end outside of recording has no time
             if not self.recording:
                 self._on_end()
             self.memory.record(self.recording)
@@ -271,6 +273,7 @@ class Recorder:
             stack = self._open[get_ident()]
             entered = perf_counter_ns() if stack else 0
             execution = _OpenExecution(profile)
+            # probes begin before the clock is read, so that their time is not the op's
             if probes:
                 execution.begun = [probe.begin(profile) for probe in probes]
             if stack:
@@ -284,17 +287,13 @@ class Recorder:
             profile = self.recomputation(place) if recomputed else place
             thread = get_ident()
             stack = self._open.get(thread)
-            if not stack or (
-                stack[-1].place is not profile and all(execution.place is not profile for execution in stack)
-            ):
+            # fast path: the innermost execution is nearly always the one that ends
+            if not stack or (stack[-1].place is not profile and all(e.place is not profile for e in stack)):
                 return
             execution, inside, overhead = stack.pop(), 0, 0
             while execution.place is not profile:  # the op raised, and its time belongs to the op around it
-                inside, overhead, execution = (
-                    inside + execution.inside,
-                    overhead + execution.overhead,
-                    stack.pop(),
-                )
+                inside, overhead = inside + execution.inside, overhead + execution.overhead
+                execution = stack.pop()
             overhead += execution.overhead
             if probes:
                 for probe, begun in zip(probes, execution.begun, strict=True):

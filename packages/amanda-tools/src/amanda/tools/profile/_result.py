@@ -125,18 +125,6 @@ class KernelResult(Result):
         ]
 
 
-_columns = (
-    Column("calls", show="{:,}".format, total=True),
-    Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum"),
-    Column("self ms", show=milliseconds, total=True, unit="ms"),
-    Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
-    Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum"),
-    Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
-    Column("allocated", show=bytes_text, total=True, unit="B"),
-    Column("at peak", show=bytes_text, total=True, unit="B"),
-)
-
-
 _NUMBERS = {
     "calls": "calls", "timed": "timed", "total": "total_ns", "own": "self_ns", "least": "min_ns",
     "most": "max_ns", "device": "device_ns", "allocated": "allocated", "at_peak": "at_peak",
@@ -156,7 +144,16 @@ class ProfileResult(KeyedResult):
 
     name: ClassVar[str] = "profile"
     keys: ClassVar[Sequence[str]] = KEYS
-    counted: ClassVar[Sequence[Column]] = _columns
+    counted: ClassVar[Sequence[Column]] = (
+        Column("calls", show="{:,}".format, total=True),
+        Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum"),
+        Column("self ms", show=milliseconds, total=True, unit="ms"),
+        Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
+        Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum"),
+        Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
+        Column("allocated", show=bytes_text, total=True, unit="B"),
+        Column("at peak", show=bytes_text, total=True, unit="B"),
+    )
     width: ClassVar[int] = 36
     order: ClassVar[str] = "self ms"
 

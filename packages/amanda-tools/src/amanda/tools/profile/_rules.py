@@ -58,6 +58,7 @@ def _default_facts(context: amanda.OpContext) -> None:
 
 
 def _pytorch_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of PyTorch; a backward op has those of its forward op."""
     if context.is_backward():
         return
     _REQUIRED.check()
@@ -143,6 +144,7 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
 
 
 def _saved_values(node: Any) -> Iterator[Any]:
+    """Yield the values that an autograd node has saved."""
     kind: Any = type(node)
     for name in _saved_attributes(kind):
         try:
@@ -176,6 +178,7 @@ _FLOW = frozenset(
 
 
 def _tensorflow_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of TensorFlow."""
     kind = context.get_op_type() if context.is_forward() else str(context.get_backward_op().__name__)
 
     shape, dtype = context["shape"], context["dtype"]

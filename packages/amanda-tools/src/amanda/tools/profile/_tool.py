@@ -82,6 +82,7 @@ class ProfileTool(amanda.Tool):
         self._kernels.stop(list(self._recorder.places.values()))
 
     def _instrument(self, context: amanda.OpContext) -> None:
+        """Insert the routines that measure the time and memory of an op."""
         facts: MeasuringFacts = context["profile"]
         if facts.untimed:
             op = context.get_op_id(), context.get_backward_op_id()
@@ -117,6 +118,7 @@ class ProfileTool(amanda.Tool):
         return probes
 
     def _profile_of(self, context: amanda.OpContext, facts: MeasuringFacts) -> OpProfile:
+        """Return the profile of a context's op, a new one at the first analysis."""
         op, backward = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if (op, backward) not in places:
@@ -140,6 +142,7 @@ class ProfileTool(amanda.Tool):
     def _record_outputs(
         self, *values: Any, place: OpProfile, storages: Any, saved: Any, recomputed: bool
     ) -> None:
+        """Record the memory of an op's outputs, and of what the op saved for its backward pass."""
         if recomputed:
             place = self._recorder.recomputation(place)
         self._recorder.memory.record_storages(storages(values), place)

@@ -82,6 +82,7 @@ def _complete_event(
 
 
 def _metadata(timeline: Timeline, tracks: set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the names and the order of processes and tracks."""
     names = {thread.number: thread.name for thread in timeline.threads.values()}
     names |= {track: f"graph {track - _LANE}" for track in tracks if track >= _LANE}
     if timeline.steps:

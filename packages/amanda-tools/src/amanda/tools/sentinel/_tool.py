@@ -178,6 +178,7 @@ class SentinelTool(amanda.Tool):
         return [Alarm("nan", self._counts.steps, "", "", "", "", detail)]
 
     def _begin_step(self) -> None:
+        """Begin a step, and open the scope of the watcher if the budget allows."""
         self._begun, self._inside = perf_counter(), 0.0
         self._watch.step = self._counts.steps
         if self._watches_all_next or self._budget.allows():
@@ -209,6 +210,7 @@ class SentinelTool(amanda.Tool):
         self._raise_or_keep(alarms)
 
     def _end_step(self) -> None:
+        """Judge the step, count its time, and begin the next; raise SentinelError with `stop`."""
         if get_ident() != self._thread:
             self._remarks["Steps on other threads than the one that opened the scope were not watched."] = (
                 None
@@ -256,6 +258,7 @@ class SentinelTool(amanda.Tool):
             raise SentinelError(alarms[0])
 
     def _alarm(self, alarm: Alarm) -> None:
+        """Log the first alarm of an op, and keep alarms up to the limit."""
         key = alarm.kind, alarm.phase, alarm.type, alarm.module, alarm.source
         if key not in self._logged_places:
             logger.warning("sentinel: %s", alarm)

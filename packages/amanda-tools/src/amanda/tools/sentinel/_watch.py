@@ -76,6 +76,7 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a forward op, and note the paths of its parameters."""
         if context.get_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
             context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
         if context["phase"] in ("optimizer", "construction"):
@@ -102,6 +103,7 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a backward op."""
         kind, node = context["backward_type"], context.get_backward_op()
         if kind == "accumulate_grad":
             return
@@ -154,6 +156,7 @@ class StepWatcher(amanda.Tool):
         self, op: WatchedOp, outputs: Sequence[Any], inputs: Sequence[Any], input_tensors: Sequence[Any],
         compute: Compute, dtype: Any,
     ) -> None:  # fmt: skip
+        """Record norms of the outputs, and run the op again if that is possible."""
         tensors, has_new_memory = _reruns.tensors(outputs), False
         for i, output in enumerate(tensors):
             if not _reruns.is_view_of(output, input_tensors):
@@ -175,6 +178,7 @@ class StepWatcher(amanda.Tool):
         incoming_tensors: Sequence[Any],
         dtype: Any,
     ) -> None:
+        """Record norms of the gradients, and run the backward node again if that is possible."""
         tensors = _reruns.tensors(outgoing)
         for i, gradient in enumerate(outgoing):
             if _is_floating(gradient, dtype):
@@ -195,6 +199,7 @@ class StepWatcher(amanda.Tool):
             self._norms.append(WatchedNorm(op, tensor_name, is_input, _reruns.norm_of(value)))
 
     def _rerun(self, op: WatchedOp, outputs: list[Any], rerun: Callable[[], list[Any]]) -> None:
+        """Run an op again; record its hash, a corruption, or the reason not to run it again."""
         try:
             verdict, detail = _reruns.compare_reruns(outputs, rerun)
         except RuntimeError as error:  # saved tensors were freed, or memory is short
