@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 
 import amanda
 from amanda.tools.effective_path import EffectivePathTool
-from amanda.tools.effective_path._frameworks import OpValues, _of_onnx
+from amanda.tools.effective_path._frameworks import OpValues, _onnx_moves
 
 DATA = np.arange(5 * 6 * 4).reshape(5, 6, 4)
 MOVES: dict[str, tuple[str, list[list[int] | None], dict[str, Any], int]] = {
@@ -50,7 +50,7 @@ def test_elements_are_where_onnx_runtime_moves_them(name: str) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x0": DATA})
     outputs = [expected] if kind == "Split" else expected
-    place = OpValues(WORDS[kind], attributes, None, None, None, _of_onnx, str, False, inputs, outputs)
+    place = OpValues(WORDS[kind], attributes, None, None, None, _onnx_moves, str, False, inputs, outputs)
     found = place.arguments()["move"](DATA)
     for one, other in zip(found if kind == "Split" else [found], expected, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -243,8 +243,8 @@ def test_a_full_disk_does_not_end_the_program_of_a_dump(
                 if step == 7:
                     incomplete = tool.result
         assert Dump(folder).incomplete
-    assert f"The folder lacks what came last: {folder}" in str(incomplete)
-    assert "are summaries alone because of a failed write" in str(incomplete)
+    assert f"The folder lacks the last tensors: {folder}" in str(incomplete)
+    assert "have summaries only because of a failed write" in str(incomplete)
     assert [f"{folder}" in one.getMessage() for one in caplog.records] == [True]
     dump = Dump(folder)
     outputs = [entry for entry in dump if entry.role == "output"]

@@ -23,7 +23,7 @@ from amanda.tools.quantize.weights import (
     model_bytes,
     save_compressed,
 )
-from amanda.tools.quantize.weights._compressed import packed
+from amanda.tools.quantize.weights._convert import packed
 
 
 @pytest.fixture(autouse=True)

@@ -24,14 +24,14 @@ from amanda.tools.quantize import (
     Grid,
     QuantizeError,
     QuantizeTool,
-    _files,
+    _tool,
     choose_qparams,
     extremes,
     fake_quantize,
     lsq_quantize,
     lsq_scale,
 )
-from amanda.tools.quantize._files import read_scales, write_scales
+from amanda.tools.quantize._tool import read_scales, write_scales
 from amanda.tools.select import select
 
 with warnings.catch_warnings():
@@ -322,7 +322,7 @@ def test_scales_of_an_older_version_are_read_and_of_a_newer_one_refused(
     for suffix in (".json", ".safetensors"):
         path = write_scales(tmp_path / f"scales{suffix}", arrays, {"options": {}})
         with monkeypatch.context() as later:
-            later.setattr(_files, "_VERSION", 2)
+            later.setattr(_tool, "_VERSION", 2)
             found, about = read_scales(path)
             newer = write_scales(tmp_path / f"newer{suffix}", arrays, {})
         assert np.array_equal(found["fc/linear/weight.scale"], arrays["fc/linear/weight.scale"])

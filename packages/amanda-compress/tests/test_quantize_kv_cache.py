@@ -146,7 +146,7 @@ def test_beam_search_and_halves_are_quantised(transformers: Any) -> None:
     (first, *_) = tool.caches
     assert first.shape[0] == 6
     assert first.itemsize == 2
-    assert first.held == first.shape[-2] - 2
+    assert first.quantised_tokens == first.shape[-2] - 2
 
 
 def test_a_model_without_a_growing_cache_is_told(transformers: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_longer_cache_of_before_is_left_where_another_began(transformers: Any)
             model(IDS[:, :5], use_cache=True)
             model(IDS[:, :1], past_key_values=cache)
     assert "continues 12 tokens that the tool has not seen" in str(tool.result)
-    assert [one.held for one in tool.caches] == [5] * 4
+    assert [one.quantised_tokens for one in tool.caches] == [5] * 4
 
 
 def test_two_models_share_a_tool_where_axes_agree(transformers: Any) -> None:

@@ -22,7 +22,7 @@ import amanda
 from amanda.errors import OptionError
 from amanda.tools.prune import PruneError, PruneTool
 from amanda.tools.sweep import ALL, BitsSweep, SparsitySweep, Sweep, SweepError, command
-from amanda.tools.sweep._allocate import KEEP, Offer, answers
+from amanda.tools.sweep._allocation import KEEP, Offer, pareto_assignments
 
 Evaluate = Callable[[], Any]
 
@@ -563,7 +563,7 @@ def test_levels_are_the_best_of_all(pairs: list[list[tuple[int, int]]], wanted: 
         for way in itertools.product(*groups)
     ]
     drops = [drop for saved, drop, _ in ways if saved >= wanted]
-    found = next((one for one in answers(groups) if one.saved >= wanted), None)
+    found = next((one for one in pareto_assignments(groups) if one.saved >= wanted), None)
     assert (found is None) == (not drops)
     if found is not None:
         assert found.drop == min(drops)

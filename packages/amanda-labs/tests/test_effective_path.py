@@ -122,13 +122,13 @@ def test_of_many_equal_contributions_the_first_are_taken() -> None:
     value = np.linspace(0.5, 90, 60)
     chosen = leading(contributions, value, 0.9)
     for terms, of, mine in zip(contributions, value, chosen, strict=True):
-        total, wanted = 0.0, set()
+        total, expected = 0.0, set()
         for i in sorted(range(300), key=lambda i: (-terms[i], i)):
             if total >= 0.9 * of - 1e-9 or terms[i] <= 0:
                 break
             total += terms[i]
-            wanted.add(i)
-        assert set(np.flatnonzero(mine)) == wanted
+            expected.add(i)
+        assert set(np.flatnonzero(mine)) == expected
 
 
 def test_infinite_contributions_come_first_and_the_first_of_them_is_enough() -> None:
@@ -269,9 +269,9 @@ def test_a_loop_over_layers_without_modules_has_the_path_of_the_layers_unrolled(
     with amanda.apply(tool):
         for batch in (torch.randn(samples, 6), torch.randn(3, 6), images):
             looped(batch)
-    found, wanted = tool.paths(), extracted(unrolled, images, theta=0.6)
-    assert len(found) == samples
-    for path, other in zip(found, wanted, strict=True):
+    paths, expected = tool.paths(), extracted(unrolled, images, theta=0.6)
+    assert len(paths) == samples
+    for path, other in zip(paths, expected, strict=True):
         masks = [[layer.mask() for layer in one.layers.values()] for one in (path, other)]
         assert len(masks[0]) == len(masks[1]) > 2
         assert all(map(np.array_equal, *masks))

@@ -33,8 +33,8 @@ class Branches(nn.Module):
         self.top = nn.Sequential(nn.Linear(chosen[1] + chosen[3], chosen[4]), nn.Linear(chosen[4], 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.top(torch.cat([self.left(x), self.right(x)], 1))
-        return made
+        output: Tensor = self.top(torch.cat([self.left(x), self.right(x)], 1))
+        return output
 
 
 def run(model: nn.Module, x: Tensor, backward: bool = False, **options: Any) -> PartitionResult:

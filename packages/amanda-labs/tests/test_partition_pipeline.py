@@ -50,13 +50,13 @@ def trained(name: str, stages: int, folder: Path, limit: float) -> dict[str, Any
 
 def assert_same(made: dict[str, Any]) -> None:
     """Assert that both schedules give the bits of one process, and that stages have the model's state."""
-    wanted = made["alone"]
+    expected = made["alone"]
     for schedule in SCHEDULES:
         found = made[schedule]
-        assert found["losses"] == wanted["losses"]
-        assert found["state"].keys() == wanted["state"].keys()
-        assert all(torch.equal(found["state"][name], one) for name, one in wanted["state"].items())
-        assert sorted(name for names in found["names"] for name in names) == sorted(wanted["state"])
+        assert found["losses"] == expected["losses"]
+        assert found["state"].keys() == expected["state"].keys()
+        assert all(torch.equal(found["state"][name], one) for name, one in expected["state"].items())
+        assert sorted(name for names in found["names"] for name in names) == sorted(expected["state"])
 
 
 def test_stages_train_to_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_gradients_of_tied_parameters_add_up_over_stages(
     name: str, stages: int, tmp_path: Path, transformers: Any
 ) -> None:
     made = trained(name, stages, tmp_path, limit=300)
-    wanted = made["alone"]
+    expected = made["alone"]
     for schedule in SCHEDULES:
         # The two uses of the tied weight add up per use, not per micro-batch, so sums have another order.
         # Adam steps parameters whose gradient is rounding alone, such as the bias of keys, by more of it.
-        assert made[schedule]["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
-        for path, value in wanted["state"].items():
+        assert made[schedule]["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        for path, value in expected["state"].items():
             assert torch.allclose(made[schedule]["state"][path], value, rtol=1e-5, atol=1e-4), path
 
 
@@ -129,9 +129,9 @@ def test_stages_one_after_another_are_the_model(
 ) -> None:
     result = cut(model, *x, loss=_summed, **options)
     pipeline = result.pipeline(model.eval(), x)
-    wanted, found = model(*x), pipeline.pipe(*x)
+    expected, found = model(*x), pipeline.pipe(*x)
     leaves = torch.utils._pytree.tree_leaves
-    assert all(map(torch.equal, leaves(found), leaves(wanted)))
+    assert all(map(torch.equal, leaves(found), leaves(expected)))
     for stage in range(result.request.stages):
         graph: Any = pipeline.pipe.get_stage_module(stage).graph
         sent = graph.find_nodes(op="output")[0].all_input_nodes
@@ -203,8 +203,8 @@ class Number(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         number = x.sum().item()
-        made: Tensor = self.layers(x) * number
-        return made
+        output: Tensor = self.layers(x) * number
+        return output
 
 
 def test_value_that_crosses_and_is_no_tensor_is_an_error() -> None:

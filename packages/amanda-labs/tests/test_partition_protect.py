@@ -26,7 +26,7 @@ from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
 from amanda.tools.partition._enclave import Enclave
 from amanda.tools.partition._ipc import ProcessLink, pack_tensor, receive, send, unpack_tensor
-from amanda.tools.partition._pytorch_stand_ins import ProtectedOptimizers, StandIns
+from amanda.tools.partition._pytorch_stand_ins import ParameterStandIns, ProtectedOptimizers
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 Protecting = PartitionTool[ProtectedResult]
@@ -45,8 +45,8 @@ class Net(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(128, 16), nn.GELU(approximate="tanh"), nn.Linear(16, 10))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.classifier(self.secret(self.features(x)))
-        return made
+        output: Tensor = self.classifier(self.secret(self.features(x)))
+        return output
 
 
 def train(model: nn.Module, optimizer: Optimizer, accumulate: int = 1, steps: int = 3) -> list[float]:
@@ -88,9 +88,9 @@ def test_training_is_the_same_to_the_bit(
     optimizer: Optimizer, accumulate: int, protect: Callable[[str], Protecting]
 ) -> None:
     plain, model, tool = Net(), Net(), protect("module=classifier|secret")
-    wanted = train(plain, optimizer, accumulate)
+    expected = train(plain, optimizer, accumulate)
     with amanda.apply(tool):
-        assert train(model, optimizer, accumulate) == wanted
+        assert train(model, optimizer, accumulate) == expected
     for name, parameter in model.named_parameters():
         assert parameter.isnan().all() == name.startswith(("classifier", "secret")), name
     with pytest.raises(ProtectError, match="given a Net that has none of the protected parameters"):
@@ -120,9 +120,9 @@ def test_result_declares_what_crosses(protect: Callable[[str], Protecting]) -> N
 @pytest.mark.slow
 def test_inference_needs_no_gradients(protect: Callable[[str], Protecting]) -> None:
     model, x = Net().eval(), torch.rand(2, 3, 8, 8)
-    wanted = model(x)
+    expected = model(x)
     with amanda.apply(protect("module=secret")), torch.no_grad():
-        assert torch.equal(model(x), wanted)
+        assert torch.equal(model(x), expected)
 
 
 def found_in_memory(masked: list[bytes]) -> list[bool]:
@@ -233,8 +233,8 @@ class Checkpointed(nn.Module):
         self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
-        return made
+        output: Tensor = self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
+        return output
 
 
 @pytest.mark.slow
@@ -293,8 +293,8 @@ class Breaking(nn.Module):
         hidden: Tensor = self.first(x)
         if self.breaks:
             hidden.register_hook(self._break)  # type: ignore[no-untyped-call]
-        made: Tensor = self.last(hidden)
-        return made
+        output: Tensor = self.last(hidden)
+        return output
 
     def _break(self, gradient: Tensor) -> None:
         raise ArithmeticError("broken")
@@ -360,7 +360,7 @@ def test_process_ends_with_the_tool(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
     linear = nn.Linear(2, 2)
-    stand_ins = StandIns()
+    stand_ins = ParameterStandIns()
     stand_ins.move("weight", linear.weight, lambda *_: None)
     optimizers, numbers = ProtectedOptimizers(stand_ins), []
     alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]
@@ -470,8 +470,8 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        made: Tensor = y * self.read(y)
-        return made
+        output: Tensor = y * self.read(y)
+        return output
 
 
 @pytest.mark.parametrize(
@@ -526,12 +526,12 @@ def test_output_without_a_gradient_has_none_outside() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Reading(double))
     x = torch.rand(2, 4)
-    wanted = model(x)
-    (gradient,) = torch.autograd.grad(wanted.sum(), model[0].weight)
+    expected = model(x)
+    (gradient,) = torch.autograd.grad(expected.sum(), model[0].weight)
     tool = PartitionTool(protect="module=1")
     with amanda.apply(tool):
         made = model(x)
         made.sum().backward()
     tool.finalize(model)
-    assert torch.equal(made, wanted)
+    assert torch.equal(made, expected)
     assert torch.equal(model[0].weight.grad, gradient)

@@ -29,11 +29,11 @@ def assert_stages_are_the_model(model: nn.Module, x: tuple[Tensor, ...], stages:
     whole = copy.deepcopy(model)
     pipeline = planned(copy.deepcopy(model), x, stages).pipeline(model, x)
     made = torch.fx.Interpreter(pipeline.pipe.split_gm).run(*x)
-    found = made[0] if isinstance(made, (tuple, list)) else made
-    wanted = whole(*x)
-    assert torch.equal(found, wanted)
-    found.square().sum().backward()
-    wanted.square().sum().backward()
+    output = made[0] if isinstance(made, (tuple, list)) else made
+    expected = whole(*x)
+    assert torch.equal(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
     for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
@@ -58,8 +58,8 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):
             x = x + self.block(x).tanh()
-        made: Tensor = self.head(self.block[1](x))
-        return made
+        output: Tensor = self.head(self.block[1](x))
+        return output
 
 
 class TwiceAndOnce(nn.Module):
@@ -73,8 +73,8 @@ class TwiceAndOnce(nn.Module):
         x = self.shared(self.layers[0](self.shared(x).tanh()))
         for layer in self.layers[1:]:
             x = layer(x).tanh()
-        made: Tensor = self.shared(x)
-        return made
+        output: Tensor = self.shared(x)
+        return output
 
 
 class TiedFunction(nn.Module):
@@ -180,8 +180,8 @@ class T5(Logits):
     """An encoder and a decoder that read the same tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        made: Tensor = self.model(input_ids=tokens, decoder_input_ids=tokens).logits
-        return made
+        output: Tensor = self.model(input_ids=tokens, decoder_input_ids=tokens).logits
+        return output
 
 
 def test_parameter_of_a_module_called_in_two_stages_is_shared() -> None:
@@ -198,8 +198,8 @@ def test_block_that_the_exporter_keeps_apart_is_an_error(block: Callable[[], Any
         def forward(self, x: Tensor) -> Tensor:
             with block():
                 y = x @ x.T
-            made: Tensor = super().forward(x) + y.sum()
-            return made
+            output: Tensor = super().forward(x) + y.sum()
+            return output
 
     model, x = nn.Sequential(Block(nn.Linear(16, 16)), nn.Linear(16, 16)), (torch.rand(2, 16),)
     with pytest.raises(PartitionError, match=f"module '0' runs a block under {words}"):

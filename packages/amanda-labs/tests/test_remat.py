@@ -50,12 +50,12 @@ def step(model: nn.Module, run: Run, tool: amanda.Tool | None = None, *more: ama
         with amanda.apply(tool, *more):
             loss = run()
             loss.backward()
-    found = [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
-    found += [one.clone() for one in model.buffers()]
+    tensors = [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    tensors += [one.clone() for one in model.buffers()]
     with torch.no_grad():
         for name, one in model.named_buffers():
             one.copy_(buffers[name])
-    return found
+    return tensors
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -108,7 +108,7 @@ def test_a_budget_that_cannot_be_held_is_said_or_an_error(
 
 
 @pytest.mark.parametrize(
-    ("budget", "wanted"),
+    ("budget", "expected"),
     [
         (3, 3),
         ("2GiB", 2 << 30),
@@ -119,8 +119,8 @@ def test_a_budget_that_cannot_be_held_is_said_or_an_error(
         (torch.tensor([9]).numpy()[0], 9),
     ],
 )
-def test_budgets_are_numbers_or_texts_with_a_unit(budget: Any, wanted: int | None) -> None:
-    assert RematTool(budget=budget).result.budget == wanted
+def test_budgets_are_numbers_or_texts_with_a_unit(budget: Any, expected: int | None) -> None:
+    assert RematTool(budget=budget).result.budget == expected
 
 
 @pytest.mark.parametrize("budget", ["much", "2 Gib of", "-1", -1, 1.5, True, "3ib"])

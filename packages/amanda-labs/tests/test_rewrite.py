@@ -175,7 +175,7 @@ def test_an_op_that_may_be_absent_fits_no_input_that_an_op_lacks() -> None:
     scaled = Maybe(Op("mul", Capture("bias"), None))
     x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
 
-    def found(pattern: Op, program: Callable[[], Any]) -> list[dict[str, bool]]:
+    def matches_of(pattern: Op, program: Callable[[], Any]) -> list[dict[str, bool]]:
         kept: list[dict[str, bool]] = []
 
         def original(match: Match) -> Any:
@@ -186,15 +186,15 @@ def test_an_op_that_may_be_absent_fits_no_input_that_an_op_lacks() -> None:
         return kept
 
     linear = Op("linear", None, None, scaled)
-    assert found(linear, lambda: F.linear(x, weight)) == []
-    assert found(linear, lambda: F.linear(x, weight, bias)) == [{"bias": True, "mul": False}] * 3
-    assert len(found(linear, lambda: F.linear(x, weight, bias * 2))) == 2  # the first is not known yet
+    assert matches_of(linear, lambda: F.linear(x, weight)) == []
+    assert matches_of(linear, lambda: F.linear(x, weight, bias)) == [{"bias": True, "mul": False}] * 3
+    assert len(matches_of(linear, lambda: F.linear(x, weight, bias * 2))) == 2  # the first is not known yet
     nested = Op("linear", None, None, Maybe(Op("mul", Maybe(Op("neg", Op("relu", None))))))
-    assert found(nested, lambda: F.linear(x, weight)) == []
-    assert found(nested, lambda: F.linear(x, weight, bias)) == []
+    assert matches_of(nested, lambda: F.linear(x, weight)) == []
+    assert matches_of(nested, lambda: F.linear(x, weight, bias)) == []
     beyond = Op("relu", Capture("x"), Maybe(Op("mul", Capture("x"))))
-    assert found(beyond, lambda: torch.relu(x)) == []
-    assert len(found(Op("linear", None, None, None), lambda: F.linear(x, weight))) == 3
+    assert matches_of(beyond, lambda: torch.relu(x)) == []
+    assert len(matches_of(Op("linear", None, None, None), lambda: F.linear(x, weight))) == 3
 
 
 def test_a_condition_is_asked_at_each_execution() -> None:
@@ -360,8 +360,8 @@ def test_whatever_reads_an_intermediate_has_its_value(read: Callable[[Tensor], A
     with amanda.apply(RewriteTool([TEN])):
         for _ in range(3):
             model()
-        found = read(kept[-1])
-    assert np.array_equal(found, read(torch.neg(x)))
+        value_read = read(kept[-1])
+    assert np.array_equal(value_read, read(torch.neg(x)))
     assert np.array_equal(read(kept[-1]), read(torch.neg(x)))
 
 
@@ -425,29 +425,29 @@ def test_hooks_on_an_intermediate_have_its_gradient_and_end_the_match(
 ) -> None:
     model, kept = normalised(), []
 
-    def hook(y: Tensor, found: list[Tensor]) -> None:
-        y.register_hook(lambda gradient: found.append(gradient) or 2 * gradient)
+    def hook(y: Tensor, gradients: list[Tensor]) -> None:
+        y.register_hook(lambda gradient: gradients.append(gradient) or 2 * gradient)
         y.retain_grad()
 
     def step(hooked: bool = True) -> list[Any]:
         model.zero_grad()
-        found: list[Any] = []
+        gradients: list[Any] = []
         y = model[0](IMAGES)
         if hooked and not later:
-            hook(y, found)
+            hook(y, gradients)
         z = model[1](y)
         if hooked and later:
-            hook(y, found)
+            hook(y, gradients)
         z.square().sum().backward()
-        return [*found, y.grad if hooked else None, model[0].weight.grad.clone()]
+        return [*gradients, y.grad if hooked else None, model[0].weight.grad.clone()]
 
     plain, program = step(), Model(step)
     tool = RewriteTool("fold_batch_norm")
     with amanda.apply(tool):
         for i in range(6):
             kept.append(program(i >= first))
-    for found in kept[4 if later else first :]:
-        assert all(map(torch.equal, found, plain))
+    for gradients in kept[4 if later else first :]:
+        assert all(map(torch.equal, gradients, plain))
     assert "read by register_hook" in tool.result.matches[0].obstacle
     assert later == ("no gradient arrives there" in caplog.text)
 
@@ -568,12 +568,12 @@ def test_weights_that_another_tool_changes_are_folded_as_changed() -> None:
 
     model = normalised()
     with amanda.apply(Zero()):
-        wanted = model(IMAGES)
+        expected = model(IMAGES)
     for tools in ((Zero(), RewriteTool(["fold_batch_norm"])), (RewriteTool(["fold_batch_norm"]), Zero())):
         with amanda.apply(*tools):
             for _ in range(3):
                 result = model(IMAGES)
-        torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(result, expected)
         (rewrite,) = (tool for tool in tools if isinstance(tool, RewriteTool))
         assert rewrite.result.matches[0].replaced == 2
 
@@ -593,8 +593,8 @@ def test_the_result_goes_through_a_file(tmp_path: Any) -> None:
 
 def test_a_folded_normalisation_gives_what_it_gave_and_its_gradients() -> None:
     model = normalised()
-    wanted = model(IMAGES)
-    wanted.pow(2).sum().backward()
+    expected = model(IMAGES)
+    expected.pow(2).sum().backward()
     gradients = {name: one.grad for name, one in model.named_parameters()}
     model.zero_grad()
     tool, flops = RewriteTool(["fold_batch_norm"]), FlopsTool()
@@ -603,7 +603,7 @@ def test_a_folded_normalisation_gives_what_it_gave_and_its_gradients() -> None:
             result = model(IMAGES)
         result.pow(2).sum().backward()
     assert type(result) is Tensor
-    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(result, expected)
     for name, one in model.named_parameters():
         torch.testing.assert_close(one.grad, gradients[name], rtol=1e-4, atol=1e-4)
     assert tool.result.count("fold_batch_norm") == 2
@@ -614,8 +614,8 @@ def test_a_normalisation_that_learns_is_not_folded() -> None:
     twin, program = normalised().train(), Model(lambda: model(IMAGES))
     result = rewritten(tool, program)
     for _ in range(3):
-        wanted = twin(IMAGES)
-    assert torch.equal(result, wanted)
+        expected = twin(IMAGES)
+    assert torch.equal(result, expected)
     assert torch.equal(model[1].running_mean, twin[1].running_mean)
     assert "condition" in tool.result.matches[0].why
     model.eval(), twin.eval()
@@ -632,11 +632,11 @@ def test_each_convolution_of_a_model_of_torchvision_takes_its_normalisation(
     images = torch.rand(1, 3, 32, 32)
     tool = RewriteTool(["fold_batch_norm"])
     with torch.no_grad():
-        result, wanted = rewritten(tool, lambda: model(images), times=2), model(images)
+        result, expected = rewritten(tool, lambda: model(images), times=2), model(images)
     assert tool.result.count("fold_batch_norm") == pairs
     assert all(match.replaced == 1 for match in tool.result.matches)
-    scale = wanted.abs().max()
-    torch.testing.assert_close(result / scale, wanted / scale, rtol=1e-4, atol=1e-4)
+    scale = expected.abs().max()
+    torch.testing.assert_close(result / scale, expected / scale, rtol=1e-4, atol=1e-4)
 
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 32}
@@ -675,7 +675,7 @@ def test_attention_of_a_transformer_is_fused_forward_and_backward(make: Any, tor
         output.pow(2).mean().backward()
         return output.detach()
 
-    wanted = step()
+    expected = step()
     gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
     with amanda.apply(tool):
         for _ in range(3):
@@ -683,9 +683,9 @@ def test_attention_of_a_transformer_is_fused_forward_and_backward(make: Any, tor
     assert tool.result.count("fuse_attention") == 2
     assert [match.replaced for match in tool.result.matches] == [2, 2]
     assert [match.why for match in tool.result.matches] == [f"{FIRST} (1)"] * 2
-    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    torch.testing.assert_close(found, gradients, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    fused_gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    torch.testing.assert_close(fused_gradients, gradients, rtol=1e-3, atol=1e-5)
     model.eval()
     with torch.no_grad():
         with amanda.apply(tool):
@@ -740,23 +740,23 @@ def test_an_op_that_is_put_off_and_computed_has_the_gradients_of_each_of_its_inp
         (second,) = torch.autograd.grad(first.square().sum(), layer.weight)
         return [y.detach(), first.detach(), bias.detach(), second, torch.rand(2)]
 
-    wanted, program = attend(), Model(attend)
+    expected, program = attend(), Model(attend)
     tool = RewriteTool("fuse_attention")
     with amanda.apply(tool):
         for _ in range(4):
-            torch.testing.assert_close(program(), wanted)
+            torch.testing.assert_close(program(), expected)
     assert sum(tool.result.matches[0].fallbacks.values()) == 4
 
 
 def test_compiled_graphs_keep_matches_of_several_ops_and_say_so() -> None:
     torch._dynamo.reset()
     model = normalised()
-    wanted = model(IMAGES)
+    expected = model(IMAGES)
     compiled, tool = torch.compile(model, backend="aot_eager"), RewriteTool(["fold_batch_norm"])
     inserted = RewriteTool(insert_after(Op("relu"), lambda y: y + 1))
     with amanda.apply(tool, compiled="instrument"):
         for _ in range(2):
-            assert torch.equal(compiled(IMAGES), wanted)
+            assert torch.equal(compiled(IMAGES), expected)
     assert [(one.replaced, "single ops are replaced" in one.why) for one in tool.result.matches] == [
         (0, True), (0, True)
     ]  # fmt: skip
@@ -783,9 +783,9 @@ def test_ops_are_inserted_after_a_pattern() -> None:
         return y * 2
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.rand(3, 4)
-    wanted = model(x) * 2
+    expected = model(x) * 2
     tool = RewriteTool([insert_after(Op("relu", Op("linear")), doubled)])
-    assert torch.equal(rewritten(tool, lambda: model(x)), wanted)
+    assert torch.equal(rewritten(tool, lambda: model(x)), expected)
     assert tool.result.matches[0].rule == "insert doubled"
 
 

@@ -43,8 +43,8 @@ def with_statistics(model: Any) -> Any:
 IMAGES = np.random.default_rng(1).random((2, 8, 8, 3)).astype(np.float32)
 
 
-def agree(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def agree(rewritten: Any, expected: Any) -> None:
+    for one, other in zip(rewritten, expected, strict=True):
         scale = np.abs(other).max()
         np.testing.assert_allclose(np.asarray(one) / scale, np.asarray(other) / scale, atol=2e-5)
 
@@ -83,9 +83,9 @@ def test_a_folded_normalisation_and_its_gradients_eagerly() -> None:
     model, tool = with_statistics(small(keras)), RewriteTool(["fold_batch_norm"])
     with amanda.apply(tool):
         for _ in range(3):
-            found = eager(model)
+            rewritten = eager(model)
     assert [(one.replaced, one.obstacle) for one in tool.result.matches] == [(2, "")] * 2
-    agree(found, eager(model))
+    agree(rewritten, eager(model))
 
 
 def test_a_folded_normalisation_and_its_gradients_in_a_function() -> None:
@@ -93,12 +93,12 @@ def test_a_folded_normalisation_and_its_gradients_in_a_function() -> None:
     with amanda.apply(tool) as scope:
         step = tf.function(lambda: eager(model))
         for _ in range(2):
-            found = step()
+            rewritten = step()
     assert [one.replaced for one in tool.result.matches] == [2, 2]
     assert {one.ops for one in tool.result.matches} == {
         ("conv2d", "BiasAdd", "mul", "add"), ("depthwise_conv2d", "mul", "add"),
     }  # fmt: skip
-    agree(found, eager(model))
+    agree(rewritten, eager(model))
     assert not scope.report
 
 
@@ -117,12 +117,12 @@ def test_a_folded_normalisation_and_its_gradients_in_a_session() -> None:
     run, tool = InASession(make, IMAGES), RewriteTool(["fold_batch_norm"])
     with amanda.apply(tool):
         for _ in range(2):
-            found = run()
+            rewritten = run()
     assert [one.ops for one in tool.result.matches] == [
         ("conv2d", "batch_norm"), ("depthwise_conv2d", "batch_norm"),
     ]  # fmt: skip
     assert [one.replaced for one in tool.result.matches] == [2, 2]
-    agree(found, run())
+    agree(rewritten, run())
 
 
 def test_a_normalisation_that_learns_is_not_folded() -> None:
@@ -130,9 +130,9 @@ def test_a_normalisation_that_learns_is_not_folded() -> None:
         kernel = tf.constant(np.random.default_rng(0).random((3, 3, 3, 4)).astype(np.float32))
         y = tf.nn.conv2d(tf.constant(IMAGES), kernel, 1, "VALID")
         y = v1.nn.fused_batch_norm(y, tf.ones(4), tf.zeros(4), is_training=True)[0]
-        tool, wanted = RewriteTool(["fold_batch_norm"]), session.run(y)
+        tool, expected = RewriteTool(["fold_batch_norm"]), session.run(y)
         with amanda.apply(tool):
-            assert np.array_equal(session.run(y), wanted)
+            assert np.array_equal(session.run(y), expected)
     assert "condition" in tool.result.matches[0].why
 
 
@@ -159,10 +159,10 @@ def test_twins_of_models_of_torchvision_are_folded_in_every_mode(make: Any, pair
         tool = RewriteTool(["fold_batch_norm"])
         with amanda.apply(tool):
             for _ in range(times):
-                found = program()
+                rewritten = program()
         assert tool.result.count() == pairs
         assert all(one.replaced == 1 for one in tool.result.matches)
-        agree(found, program())
+        agree(rewritten, program())
 
 
 def program(x: Any) -> Any:
@@ -200,11 +200,11 @@ def test_a_match_of_a_graph_whose_intermediate_is_read_elsewhere_is_not_replaced
         return tf.nn.relu(y) + tf.tanh(y)
 
     tool, x = RewriteTool([rule]), tf.constant([-1.0])
-    wanted = function(x)
+    expected = function(x)
     with amanda.apply(tool):
         for _ in range(2):
             result = function(x)
-    assert np.array_equal(result, wanted)
+    assert np.array_equal(result, expected)
     assert "read by tanh" in tool.result.matches[0].obstacle
 
 

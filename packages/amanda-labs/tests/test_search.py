@@ -84,10 +84,10 @@ def test_finalized_models_compute_what_architectures_do(model: nn.Module, images
     for architecture in drawn(tool, 12):
         tool.architecture = architecture
         with amanda.apply(tool):
-            wanted = model(images)
-        found = tool.finalize(model)
-        assert torch.equal(found(images), wanted), architecture
-        modules = {type(one).__module__.partition(".")[0] for one in found.modules()}
+            expected = model(images)
+        finalized_model = tool.finalize(model)
+        assert torch.equal(finalized_model(images), expected), architecture
+        modules = {type(module).__module__.partition(".")[0] for module in finalized_model.modules()}
         assert modules == {"torch"}
 
 
@@ -95,11 +95,11 @@ def test_flops_are_those_of_the_finalized_model(model: nn.Module, images: Tensor
     tool = prepared(model, images, [Choice(["keep", "conv5", "conv3g2", "conv1"], type="conv2d")])
     for architecture in drawn(tool, 6):
         tool.architecture, flops = architecture, FlopsTool()
-        found = tool.finalize(model)
+        finalized_model = tool.finalize(model)
         with amanda.apply(flops):
-            found(images)
+            finalized_model(images)
         assert tool.flops() == sum(one.calls * (one.flops or 0) for one in flops.result.places)
-        assert tool.size() == sum(4 * one.numel() for one in found.parameters())
+        assert tool.size() == sum(4 * one.numel() for one in finalized_model.parameters())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -111,14 +111,14 @@ def test_a_residual_block_is_skipped(in_place: bool, images: Tensor) -> None:
     tool.architecture = {name: "skip"}
     x, own = images.clone().requires_grad_(), images.clone().requires_grad_()
     with amanda.apply(tool):
-        found = model(x)
-        found.sum().backward()
-    wanted = model[2](model[0](own))
-    wanted.sum().backward()
-    assert torch.equal(found, wanted)
+        output = model(x)
+        output.sum().backward()
+    expected = model[2](model[0](own))
+    expected.sum().backward()
+    assert torch.equal(output, expected)
     assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
     with amanda.apply(tool), torch.inference_mode():
-        assert torch.equal(model(images), wanted)
+        assert torch.equal(model(images), expected)
     rest = prepared(nn.Sequential(model[0], model[2]), images, [])
     assert tool.flops() == rest.flops() < whole
     assert tool.size() == rest.size()
@@ -140,11 +140,11 @@ def test_ops_in_place_keep_their_settings(images: Tensor) -> None:
     tool = prepared(InPlace(), x, ["add=keep|skip", "elu=keep|gelu"])
     assert set(tool.space.values()) == {("keep", "skip"), ("keep", "gelu")}
     with amanda.apply(tool):
-        found = InPlace()(x)
-        found.sum().backward()
-    wanted = InPlace()(own)
-    wanted.sum().backward()
-    assert torch.equal(found, wanted)
+        output = InPlace()(x)
+        output.sum().backward()
+    expected = InPlace()(own)
+    expected.sum().backward()
+    assert torch.equal(output, expected)
     assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
 
 
@@ -158,8 +158,8 @@ class Shared(nn.Module):
         self.before = self.after = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.after(self.second(self.before(self.first(x))))
-        return made
+        output: Tensor = self.after(self.second(self.before(self.first(x))))
+        return output
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_finalizing_follows_shared_weights_and_modules(choice: str, label: str) 
     tool = prepared(model, x, choice)
     tool.architecture = dict.fromkeys(tool.space, label)
     with amanda.apply(tool):
-        wanted = model(x)
-    assert torch.equal(tool.finalize(model)(x), wanted)
+        expected = model(x)
+    assert torch.equal(tool.finalize(model)(x), expected)
 
 
 def test_a_model_of_one_op_is_finalized() -> None:
@@ -213,9 +213,9 @@ def test_gradients_of_a_mixture_are_those_of_a_cell_by_hand(images: Tensor, comp
     with amanda.apply(tool, compiled=compiled):
         outputs = run(x)
         outputs.square().sum().backward()
-    wanted = cell(own)
-    wanted.square().sum().backward()
-    assert torch.equal(outputs, wanted)
+    expected = cell(own)
+    expected.square().sum().backward()
+    assert torch.equal(outputs, expected)
     mine = [x, *model.parameters(), *tool.weights(), *tool.alphas()]
     theirs = [own, *cell.conv.parameters(), cell.wide, *cell.alphas]
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))
@@ -322,14 +322,14 @@ def test_evolution_finds_the_front_of_an_enumeration_with_fewer_visits() -> None
 
 def reward(tool: SearchTool) -> Callable[[], float]:
     """A metric that knows the best candidate of each op."""
-    wanted = {
+    expected = {
         "0/conv2d": "conv5",
         "1/sigmoid": "gelu",
         "2/conv2d": "conv1",
         "3/relu_": "skip",
         "5/linear": "bits4",
     }
-    return lambda: sum(wanted[name] == label for name, label in tool.architecture.items())
+    return lambda: sum(expected[name] == label for name, label in tool.architecture.items())
 
 
 def test_evolution_and_the_policy_find_more_than_chance(model: nn.Module, images: Tensor) -> None:
@@ -382,9 +382,9 @@ def test_state_and_architecture_survive_a_restart(model: nn.Module, images: Tens
     again.load_state_dict(tool.state_dict())
     again.mixture = False
     with amanda.apply(tool):
-        wanted = model(images)
+        expected = model(images)
     with amanda.apply(again):
-        assert torch.equal(model(images), wanted)
+        assert torch.equal(model(images), expected)
     assert again.architecture == tool.architecture
 
 
@@ -412,8 +412,8 @@ def test_a_function_is_a_candidate(model: nn.Sequential, images: Tensor) -> None
     tool = prepared(model, images, [Choice(["keep", halved], type="sigmoid")])
     tool.architecture = {"1/sigmoid": "halved"}
     with amanda.apply(tool):
-        found = model(images)
-    assert torch.equal(found, model[2:](model[0](images) / 2))
+        output = model(images)
+    assert torch.equal(output, model[2:](model[0](images) / 2))
 
 
 class Activations(nn.Sequential):
@@ -442,9 +442,9 @@ def test_a_shared_choice_is_one_of_all_its_ops() -> None:
     whole = tool.flops()
     tool.architecture = {SHARED: "tanh", "all type=conv2d": "conv5"}
     with amanda.apply(tool):
-        found = model(x)
+        output = model(x)
     finalized = tool.finalize(model)
-    assert torch.equal(finalized(x), found)
+    assert torch.equal(finalized(x), output)
     assert [type(one) for one in finalized][1::2] == [nn.Tanh, nn.Tanh]
     assert [finalized[i].kernel_size for i in (0, 2)] == [(5, 5), (5, 5)]
     assert {(row[5], row[7]) for row in tool.result.rows()} == {

@@ -116,14 +116,14 @@ def test_skip_before_an_op_in_place_is_trained_on_a_copy() -> None:
     tool.prepare(model, x)
     tool.architecture = {"second/conv2d": "skip"}
     y = model.first(x).tanh()
-    wanted = y + y.relu()
-    (gradient,) = torch.autograd.grad(wanted.sum(), model.first.weight)
+    expected = y + y.relu()
+    (gradient,) = torch.autograd.grad(expected.sum(), model.first.weight)
     for run in (model, tool.finalize(model)):
         model.zero_grad()
         with amanda.apply(*([tool] if run is model else [])):
             made = run(x)
             made.sum().backward()
-        assert torch.equal(made, wanted)
+        assert torch.equal(made, expected)
         assert torch.equal(run.first.weight.grad, gradient)
     assert model.relu.inplace
 

@@ -53,10 +53,10 @@ def test_clones_and_functions_compute_what_architectures_do(model: Any, images: 
     for _ in range(5):
         tool.architecture = architecture = Random().ask(tool.space, numbers)
         with amanda.apply(tool):
-            wanted, found = model(images), function(images)
-        assert np.array_equal(found, wanted), architecture
+            expected, output = model(images), function(images)
+        assert np.array_equal(output, expected), architecture
         clone = tool.finalize(model)
-        assert np.array_equal(clone(images), wanted), architecture
+        assert np.array_equal(clone(images), expected), architecture
     assert len(tool.space) == 5
 
 
@@ -80,15 +80,15 @@ def test_gradients_in_functions_are_those_of_eager_mode(model: Any, images: Any,
     tool = prepared(model, images, [LAYERS[0], activations, LAYERS[2]])
     tool.architecture = chosen
     with amanda.apply(tool):
-        wanted, found = gradients(images), tf.function(gradients)(images)
-    assert all(np.array_equal(one, other) for one, other in zip(wanted, found, strict=True))
+        expected, function_gradients = gradients(images), tf.function(gradients)(images)
+    assert all(np.array_equal(one, other) for one, other in zip(expected, function_gradients, strict=True))
     if "skip" not in chosen.values():
         clone = tool.finalize(model)
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(clone(images) ** 2)
         own = tape.gradient(loss, [one.value for one in clone.trainable_variables])
         assert (
-            all(np.array_equal(one, other) for one, other in zip(wanted, own, strict=True) if np.any(one))
+            all(np.array_equal(one, other) for one, other in zip(expected, own, strict=True) if np.any(one))
             or "bits4" in chosen.values()
         )
 
@@ -126,9 +126,9 @@ def test_gradients_of_a_mixture_are_those_of_one_by_hand(images: Any) -> None:
         shares = tf.nn.softmax(second)
         outputs_by_hand = shares[0] * tf.sigmoid(x) + shares[1] * tf.nn.relu(x)
         loss = tf.reduce_sum(outputs_by_hand**2)
-    wanted = tape.gradient(loss, [kernel, bias, wide, point, first, second])
+    expected = tape.gradient(loss, [kernel, bias, wide, point, first, second])
     assert np.array_equal(outputs, outputs_by_hand)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
@@ -195,8 +195,8 @@ def test_a_skipped_layer_leaves_its_activation(images: Any) -> None:
         names = ("bare/Conv2D", "bare/Sigmoid", "last/Relu")
         tool.architecture = dict(zip(names, chosen, strict=True))
         with amanda.apply(tool):
-            wanted = model(images)
-        assert np.array_equal(tool.finalize(model)(images), wanted), chosen
+            expected = model(images)
+        assert np.array_equal(tool.finalize(model)(images), expected), chosen
     tool.architecture = {"biased/Conv2D": "skip"}
     with pytest.raises(SearchError, match=r"'skip' of biased/Conv2D .* is no module: biased adds a bias"):
         tool.finalize(model)
@@ -215,9 +215,9 @@ def test_layers_that_share_a_choice_change_together(model: Any, images: Any, mix
         tool.settle()
     tool.architecture = {name: "gelu"}
     with amanda.apply(tool):
-        wanted = model(images)
+        expected = model(images)
     clone = tool.finalize(model)
-    assert np.array_equal(clone(images), wanted)
+    assert np.array_equal(clone(images), expected)
     assert clone.get_layer("first").activation is keras.activations.gelu
 
 
@@ -236,14 +236,14 @@ def test_functions_hand_over_the_gradients_of_candidates(model: Any, images: Any
     with amanda.apply(tool):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(images) ** 2)
-        wanted = tape.gradient(loss, parameters)
+        expected = tape.gradient(loss, parameters)
         assert tool.gradients(parameters) == [None] * len(parameters)
         function = tf.function(step)
         function(images)
         found = tool.gradients(parameters)
-        assert [one is None for one in found] == [one is None for one in wanted]
+        assert [one is None for one in found] == [one is None for one in expected]
         assert sum(one is not None for one in found) == (len(parameters) if mixture else 1)
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(found, expected, strict=True):
             if one is not None:
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
         function(images)

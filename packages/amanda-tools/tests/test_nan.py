@@ -123,7 +123,7 @@ def test_the_line_of_a_planted_nan_is_told_in_the_forward_and_backward_pass_and_
     result = look(lambda: model(torch.rand(3, 4)).sum().backward()).result
     assert result.first is not None
     assert (result.first.phase, result.first.type) == ("backward", "pow_backward")
-    assert "Some were given Inf; where that begins, the option `inf` tells." in str(result)
+    assert "Some inputs were Inf. Use `nan:inf` to find where Inf starts." in str(result)
     result = look(lambda: model(torch.rand(3, 4)).sum().backward(), inf=True).result
     assert [one.type for one in result.findings] == ["sqrt_backward", "pow_backward"]
     assert {(one.phase, one.module, one.source) for one in result.findings} == {
@@ -206,14 +206,14 @@ def test_so_many_findings_are_kept_and_the_others_counted() -> None:
 
     result = look(program, limit=3).result
     assert len(result.findings) == 3
-    assert "2 more ops made NaN;" in str(result)
+    assert "2 more ops produced NaN;" in str(result)
 
 
 def test_finite_programs_have_an_empty_result() -> None:
     result = look(lambda: (torch.rand(3, requires_grad=True) + 1).sum().backward()).result
     assert not result
     assert result.first is None
-    assert "gave no NaN" in str(result)
+    assert "none produced NaN" in str(result)
 
 
 def test_a_result_goes_to_files_and_data_frames(tmp_path) -> None:
@@ -302,7 +302,7 @@ def test_healthy_attention_with_a_mask_of_inf_is_left_alone() -> None:
     model, x = CausalAttention(), torch.rand(2, 4, 8)
     result = look(lambda: model(x).sum().backward(), stop=True).result
     assert not result
-    assert "executed ops gave no NaN." in str(result)
+    assert "ops ran; none produced NaN." in str(result)
 
 
 def test_the_nan_of_a_row_that_is_masked_whole_is_born_in_softmax() -> None:

@@ -1,7 +1,6 @@
-"""Multiply-accumulates and bit operations that pruning and quantisation leave, op by op.
+"""Count effective MACs and bit operations of pruned and quantised models, op by op.
 
-left = effective(flops.result, prune.result, quantize.result)
-print(left)
+print(effective(flops.result, prune.result, quantize.result))
 """
 
 from amanda.tools.effective_flops._effective import Effective, EffectiveResult, effective

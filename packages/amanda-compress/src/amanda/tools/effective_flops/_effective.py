@@ -1,4 +1,4 @@
-"""Multiply-accumulates that are left where weights are pruned and tensors quantised."""
+"""Effective MACs and bit operations of pruned and quantised models."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from amanda.tools.results import Column, Result, amount, shortened
 
 _Key = tuple[str, str, str]
 FULL = 32
-"""Bits of what is not quantised."""
+"""Bits of a tensor that is not quantised."""
 
 
 @dataclass(frozen=True)
 class Effective:
     """One op of the forward pass.
 
-    macs: of all its calls.  density: share of its weight that is kept.  bits: of its two factors, the
-    weight last where it has one.
+    macs: of all calls.  density: share of the weight that is not zero.  bits: of the two factors, the weight
+    last if there is one.
     """
 
     type: str
@@ -34,7 +34,7 @@ class Effective:
 
     @property
     def effective_macs(self) -> float:
-        """MACs with weights that are kept: density times MACs."""
+        """MACs with weights that are not zero: density times MACs."""
         return self.density * self.macs
 
     @property
@@ -44,7 +44,7 @@ class Effective:
 
 
 class EffectiveResult(Result):
-    """Multiply-accumulates and bit operations of each op of the forward pass that has any."""
+    """Effective MACs and bit operations of each product of the forward pass."""
 
     name: ClassVar[str] = "effective_flops"
     title = "Effective MACs and bit operations"
@@ -60,28 +60,28 @@ class EffectiveResult(Result):
         self.ops = tuple(ops)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return the ops, in the order in which they were met."""
+        """Return a row for each op, in the order of their first execution."""
         return [
-            ("forward", one.type, one.module, one.source, one.calls, one.macs, one.density, *one.bits,
-             one.effective_macs, one.bops)
-            for one in self.ops
+            ("forward", op.type, op.module, op.source, op.calls, op.macs, op.density, *op.bits,
+             op.effective_macs, op.bops)
+            for op in self.ops
         ]  # fmt: skip
 
     @property
     def share_of_macs(self) -> float:
-        """Effective MACs as a share of all."""
-        return sum(one.effective_macs for one in self.ops) / max(sum(one.macs for one in self.ops), 1)
+        """Effective MACs as a share of all MACs."""
+        return sum(op.effective_macs for op in self.ops) / max(sum(op.macs for op in self.ops), 1)
 
     @property
     def share_of_bops(self) -> float:
-        """Bit operations as a share of those with 32 bits and all weights."""
-        return sum(one.bops for one in self.ops) / max(FULL**2 * sum(one.macs for one in self.ops), 1)
+        """Bit operations as a share of those of the dense model in 32 bits."""
+        return sum(op.bops for op in self.ops) / max(FULL**2 * sum(op.macs for op in self.ops), 1)
 
     def notes(self) -> Sequence[str]:
         """Return the convention and the shares."""
         return [
-            "BOPs: effective MACs times the bits of both factors, 32 where nothing is quantised.",
-            f"{self.share_of_macs:.2%} of the MACs, {self.share_of_bops:.2%} of the bit operations are left.",
+            "BOPs: effective MACs times the bits of both factors, 32 for a tensor that is not quantised.",
+            f"{self.share_of_macs:.2%} of the MACs, {self.share_of_bops:.2%} of the bit operations remain.",
         ]
 
 
@@ -89,47 +89,50 @@ class EffectiveResult(Result):
 def effective(
     flops: FlopsResult, prune: Result | None = None, quantize: Result | None = None
 ) -> EffectiveResult:
-    """Return what pruning and quantisation leave of the forward pass, op by op.
+    """Return effective MACs and bit operations of each op of the forward pass, pruned and quantised.
 
-    flops, prune, quantize: `result` of the three tools, of one scope or of several over the same model; ops
-    are matched by type, module and source.
+    flops, prune, quantize: `result` of the three tools, from one scope or from several over the same model.
+    Ops are matched by type, module and source.
     Source of bit operations: van Baalen et al. 2020, "Bayesian Bits", sec. 3; Baskin et al. 2021, "UNIQ".
     """
-    density, bits = _densities(prune), _bits(quantize)
-    found: dict[_Key, list[int]] = {}
-    for place in flops.places:
-        if place.phase == "forward" and place.macs:
-            sums = found.setdefault((place.type, place.module, place.source), [0, 0])
-            sums[0] += place.calls
-            sums[1] += place.calls * place.macs
+    density, bits = _density_of_ops(prune), _bits_of_ops(quantize)
+    totals: dict[_Key, list[int]] = {}
+    for op in flops.places:
+        if op.phase == "forward" and op.macs:
+            op_totals = totals.setdefault((op.type, op.module, op.source), [0, 0])
+            op_totals[0] += op.calls
+            op_totals[1] += op.calls * op.macs
     return EffectiveResult(
         Effective(*key, calls, macs, density.get(key, 1.0), bits.get(key, (FULL, FULL)))
-        for key, (calls, macs) in found.items()
+        for key, (calls, macs) in totals.items()
     )
 
 
-def _densities(prune: Result | None) -> Mapping[_Key, float]:
+def _density_of_ops(prune: Result | None) -> Mapping[_Key, float]:
+    """Return the share of weights that are not zero, by op."""
     sums: dict[_Key, list[int]] = {}
-    for key, row in _by_place(prune):
-        one = sums.setdefault(key, [0, 0])
-        one[0] += row["weights"]
-        one[1] += row["zeros"]
+    for key, row in _rows_by_op(prune):
+        counts = sums.setdefault(key, [0, 0])
+        counts[0] += row["weights"]
+        counts[1] += row["zeros"]
     return {key: 1 - zeros / max(weights, 1) for key, (weights, zeros) in sums.items()}
 
 
-def _bits(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
+def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
+    """Return the bits of the two factors of each op, the weight last."""
     tensors: dict[_Key, dict[str, int]] = {}
-    for key, row in _by_place(quantize):
+    for key, row in _rows_by_op(quantize):
         tensors.setdefault(key, {})[row["tensor"]] = row["bits"]
-    found = {}
-    for key, one in tensors.items():
-        weight = one.pop("weight", None)
-        inputs = [bits for _, bits in sorted(one.items())]
-        first = inputs.pop(0) if inputs else FULL
-        found[key] = first, weight or (inputs.pop(0) if inputs else FULL)
-    return found
+    factor_bits = {}
+    for key, bits_by_tensor in tensors.items():
+        weight = bits_by_tensor.pop("weight", None)
+        # An op without a weight, such as matmul, has two activations in the order of positions.
+        inputs = [bits for _, bits in sorted(bits_by_tensor.items())]
+        activation = inputs.pop(0) if inputs else FULL
+        factor_bits[key] = activation, weight or (inputs.pop(0) if inputs else FULL)
+    return factor_bits
 
 
-def _by_place(result: Result | None) -> Iterable[tuple[_Key, Mapping[str, Any]]]:
+def _rows_by_op(result: Result | None) -> Iterable[tuple[_Key, Mapping[str, Any]]]:
     for row in result.to_dict()["rows"] if result is not None else ():
         yield (row["type"], row["module"], row["source"]), row

@@ -76,7 +76,7 @@ class PruneResult(WeightResult):
                 f"are zero: {self.elements_left:,} are left as they are.",
             )
         notes += [f"{path} stays dense: {why}." for path, why in self.dense.items()]
-        return notes + self.told_left()
+        return notes + self.notes_on_skipped()
 
 
 class PruneTool(WeightTool[PrunedWeight]):

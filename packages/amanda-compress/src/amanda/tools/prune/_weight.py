@@ -54,7 +54,7 @@ class PrunedWeight(Weight):
 
     def is_older_than(self, update: int | None) -> bool:
         """Return True if the mask is older than the update of a step."""
-        return not self.is_left and update is not None and self.updated < update
+        return not self.is_skipped and update is not None and self.updated < update
 
     def reset_offset_if_finalized(self, present: Callable[[], Any]) -> None:
         """Set the offset to 0 if `finalize` wrote the loaded mask into the weight: its dropped values are 0.
@@ -62,7 +62,7 @@ class PrunedWeight(Weight):
         `finalize` has subtracted the offset already, be it of regrown elements or of SparseGPT.
         """
         self.is_loaded = False
-        if self.offset is None or self.is_left:
+        if self.offset is None or self.is_skipped:
             return
         value = self.plain(present())
         dropped = ~self.like(self.mask, value)

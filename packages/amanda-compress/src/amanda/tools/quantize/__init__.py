@@ -1,4 +1,4 @@
-"""Quantisation, simulated: post-training static and dynamic, quantisation-aware training, learned step sizes.
+"""Simulate quantisation: static and dynamic after training, quantisation-aware training, learned step sizes.
 
 quantize = QuantizeTool(weight_bits=8, activation_bits=8, observer="histogram")
 with amanda.apply(quantize), quantize.calibrating():
@@ -10,12 +10,19 @@ print(quantize.result)
 """
 
 from amanda.tools.quantize._convert import convert
-from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
+from amanda.tools.quantize._fake import (
+    fake_quantize,
+    fake_quantize_gradient,
+    gradient_scale,
+    lsq_gradients,
+    lsq_plus_scale,
+    lsq_quantize,
+    lsq_scale,
+)
 from amanda.tools.quantize._grid import Bits, Float8, Grid, Groups, QuantizeError, Rounding, choose_qparams
-from amanda.tools.quantize._histogram import Histogram
 from amanda.tools.quantize._kv_cache import KVCacheResult, KVCacheTool, quantized_states
-from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import (
+    Histogram,
     HistogramObserver,
     MinMaxObserver,
     MseObserver,

@@ -1,4 +1,4 @@
-"""Integers in the place of simulated ones: in a module's memory, a checkpoint, or an ONNX file."""
+"""Convert simulated integers to real ones: in a module, a checkpoint, or an ONNX file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 def convert(
     model: Any, tool: Any, path: str | os.PathLike[str] | None = None, force: bool = False
 ) -> ConvertResult:
-    """Make the integers that a tool simulates real; outputs are the simulation's within kernels' rounding.
+    """Convert simulated integers to real ones; outputs equal the simulation within kernels' rounding.
 
-    model: a torch.nn.Module, whose linear layers get tensors of torchao in place, by a NearestTool, GPTQTool
-        or AWQTool that has met the module; with a `path` the module stays, and its integers are written into
-        a folder, a checkpoint that vLLM and transformers read by compressed-tensors.  Or the path of an ONNX
-        file, of which a copy is written to `path` with integer weights and QuantizeLinear and
-        DequantizeLinear nodes, by a QuantizeTool with the scales of a session of the file.
-    path: of the new file or folder; its former name `out` is deprecated.  force: replace what is there.
+    model: a torch.nn.Module that a NearestTool, GPTQTool or AWQTool has quantised.  Without `path` its linear
+        layers get tensors of torchao in place; with `path` the module stays unchanged, and a checkpoint of
+        compressed-tensors for vLLM and transformers is written into that folder.
+        Or the path of an ONNX file, with a QuantizeTool that was calibrated in a session of the file: a copy
+        with integer weights, QuantizeLinear and DequantizeLinear nodes is written to `path`.
+    path: of the new file or folder; the former name `out` is deprecated.  force: replace an existing file.
 
-    The result has a row for each converted tensor.  A module that was converted in place is for inference.
-    Raises QuantizeError for another model or tool, a package that is not installed, and scales of another
-    model, and where `path` cannot be written; then what is there stays.
+    The result has a row for each converted tensor.  A module that is converted in place is for inference.
+    Raises QuantizeError for another model or tool, a missing package, scales of another model, and a `path`
+    that cannot be written; an error leaves existing files unchanged.
     """
     if isinstance(model, (str, os.PathLike)):
         from amanda.tools.quantize._onnx_file import convert_file
@@ -44,6 +44,6 @@ def convert(
             f"path is {str(path)!r}, which is for ONNX files; a {type(model).__name__} was given: give the "
             "path of a folder, or none to convert it in place"
         )
-    from amanda.tools.quantize.weights._compressed import convert_checkpoint
+    from amanda.tools.quantize.weights._convert import convert_checkpoint
 
     return convert_checkpoint(model, tool, Path(path), force)

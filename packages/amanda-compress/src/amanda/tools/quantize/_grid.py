@@ -169,7 +169,7 @@ def group_size(x: Any, axes: Sequence[int]) -> int:
     return prod(x.shape[axis] for axis in other_axes(x, axes))
 
 
-def spread(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
+def broadcast_channels(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
     """Return one number per channel, (channels,), in a shape that broadcasts with `x`; scalars unchanged.
 
     axes: of the channels in `x`; several are taken together, the last varies fastest.

@@ -1,4 +1,4 @@
-"""Quantisation of the keys and values that a model keeps while it generates."""
+"""Quantisation of cached keys and values during generation."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ _NONE_MET = (
 
 
 class KVCacheTool(amanda.Tool):
-    """A tool that quantises keys and values as they enter the cache of a PyTorch model that generates.
+    """Quantise the cached keys and values of a PyTorch model during generation.
 
-    A cache is what torch.cat makes of an empty tensor and the first keys or values, (batch, heads, tokens,
-    channels), and later of that and the next tokens.  Ops read what the cache holds, so that attention over
-    the prompt reads quantised tokens too.
+    A cache is a tensor (batch, heads, tokens, channels) that torch.cat extends by the keys or values of new
+    tokens, beginning with an empty tensor.  All ops read quantised tokens, also attention over the prompt.
 
-    bits: 2 to 8, unsigned, from the least number of each group to the largest.
-    group_size: how many numbers share a scale.
+    bits: 2 to 8, of unsigned integers that span the range of each group.
+    group_size: number of consecutive numbers that share a scale.
     keys, values: "token" for groups of channels of a token; "channel" for groups of consecutive tokens of a
         channel, which are quantised once a group is complete.
-    residual: number of the last tokens that stay as they are.
-    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
+    residual: number of the newest tokens that stay unquantised.
+    module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
 
     Gradients pass rounding straight through.
-    Raises QuantizeError for options that make no sense, and channels that are no multiple of the group.
+    Raises QuantizeError for invalid options, and for channels that are no multiple of `group_size`.
     Source: Liu et al. 2024 (KIVI), sec. 3.
 
     >>> cache = KVCacheTool(bits=2, keys="channel", residual=32)
@@ -63,24 +62,24 @@ class KVCacheTool(amanda.Tool):
         self.bits, self.group_size, self.residual = bits, group_size, residual
         self.axes: tuple[CacheAxis, CacheAxis] = (keys, values)
         self._caches: dict[str, CachedStates] = {}
-        self._left: dict[str, str] = {}
+        self._skip_reasons: dict[str, str] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._analyse)
 
     @property
     def result(self) -> KVCacheResult:
-        """The keys and values of each layer, with bytes and noise."""
+        """Bytes and noise of the cached keys and values of each layer."""
         return KVCacheResult(self)
 
     @property
     def caches(self) -> Sequence[CachedStates]:
-        """Return what was cached, in the order in which it was met."""
+        """Return the cached keys and values, in the order of their first use."""
         return tuple(self._caches.values())
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Return ops that seem to write a cache and are left as they are, and why."""
-        return self._left
+        """Return reasons why ops that seem to write a cache are not quantised, by op."""
+        return self._skip_reasons
 
     def unmatched(self) -> list[str]:
         """Return a sentence if no cache was met."""
@@ -89,9 +88,10 @@ class KVCacheTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget caches and their noise."""
-        self._caches, self._left = {}, {}
+        self._caches, self._skip_reasons = {}, {}
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Replace torch.cat by a routine that quantises growing caches; record writes into fixed caches."""
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
         is_cat = context["type"] == "cat" and context.get_input_names() == ("tensors", "dim")
@@ -100,38 +100,40 @@ class KVCacheTool(amanda.Tool):
             return
         place, module = self.place(context), context.get_scope()
         if is_cat:
-            context.replace_op(partial(self._cat, place, module))
+            context.replace_op(partial(self._concatenate, place, module))
         else:
-            self._left[place] = "it writes into a cache of fixed size; give generate a DynamicCache"
+            self._skip_reasons[place] = "it writes into a cache of fixed size; give generate a DynamicCache"
 
-    def _cat(self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any) -> Tensor:
-        """Return the concatenation, in which tokens that leave the residual window are quantised."""
-        made: Tensor = original(tensors, dim)
-        if len(tensors) != 2 or made.dim() != 4 or dim not in (-2, 2) or not made.is_floating_point():
-            return made
-        tokens = made.shape[-2] - tensors[1].shape[-2]
+    def _concatenate(
+        self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any
+    ) -> Tensor:
+        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows."""
+        states: Tensor = original(tensors, dim)
+        if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():
+            return states
+        tokens = states.shape[-2] - tensors[1].shape[-2]
         if tokens > (self._caches[place].longest if place in self._caches else 0):
-            self._left[place] = (
+            self._skip_reasons[place] = (
                 f"it continues {tokens} tokens that the tool has not seen; begin a cache in the scope"
             )
-            return made
+            return states
         if place not in self._caches:
-            number = sum(one.module == module for one in self._caches.values())
+            number = sum(cache.module == module for cache in self._caches.values())
             if number > 1 and len(set(self.axes)) > 1:
                 raise QuantizeError(
                     f"{module} caches more than keys and values, or is a path in two models: let `keys` and "
                     "`values` be the same, or give each model a tool"
                 )
-            self._left.pop(place, None)
+            self._skip_reasons.pop(place, None)
             self._caches[place] = CachedStates(self, module, number)
-        return self._caches[place].quantised(made, tokens)
+        return self._caches[place].quantise(states, tokens)
 
 
 class CachedStates:
-    """Keys or values of one attention, of which a tool quantises the older tokens.
+    """Keys or values of one attention, whose older tokens are quantised.
 
-    shape: (batch, heads, tokens, channels) at the last step.  held: number of those tokens in integers.
-    longest: most tokens of a step.
+    shape: (batch, heads, tokens, channels) at the last step.  quantised_tokens: number of quantised tokens.
+    longest: largest number of tokens of a step.
     itemsize: bytes of a number that is not quantised.
     """
 
@@ -142,13 +144,13 @@ class CachedStates:
         self._signal: Any = 0.0  # tensors where the states are: a step does not wait for the device
         self._noise: Any = 0.0
         self.shape: tuple[int, ...] = ()
-        self.held = self.longest = self.itemsize = 0
+        self.quantised_tokens = self.longest = self.itemsize = 0
 
-    def quantised(self, states: Tensor, before: int) -> Tensor:
-        """Quantise tokens of keys or values that have left the residual window now, in place; return them.
+    def quantise(self, states: Tensor, before: int) -> Tensor:
+        """Quantise in place the tokens that left the residual window in this step; return the states.
 
-        before: number of tokens that were cached before.
-        Raises QuantizeError for groups that do not fit.
+        before: number of tokens that were cached before the step.
+        Raises QuantizeError for channels or tokens that are no multiple of the group size.
         """
         import torch
 
@@ -164,21 +166,22 @@ class CachedStates:
                 'groups of tokens are for caches that only grow; let the axis be "token"'
             )
         first, last = (self._complete(count) for count in (before, tokens))
-        self.shape, self.held, self.itemsize = tuple(states.shape), last, states.element_size()
+        self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), last, states.element_size()
         self.longest = max(self.longest, tokens)
         if first == last:
             return states
+        # Written in place without autograd, which then sees torch.cat alone: a straight-through gradient.
         with torch.no_grad():
             leaving = states[..., first:last, :]
-            made = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
+            rounded = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
             exact = leaving.double()
             self._signal += exact.square().sum()
-            self._noise += (made - exact).square().sum()
-            leaving.copy_(made)
+            self._noise += (rounded - exact).square().sum()
+            leaving.copy_(rounded)
         return states
 
     def _complete(self, tokens: int) -> int:
-        """Return how many of so many tokens are quantised."""
+        """Return the number of quantised tokens of a cache with this number of tokens."""
         count = max(tokens - self._tool.residual, 0)
         return count if self.axis == "token" else count // self._tool.group_size * self._tool.group_size
 
@@ -192,10 +195,10 @@ class CachedStates:
     def after(self) -> int:
         """Return the bytes of the integers, of scale and least number of each group, and of other tokens."""
         batch, heads, tokens, channels = self.shape
-        numbers = batch * heads * channels * self.held
+        numbers = batch * heads * channels * self.quantised_tokens
         groups = numbers // self._tool.group_size
-        others = batch * heads * channels * (tokens - self.held) * self.itemsize
-        return -(-numbers * self._tool.bits // 8) + 2 * groups * self.itemsize + others
+        other_bytes = batch * heads * channels * (tokens - self.quantised_tokens) * self.itemsize
+        return -(-numbers * self._tool.bits // 8) + 2 * groups * self.itemsize + other_bytes
 
     @property
     def sqnr(self) -> float | None:
@@ -208,7 +211,7 @@ class CachedStates:
 
 
 def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis) -> Tensor:
-    """Return keys or values as integers of so many bits stand for them, in their own dtype.
+    """Return keys or values rounded to integers of so many bits, in their own dtype.
 
     states: (..., tokens, channels).  axis: "token" for groups of channels, "channel" for groups of tokens,
     of which both have to be a multiple of `group_size`.  A number x of a group becomes
@@ -224,17 +227,17 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
     groups = states.to(wide).reshape(*states.shape[:-1], -1, group_size)
     levels = 2**bits - 1
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale, least = (one.to(states.dtype).to(wide) for one in ((most - least) / levels, least))
+    scale, least = (tensor.to(states.dtype).to(wide) for tensor in ((most - least) / levels, least))
     steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
-    made: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)
-    return made
+    rounded: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)
+    return rounded
 
 
 class KVCacheResult(Result):
     """A row for the keys and for the values of each layer, with bytes as after the last step.
 
     before, after: bytes of all of them without and with quantisation.
-    left: ops that seem to write a cache and are left as they are, and why.
+    left: reasons why ops that seem to write a cache are not quantised, by op.
     """
 
     name: ClassVar[str] = "kv_cache"
@@ -249,12 +252,12 @@ class KVCacheResult(Result):
 
     def __init__(self, tool: KVCacheTool) -> None:
         self._rows = [
-            (one.module, one.tensor, one.axis, tool.bits, tool.group_size, one.shape[-2], one.held,
-             one.before, one.after, one.sqnr)
-            for one in tool.caches
+            (cache.module, cache.tensor, cache.axis, tool.bits, tool.group_size, cache.shape[-2],
+             cache.quantised_tokens, cache.before, cache.after, cache.sqnr)
+            for cache in tool.caches
         ]  # fmt: skip
         self.before, self.after = (
-            sum(getattr(one, name) for one in tool.caches) for name in ("before", "after")
+            sum(getattr(cache, name) for cache in tool.caches) for name in ("before", "after")
         )
         self.left = dict(tool.left)
         self.remarks = as_remarks(tool.unmatched())
@@ -264,12 +267,12 @@ class KVCacheResult(Result):
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the bytes of all caches, and what was left."""
+        """Return the bytes of all caches, and reasons for skipped ops."""
         return {"before": self.before, "after": self.after, "left": self.left}
 
     def notes(self) -> Sequence[str]:
-        """Return the bytes of all caches, and what was left."""
-        told = (
+        """Return the bytes of all caches, and reasons for skipped ops."""
+        totals = (
             [f"The caches would have {self.after:,} bytes, and have {self.before:,}."] if self._rows else []
         )
-        return [*told, *(f"{place} is left as it is: {why}." for place, why in self.left.items())]
+        return [*totals, *(f"{place} is left as it is: {why}." for place, why in self.left.items())]

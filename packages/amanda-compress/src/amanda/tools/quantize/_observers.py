@@ -1,4 +1,4 @@
-"""Observers, which find the range of a tensor over batches."""
+"""Observers: the range of a tensor over batches, by extremes, percentiles, errors or a histogram."""
 
 from __future__ import annotations
 
@@ -19,10 +19,138 @@ from amanda.tools.quantize._grid import (
     flattened,
     other_axes,
 )
-from amanda.tools.quantize._histogram import Histogram
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+_UPSAMPLING = 16
+_STEP = 1e-5
+_LARGE = 1e9
+
+
+class Histogram:
+    """Counts of numbers in bins of equal width between the least and the largest number so far.
+
+    Source: torch.ao.quantization.observer.HistogramObserver of PyTorch 2.13, in float32 as there.
+    """
+
+    @checked
+    def __init__(self, bins: Annotated[int, Range(1, 1 << 24)] = 2048) -> None:
+        self.bins = bins
+        self.counts: NDArray[Any] = np.zeros(bins, np.float32)
+        self.least, self.most = np.float32(np.inf), np.float32(-np.inf)
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Add finite numbers."""
+        values = values.reshape(-1).astype(np.float32, copy=False)
+        least, most = min(self.least, values.min()), max(self.most, values.max())
+        added = _bin_counts(values, self.bins, least, most)
+        if self.least > self.most:
+            self.counts = added
+        elif (least, most) == (self.least, self.most):
+            self.counts = self.counts + added
+        else:
+            self.counts = self._rebinned(least, most) + added
+        self.least, self.most = least, most
+
+    def _rebinned(self, least: Any, most: Any) -> NDArray[Any]:
+        """Return the counts, moved to the bins of a wider range."""
+        if self.least == self.most:
+            return np.asarray(_bin_counts(np.array([self.least]), self.bins, least, most) * self.counts.sum())
+        # Each old bin is split, and its parts move to the new bins of their middles, as in torch.ao.
+        fine = self.bins * _UPSAMPLING
+        counts = np.repeat(self.counts, _UPSAMPLING) / np.float32(_UPSAMPLING)
+        middles = _linspace(self.least, self.most, fine + 1)[:-1] + np.float32(0.5) * (
+            (self.most - self.least) / np.float32(fine)
+        )
+        bounds = _linspace(least, most, self.bins + 1)
+        place = np.clip(np.searchsorted(bounds, middles, side="right") - 1, 0, self.bins - 1)
+        return np.asarray(np.bincount(place, counts, self.bins), np.float32)
+
+    @property
+    def middles(self) -> NDArray[Any]:
+        """Return the numbers in the middle of each bin."""
+        width = (np.float64(self.most) - self.least) / self.bins
+        return np.asarray(self.least + width * (np.arange(self.bins) + 0.5))
+
+    def best_range(self, levels: int = 256) -> tuple[Any, Any]:
+        """Return the range in which `levels` equidistant levels have the least squared error.
+
+        The search drops bins at the end with fewer numbers while the error shrinks.
+        """
+        widest = max(-float(self.least), float(self.most))
+        if widest > _LARGE:  # float32 does not hold the cubes
+            unit = Histogram(self.bins)
+            unit.counts, unit.least, unit.most = (
+                self.counts,
+                np.float32(self.least / widest),
+                np.float32(self.most / widest),
+            )
+            least, most = unit.best_range(levels)
+            return np.float32(float(least) * widest), np.float32(float(most) * widest)
+        total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
+        begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
+        error = np.inf
+        while lower < upper:
+            next_lower, next_upper = lower + _STEP, upper - _STEP
+            low_bin = min(max(begin, int(np.searchsorted(sums, np.float32(next_lower * total)))), end)
+            high_bin = max(
+                min(end, int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1), begin
+            )
+            if low_bin - begin > end - high_bin:
+                proposed, lower = (low_bin, end), next_lower
+            else:
+                proposed, upper = (begin, high_bin), next_upper
+            if proposed == (begin, end):
+                continue
+            proposed_error = self._squared_error(*proposed, levels)
+            if proposed_error > error:
+                break
+            error, (begin, end) = proposed_error, proposed
+        width = (self.most - self.least) / np.float32(self.bins)
+        return self.least + width * np.float32(begin), self.least + width * np.float32(end + 1)
+
+    def _squared_error(self, begin: int, end: int, levels: int) -> float:
+        """Return the squared error of numbers spread evenly over their bins, with levels between two bins."""
+        width = (float(self.most) - float(self.least)) / self.bins
+        step = width * (end - begin + 1) / levels
+        if step == 0:
+            return 0.0
+        starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
+        ends = starts + np.float32(width)
+        first, last = (np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends))
+        density = self.counts / np.float32(width)
+        half = np.float32(step / 2)
+        error = _integral(starts - (first + np.float32(0.5)) * np.float32(step), half, density)
+        error += (last - first - 1) * _integral(-half, half, density)
+        error += _integral(-half, ends - (last * np.float32(step) + half), density)
+        return float(error.sum())
+
+
+def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
+    """Return the integral of density times x squared."""
+    return np.asarray(density * ((end * end * end - begin * begin * begin) / np.float32(3)))
+
+
+def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
+    """Return the number of values in each bin between two bounds, as torch.histc does."""
+    if least == most:
+        least, most = least - np.float32(1), most + np.float32(1)
+    if float(most) - float(least) > np.finfo(np.float32).max / bins:  # the end of float32 is near
+        values, least, most = (np.asarray(array, np.float64) for array in (values, least, most))
+    place = ((values - least) * bins / (most - least)).astype(np.int64)
+    return np.bincount(np.minimum(place, bins - 1), minlength=bins).astype(np.float32)
+
+
+def _linspace(begin: Any, end: Any, count: int) -> NDArray[Any]:
+    """Return numbers at equal distances, from both ends as torch.linspace computes them."""
+    step = (end - begin) / np.float32(count - 1)
+    places = np.arange(count)
+    upwards = begin + step * places.astype(np.float32)
+    downwards = end - step * (count - 1 - places).astype(np.float32)
+    return np.asarray(np.where(places < count // 2, upwards, downwards), np.float32)
+
 
 Bins: TypeAlias = Annotated[int, Range(1, 1 << 24)]
 ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
@@ -36,7 +164,7 @@ def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
 
 
 class Observer(ABC):
-    """Base of observers: takes tensors of any framework, and gives a range in float32.
+    """Base class of observers, which choose a range in float32 for tensors of any framework.
 
     seen: the number of batches.
     """
@@ -65,7 +193,7 @@ class Observer(ABC):
 
 
 class MinMaxObserver(Observer):
-    """The extremes of all batches; torch.ao's MinMaxObserver and PerChannelMinMaxObserver."""
+    """Range from the extremes of all batches; torch.ao's MinMaxObserver and PerChannelMinMaxObserver."""
 
     @checked(error=QuantizeError)
     def __init__(self, axes: Sequence[int] = ()) -> None:
@@ -83,7 +211,7 @@ class MinMaxObserver(Observer):
 
 
 class HistogramObserver(Observer):
-    """The range with the least squared error in a histogram of all batches; torch.ao's HistogramObserver.
+    """Range with the least squared error in a histogram of all batches; torch.ao's HistogramObserver.
 
     levels: the number of integers of the grid.  torch.ao's observer takes 256 also where quant_min and
     quant_max leave fewer.
@@ -102,7 +230,7 @@ class HistogramObserver(Observer):
 
 
 class PercentileObserver(HistogramObserver):
-    """Percentiles 100 - `percentile` and `percentile` of all batches, to the width of a bin."""
+    """Range from percentile 100 - `percentile` to `percentile` of all batches, to the width of a bin."""
 
     @checked(error=QuantizeError)
     def __init__(
@@ -113,15 +241,17 @@ class PercentileObserver(HistogramObserver):
 
     def range(self) -> tuple[Any, Any]:
         """Return the two percentiles."""
-        found, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
-        bounds = np.linspace(found.least, found.most, found.bins + 1)
+        histogram, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
+        bounds = np.linspace(histogram.least, histogram.most, histogram.bins + 1)
         low = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
         high = int(np.searchsorted(sums, self._share * sums[-1], side="left"))
-        return np.float32(bounds[min(low, found.bins - 1)]), np.float32(bounds[min(high, found.bins - 1) + 1])
+        return np.float32(bounds[min(low, histogram.bins - 1)]), np.float32(
+            bounds[min(high, histogram.bins - 1) + 1]
+        )
 
 
 class MseObserver(HistogramObserver):
-    """The range whose fake quantisation has the least mean squared error, of 81 that shrink the extremes.
+    """Range with the least mean squared error of fake quantisation, of 81 ranges within the extremes.
 
     The extremes are shrunk to 100 %, 99 %, ... 20 %.  Source: Nagel et al. 2021, sec. 3.1.
     """
@@ -133,22 +263,24 @@ class MseObserver(HistogramObserver):
 
     def range(self) -> tuple[Any, Any]:
         """Return the range with the least error."""
-        found, best = self.histogram, np.inf
-        x, range_ = found.middles.astype(np.float32), (found.least, found.most)
+        histogram, best = self.histogram, np.inf
+        x, range_ = histogram.middles.astype(np.float32), (histogram.least, histogram.most)
         for share in np.linspace(1.0, 0.2, 81).astype(np.float32):
-            least, most = (np.asarray(one, np.float32) * share for one in (found.least, found.most))
+            least, most = (
+                np.asarray(bound, np.float32) * share for bound in (histogram.least, histogram.most)
+            )
             qparams = choose_qparams(least, most, self._grid, self._rounding)
             quantised = fake_quantize(x, *qparams, self._grid, (), self._rounding)
-            error = float((np.square(quantised - x, dtype=np.float64) * found.counts).sum())
+            error = float((np.square(quantised - x, dtype=np.float64) * histogram.counts).sum())
             if error < best:
                 best, range_ = error, (least, most)
         return range_
 
 
 class PerChannelObserver(Observer):
-    """One observer for each channel.
+    """Ranges by channel: a separate observer for each channel.
 
-    axes: of the channels; several are taken together, the last varies fastest.
+    axes: of the channels; several axes count as one, the last varies fastest.
     """
 
     @checked(error=QuantizeError)
@@ -176,7 +308,7 @@ def make_observer(
     name: ObserverName, grid: Grid, axes: Sequence[int] = (), rounding: Rounding = "half_even",
     percentile: Annotated[float, Range(above=50, most=100)] = 99.99,
 ) -> Observer:  # fmt: skip
-    """Return a new observer by name; with axes, one that observes each channel apart."""
+    """Return a new observer by name; with axes, an observer of each channel."""
     if name == "minmax":
         return MinMaxObserver(axes)
     makers: dict[str, Callable[[], Observer]] = {

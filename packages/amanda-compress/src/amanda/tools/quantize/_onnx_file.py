@@ -1,4 +1,4 @@
-"""Conversion of an ONNX file to one that computes with integers."""
+"""Conversion of an ONNX file to integer weights with QuantizeLinear and DequantizeLinear nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amanda.files import check_file_to_write, replacing_all
 from amanda.tools.libraries import numpy as np
 from amanda.tools.onnx_graph import add_note, inlined, opset_of, read_onnx, save_onnx
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize._options import Options
+from amanda.tools.quantize._options import QuantizeOptions
 from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
 from amanda.tools.quantize._tool import QuantizeTool
 from amanda.tools.quantize.weights._convert import ConvertResult
@@ -30,14 +30,14 @@ _NARROW = (
 
 
 class InputsTool(amanda.Tool):
-    """Notes the quantised inputs of each node of a file, by their positions; writes nothing."""
+    """Record the quantised inputs of each node of a file, by their positions; change nothing."""
 
     def __init__(self, quantize: QuantizeTool) -> None:
         super().__init__()
         self._quantize = quantize
         self.nodes: dict[Key, dict[int, QuantizedInput]] = {}
         self.depends_on(quantize)
-        self.add_inst_for_op(self._note)
+        self.add_inst_for_op(self._record_inputs)
 
     def write_parts(
         self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
@@ -45,63 +45,70 @@ class InputsTool(amanda.Tool):
         """Analyse a file; called by `amanda.instrument`."""
         analyse(self)
 
-    def _note(self, context: amanda.OpContext) -> None:
-        place = self._quantize.quantized_op(context)
-        if place is None:
+    def _record_inputs(self, context: amanda.OpContext) -> None:
+        """Record scale and value of each quantised input of the node of an op."""
+        op = self._quantize.quantized_op(context)
+        if op is None:
             return
-        found = {}
-        for (position, item), quantizer in place.quantizers.items():
+        inputs = {}
+        for (position, item), quantizer in op.quantizers.items():
             scale = quantizer.scale()
             if item is not None or scale is None:
                 raise QuantizeError(
-                    f"{quantizer.name} of {place.name} is a list, which has no nodes of its own; "
+                    f"{quantizer.name} of {op.name} is a list, which has no nodes of its own; "
                     "leave its type out of `type`"
                 )
             value = np.asarray(context.get_value(position)) if quantizer.is_weight else None
             dtype = str(context["dtype"](context.get_inputs()[position]))
-            found[position] = QuantizedInput(quantizer.name, scale, dtype, value)
+            inputs[position] = QuantizedInput(quantizer.name, scale, dtype, value)
         key = key_of(context.get_op().node)
-        if found and _told(self.nodes.setdefault(key, found)) != _told(found):
+        if inputs and _scale_values(self.nodes.setdefault(key, inputs)) != _scale_values(inputs):
             raise QuantizeError(
-                f"two nodes have the name of {place.name}, its inputs and its outputs, and other scales; "
+                f"two nodes have the name of {op.name}, its inputs and its outputs, and other scales; "
                 "give the nodes of the file names"
             )
 
 
-def _told(found: Mapping[int, QuantizedInput]) -> Any:
-    return {i: (one.scale.scale.tolist(), one.scale.zero_point.tolist()) for i, one in found.items()}
+def _scale_values(inputs: Mapping[int, QuantizedInput]) -> Any:
+    return {
+        i: (quantized_input.scale.scale.tolist(), quantized_input.scale.zero_point.tolist())
+        for i, quantized_input in inputs.items()
+    }
 
 
 def convert_file(
     source: Path, tool: Any, out: str | os.PathLike[str] | None, force: bool = False
 ) -> ConvertResult:
-    """Write a copy of an ONNX file that computes with integers where `tool` simulates them."""
-    target = _checked(source, tool, out, force)
-    model = _readied(read_onnx(source, QuantizeError), tool.options)
+    """Write a copy of an ONNX file that computes with the integers that `tool` simulates."""
+    target = _check_paths(source, tool, out, force)
+    model = _upgrade_opset(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
+        # Nodes are matched by name, so the upgraded model is analysed, and not the source.
         plain = Path(folder, source.name)
         save_onnx(model, plain)
-        found = InputsTool(tool)
-        done = amanda.instrument(plain, found, out=Path(folder, "parts"))
+        inputs_tool = InputsTool(tool)
+        instrumented = amanda.instrument(plain, inputs_tool, out=Path(folder, "parts"))
     if waiting := tool.waiting_state():
         raise QuantizeError(f"no op of {source} has the scales of {', '.join(waiting[:4])}: of another model")
-    if not found.nodes:
-        raise QuantizeError(f"none of the {done.analysed} ops of {source} is quantised: {tool.options.types}")
-    writer = QdqWriter(model, found.nodes, tool.options)
+    if not inputs_tool.nodes:
+        raise QuantizeError(
+            f"none of the {instrumented.analysed} ops of {source} is quantised: {tool.options.types}"
+        )
+    writer = QdqWriter(model, inputs_tool.nodes, tool.options)
     writer.write()
     about = {"amanda-tools": version("amanda-tools"), "tools": ["quantize"], "model": source.name}
     add_note(model, about)
     with replacing_all(target, force) as path:
         save_onnx(model, path)
-    left = dict(tool.result.left) | {one.what: one.reason for one in done.left}
-    result = ConvertResult(target, writer.rows, _size(source), _size(target), left)
+    skipped = dict(tool.result.left) | {op.what: op.reason for op in instrumented.left}
+    result = ConvertResult(target, writer.rows, _file_bytes(source), _file_bytes(target), skipped)
     if writer.has_narrow_products:
         result.remarks = [_NARROW]
     return result
 
 
-def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
-    """Return the path to write to.  Raises QuantizeError for what cannot be read or written."""
+def _check_paths(source: Path, tool: Any, out: Any, force: bool) -> Path:
+    """Return the path to write to.  Raises QuantizeError for an invalid source, tool or target."""
     if source.suffix != ".onnx":
         raise QuantizeError(f"{source} is no ONNX file (.onnx); export the model to one")
     if not isinstance(tool, QuantizeTool):
@@ -121,43 +128,47 @@ def _checked(source: Path, tool: Any, out: Any, force: bool) -> Path:
     return target
 
 
-def _readied(model: ModelProto, options: Options) -> ModelProto:
+def _upgrade_opset(model: ModelProto, options: QuantizeOptions) -> ModelProto:
     """Return a model without local functions, of a version of ONNX that has the types of the grids."""
     from onnx import version_converter
 
-    wanted, found = _opset(options), opset_of(model)
+    required, opset = _required_opset(options), opset_of(model)
     model = inlined(model)
-    if found >= wanted:
+    if opset >= required:
         return model
     try:
-        return version_converter.convert_version(model, wanted)
+        return version_converter.convert_version(model, required)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise QuantizeError(
-            f"the model is of ONNX opset {found}, the nodes need opset {wanted}, and ONNX cannot convert it: "
-            f"{reason}; export it with opset {wanted}"
+            f"the model is of ONNX opset {opset}, the nodes need opset {required}, and ONNX cannot convert "
+            f"it: {reason}; export it with opset {required}"
         ) from error
 
 
-def _opset(options: Options) -> int:
+def _required_opset(options: QuantizeOptions) -> int:
     """Return the first version of ONNX whose nodes have all grids of the options."""
     if options.group_size is not None:
         return 21
-    given = (options.weight_bits, options.activation_bits)
-    bits = [one for each in given for one in (each.values() if isinstance(each, Mapping) else [each])]
-    numbers = [one for one in bits if isinstance(one, int)]
-    if any(one <= 4 or one > 8 for one in numbers):
+    options_bits = (options.weight_bits, options.activation_bits)
+    bits = [
+        value
+        for option in options_bits
+        for value in (option.values() if isinstance(option, Mapping) else [option])
+    ]
+    numbers = [value for value in bits if isinstance(value, int)]
+    if any(value <= 4 or value > 8 for value in numbers):
         return 21
-    return 13 if len(numbers) == len([one for one in bits if one is not None]) else 19
+    return 13 if len(numbers) == len([value for value in bits if value is not None]) else 19
 
 
-def _size(path: Path) -> int:
+def _file_bytes(path: Path) -> int:
     """Return the bytes of a model and of its data."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
     data = {
-        entry.value for one in model.graph.initializer for entry in one.external_data
+        entry.value for tensor in model.graph.initializer for entry in tensor.external_data
         if entry.key == "location"
     }  # fmt: skip
-    return sum(one.stat().st_size for one in (path, *(path.parent / name for name in data)))
+    return sum(file.stat().st_size for file in (path, *(path.parent / name for name in data)))

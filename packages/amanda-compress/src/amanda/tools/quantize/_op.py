@@ -10,88 +10,98 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
+from amanda.tools.quantize._fake import Scale, fake_quantize_fixed
 from amanda.tools.quantize._grid import Groups, QuantizeError
-from amanda.tools.quantize._options import Options
-from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
+from amanda.tools.quantize._options import QuantizeOptions
+from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
 from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, parameter_store, weight_input
 
 if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeTool
 
-_HELD, _KEPT = "amanda.tools.quantize", "amanda.tools.quantize: values"
+_INPUTS, _CLIPPING = "amanda.tools.quantize", "amanda.tools.quantize: values"
 
 
 @dataclass
-class _Execution:
-    """One execution of an op, for recomputations of it.
+class _FirstExecution:
+    """The first execution of an op, which recomputations repeat.
 
-    calibrates: whether it computed without quantisation.  used: by which each value was quantised.
+    calibrates: True if the op ran unquantised.  qparams: scale and zero point of each value.
     """
 
     calibrates: bool
-    used: list[tuple[Any, ...]]
+    qparams: list[tuple[Any, ...]]
 
 
 class QuantizedOp:
     """An op, with the quantizers of its inputs.
 
-    made: the quantizers that were made at this op.  left: the reason why the weight is not quantised.
-    quantizers: by the position of the input, and the index in a list of tensors there.
+    created: all quantizers of this op.  skip_reason: why the weight is not quantised.
+    quantizers: by position of the input and index in a list of tensors there.
     """
 
-    def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: Options) -> None:
+    def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: QuantizeOptions) -> None:
         self._tool, self._options = tool, options
-        self._where = context["phase"], context["type"], context.get_scope(), context.get_source()
-        self.name, self.left = f"{context['type']} of {context.get_scope() or context.get_source()}", ""
-        self.made: list[Quantizer] = []
+        self._columns = context["phase"], context["type"], context.get_scope(), context.get_source()
+        self.name = f"{context['type']} of {context.get_scope() or context.get_source()}"
+        self.skip_reason = ""
+        self.created: list[Quantizer] = []
         self._executions = 0
         self._output = Noise()
-        self._recompute: Any = _recompute(context) if tool.measures else None
-        self._parts: dict[tuple[int, int | None], _OfPart] = {}
-        self.quantizers = dict(self._found(context))
+        self._recompute: Any = _computation_of(context) if tool.measures else None
+        self._part_quantizers: dict[tuple[int, int | None], _PartQuantizer] = {}
+        self.quantizers = dict(self._make_quantizers(context))
         self._positions = sorted({position for position, _ in self.quantizers})
 
-    def _found(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
+    def _make_quantizers(
+        self, context: amanda.OpContext
+    ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
         read = weight_input(context)
         if read is not None and read.is_lost and context.is_static():
             read = None
         for position in context["operands"]:
             value = context.get_inputs()[position]
-            for item, one in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
+            for item, tensor in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
                 weight = read if read is not None and (position, item) == (read.index, None) else None
-                kind = str(context["dtype"](one))
-                if weight is not None and kind.endswith("]"):
-                    self.left = f"it is packed, {kind}"
-                is_number = kind.startswith(("float", "bfloat")) and not getattr(one, "is_meta", False)
-                if is_number and context.is_eager() and (unread := tensors_of(one).unread(one)) is not None:
-                    self.left, is_number = unread, False
+                dtype = str(context["dtype"](tensor))
+                if weight is not None and dtype.endswith("]"):
+                    self.skip_reason = f"it is packed, {dtype}"
+                is_number = dtype.startswith(("float", "bfloat")) and not getattr(tensor, "is_meta", False)
+                if (
+                    is_number
+                    and context.is_eager()
+                    and (unread := tensors_of(tensor).unread(tensor)) is not None
+                ):
+                    self.skip_reason, is_number = unread, False
                 if not is_number or self._options.bits(weight is not None) is None:
                     continue
                 if weight is None:
                     name = f"input {position}" if item is None else f"input {position}.{item}"
-                    yield (position, item), self._of_activation(context, read, name, (position, item), one)
-                elif (found := self._of_weight(context, weight, one)) is not None:
-                    yield (position, item), found
+                    yield (
+                        (position, item),
+                        self._activation_quantizer(context, read, name, (position, item), tensor),
+                    )
+                elif (weight_quantizer := self._weight_quantizer(context, weight, tensor)) is not None:
+                    yield (position, item), weight_quantizer
 
-    def _of_activation(
+    def _activation_quantizer(
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
         value: Any,
     ) -> Quantizer:  # fmt: skip
-        """Return the quantizer of an activation, which is of the weight too that the op reads with it."""
-        of_slice = partial(self._made, name, None, (), value, context)
-        if read is not None and (of_slices := self._of_slices(read, of_slice, key)) is not None:
+        """Return the quantizer of an activation; it has a scale for each weight that the op reads."""
+        of_slice = partial(self._make_quantizer, name, None, (), value, context)
+        if read is not None and (of_slices := self._slice_quantizer(read, of_slice, key)) is not None:
             return of_slices
         if read is None or not (read.is_part and read.is_followed):
-            return self._made(name, None, (), value, context)
+            return self._make_quantizer(name, None, (), value, context)
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
         def make(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
             earlier = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
             try:
-                return self._made(name, None, (), value, reader, suffix)
+                return self._make_quantizer(name, None, (), value, reader, suffix)
             except ToolError as error:
                 if earlier not in self._tool.waiting_state():
                     raise
@@ -101,29 +111,33 @@ class QuantizedOp:
                 ) from error
 
         def of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
-            found: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value), line)
-            return found
+            quantizer: Quantizer | None = self._tool.parts.state_of(
+                context, part_of, partial(make, value), line
+            )
+            return quantizer
 
-        self._parts[key] = of_part
+        self._part_quantizers[key] = of_part
         first = of_part(value, ParameterSlice.of_input(context, read.index))
-        return self._made(name, None, (), value, context) if first is None else first
+        return self._make_quantizer(name, None, (), value, context) if first is None else first
 
-    def _of_slices(
+    def _slice_quantizer(
         self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
     ) -> Quantizer | None:
-        """Return the quantizer for the first slice of a stack, and keep those of all; None elsewhere."""
+        """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
         holder = read.holder
         parts = () if holder is None else parameter_store(holder).slices(holder)
         if not parts:
             return None
-        made = {one: make(f" of {one.path}") for one in parts}
-        self._parts[key] = lambda value, origin: made.get(parameter_store(holder).current_slice(holder))
-        return made[parts[0]]
+        quantizers = {parameter: make(f" of {parameter.path}") for parameter in parts}
+        self._part_quantizers[key] = lambda value, origin: quantizers.get(
+            parameter_store(holder).current_slice(holder)
+        )
+        return quantizers[parts[0]]
 
-    def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
-        """Return the quantizer of the weight, or of the part of a parameter that is read, or None."""
+    def _weight_quantizer(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
+        """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped."""
         if read.varies and self._options.method.startswith("lsq"):
-            self.left = "its scale is learned, and an index selects what it reads of a parameter"
+            self.skip_reason = "its scale is learned, and an index selects what it reads of a parameter"
             return None
         groups = None
         if self._options.group_size is not None:
@@ -131,35 +145,37 @@ class QuantizedOp:
             if groups is None:
                 return None
         if groups is None and self._options.per_channel:
-            groups = _channels(context["shape"](value), _layout(context, read))
-        make = partial(self._made, "weight", read, self._axes(context, read, value), groups=groups)
+            groups = _output_groups(context["shape"](value), _weight_layout(context, read))
+        make = partial(self._make_quantizer, "weight", read, self._axes(context, read, value), groups=groups)
         if (
-            of_slices := self._of_slices(read, partial(make, value, context), (read.index, None))
+            of_slices := self._slice_quantizer(read, partial(make, value, context), (read.index, None))
         ) is not None:
             return of_slices
         if not read.is_part:
             return make(value, context)
 
         def part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
-            found: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
-            return found
+            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
+            return quantizer
 
         if read.is_followed:
-            self._parts[read.index, None] = part
+            self._part_quantizers[read.index, None] = part
         return part(value, ParameterSlice.of_input(context, read.index))
 
     def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
-        """Return the groups of a weight; None for one that has none, with the reason in `left`."""
+        """Return the groups of a weight; None, and set `skip_reason`, if groups do not fit."""
         shape, size = context["shape"](value), self._options.group_size
-        layout = _layout(context, read)
+        layout = _weight_layout(context, read)
         if layout is None or shape is None or size is None:
-            self.left = "which of its axes are inputs is not known, so that it has no groups"
+            self.skip_reason = "which of its axes are inputs is not known, so that it has no groups"
             return None
         groups = Groups(size, layout)
         if groups.fit(shape):
             return groups
-        told = "x".join(map(str, shape))
-        self.left = f"the inputs of each output are no multiple of group_size {size}: it is {told}, {layout}"
+        shape_text = "x".join(map(str, shape))
+        self.skip_reason = (
+            f"the inputs of each output are no multiple of group_size {size}: it is {shape_text}, {layout}"
+        )
         return None
 
     def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
@@ -167,60 +183,61 @@ class QuantizedOp:
 
         Outputs have the axis O, and the axes I and M in a depthwise convolution.
         """
-        layout = _layout(context, read) or ""
+        layout = _weight_layout(context, read) or ""
         batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
         letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
         return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
 
-    def _made(
+    def _make_quantizer(
         self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
         reader: amanda.OpContext, suffix: str = "", groups: Groups | None = None,
     ) -> Quantizer:  # fmt: skip
-        """Return a quantizer that keeps its state at `reader`.
+        """Create a quantizer whose state is saved under the op `reader`.
 
-        Raises QuantizeError where no optimizer could train it.
+        Raises QuantizeError for a learned scale that no optimizer can train.
         """
         if reader["is_called_back"] and self._options.method.startswith("lsq"):
             raise QuantizeError(
                 f"{self.name} is of {reader.namespace[0]}, where no optimizer trains a tool's scales: "
                 f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
             )
-        known = QUANTIZERS[self._options.method, read is not None]
-        kind, state = (Fresh, {}) if read is not None and read.varies else known
+        default = QUANTIZERS[self._options.method, read is not None]
+        quantizer_class, state = (DynamicQuantizer, {}) if read is not None and read.varies else default
         keep = partial(self._tool.keep, reader)
-        self.made.append(kind(
+        self.created.append(quantizer_class(
             name + suffix, read is not None, axes, self._options, state, value, keep, groups,
         ))  # fmt: skip
-        return self.made[-1]
+        return self.created[-1]
 
     def forget(self) -> None:
         """Forget the values that were observed."""
-        for quantizer in self.made:
+        for quantizer in self.created:
             quantizer.observer = None
 
-    def settle(self) -> None:
-        """Fix the scales of the ranges that were observed."""
-        for quantizer in self.made:
-            quantizer.settle()
+    def finish_calibration(self) -> None:
+        """Set the scales from the observed ranges."""
+        for quantizer in self.created:
+            quantizer.finish_calibration()
 
     def insert(self, context: amanda.OpContext) -> None:
         """Insert the routines that quantise the inputs of the op."""
         if context.is_static():
-            self._insert_for_good(context)
+            self._insert_fixed(context)
         elif self._positions:
             called = context["is_called_back"]
             if self._recompute is not None:
-                context.insert_before_op(self._hold)
-            routine: Any = self._read_in_eager_mode if context.is_eager() else self._read
+                context.insert_before_op(self._record_inputs)
+            routine: Any = self._read_in_eager_mode if context.is_eager() else self._read_in_graph
+            # Autodiff does not pass through a routine that the program calls back (JAX).
             if self._options.trains and called:
-                routine = self._read_and_keep
+                routine = self._read_with_gradients
             elif self._options.trains:
                 routine = amanda.differentiable(routine)
             context.insert_before_op(routine, inputs=self._positions)
             if self._recompute is not None:
-                context.insert_after_op(self._compare)
+                context.insert_after_op(self._measure_outputs)
 
-    def _insert_for_good(self, context: amanda.OpContext) -> None:
+    def _insert_fixed(self, context: amanda.OpContext) -> None:
         """Insert traceable routines with fixed scales, for the file of a model."""
         if self._positions and self._options.method not in ("static", "qat"):
             method = self._options.method
@@ -229,9 +246,9 @@ class QuantizedOp:
             )
         scales: dict[int, dict[int | None, Scale]] = {}
         for (position, item), quantizer in self.quantizers.items():
-            if quantizer.is_weight and not quantizer.settled:
+            if quantizer.is_weight and not quantizer.has_scale:
                 quantizer.observe(quantizer.xp.detach(context.get_value(position)))
-                quantizer.settle()
+                quantizer.finish_calibration()
             scale = quantizer.scale()
             if scale is None:
                 raise QuantizeError(
@@ -239,138 +256,147 @@ class QuantizedOp:
                     "model that the file is of, and load what was saved (--state FILE)"
                 )
             scales.setdefault(position, {})[item] = scale
-        for position, found in scales.items():
-            kwargs = {"scales": found, "rounding": self._options.rounding}
-            context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
+        for position, item_scales in scales.items():
+            kwargs = {"scales": item_scales, "rounding": self._options.rounding}
+            context.insert_before_op(fake_quantize_fixed, inputs=[position], **kwargs)
 
-    def _read(self, *values: Any) -> Any:
+    def _read_in_graph(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
-        read = self._values_read(values, None)
-        if self._calibrates(read):
+        read = self._values_to_quantise(values, None)
+        if self._must_calibrate(read):
             self._calibrate(read)
             return None
-        return self._quantised(values, read, [()] * len(read))
+        return self._quantise_values(values, read, [()] * len(read))
 
     def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
-        """Do the same; a recomputation does what the first execution has done."""
-        read, first = self._values_read(values, ParameterSlice.of_execution(run)), run.get(self)
+        """Quantise or calibrate as `_read_in_graph`; a recomputation repeats the first execution exactly."""
+        read, first = self._values_to_quantise(values, ParameterSlice.of_execution(run)), run.get(self)
         if first is None:
-            first = run[self] = _Execution(self._calibrates(read), [()] * len(read))
+            first = run[self] = _FirstExecution(self._must_calibrate(read), [()] * len(read))
             if first.calibrates:
                 self._calibrate(read)
         if first.calibrates:
             return None
-        made = self._quantised(values, read, first.used, recomputed)
-        first.used = [quantizer.used for *_, quantizer in read]
-        return made
+        # Checkpointing runs an op twice: other scales would give other values in the backward pass.
+        quantised = self._quantise_values(values, read, first.qparams, recomputed)
+        first.qparams = [quantizer.qparams for *_, quantizer in read]
+        return quantised
 
-    def _values_read(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_Read]:
-        """Return the values to quantise, each with its index, its item there, and its quantizer."""
-        read: list[_Read] = []
+    def _values_to_quantise(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_ReadValue]:
+        """Return index, item, value and quantizer of each value to quantise; skip unreadable values."""
+        read: list[_ReadValue] = []
         for (position, item), quantizer in self.quantizers.items():
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
-            of_part = self._parts.get((position, item))
-            found = quantizer if of_part is None else of_part(value, part_of)
-            if found is None and quantizer.is_weight:
-                self.left = WeightReads.unknown_part
+            of_part = self._part_quantizers.get((position, item))
+            part_quantizer = quantizer if of_part is None else of_part(value, part_of)
+            if part_quantizer is None and quantizer.is_weight:
+                self.skip_reason = WeightReads.unknown_part
                 continue
-            found = quantizer if found is None else found
+            part_quantizer = quantizer if part_quantizer is None else part_quantizer
             try:
-                if found.xp.is_dense(value):
-                    read.append((index, item, value, found))
+                if part_quantizer.xp.is_dense(value):
+                    read.append((index, item, value, part_quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
-                self.left = f"{type(value).__name__} refuses to be read: {error}"
+                self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
         return read
 
-    def _calibrates(self, read: Sequence[_Read]) -> bool:
-        wanted = self._options.calibration
-        waiting = (one for *_, one in read if one.state and not one.settled)
-        return self._tool.is_calibrating or any(one.calibrated < wanted for one in waiting)
+    def _must_calibrate(self, read: Sequence[_ReadValue]) -> bool:
+        """Return True within `calibrating`, and for the first `calibration` executions of the op."""
+        execution_count = self._options.calibration
+        waiting = (quantizer for *_, quantizer in read if quantizer.state and not quantizer.has_scale)
+        return self._tool.is_calibrating or any(
+            quantizer.calibrated < execution_count for quantizer in waiting
+        )
 
-    def _calibrate(self, read: Sequence[_Read]) -> None:
+    def _calibrate(self, read: Sequence[_ReadValue]) -> None:
+        """Observe values, and set scales after the last of `calibration` executions."""
         for _, _, value, quantizer in read:
             quantizer.observe(value)
             quantizer.calibrated += 1
             if not self._tool.is_calibrating and quantizer.calibrated == self._options.calibration:
-                quantizer.settle()
+                quantizer.finish_calibration()
 
-    def _quantised(
-        self, values: Sequence[Any], read: Sequence[_Read], used: Sequence[tuple[Any, ...]],
+    def _quantise_values(
+        self, values: Sequence[Any], read: Sequence[_ReadValue], first_qparams: Sequence[tuple[Any, ...]],
         recomputed: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the quantised values.  used: by which the first execution did it, in a recomputation."""
+        """Return the quantised values.  first_qparams: of the first execution, for a recomputation."""
         tool, results = self._tool, list(values)
-        for (index, item, value, quantizer), one in zip(read, used, strict=True):
-            made = quantizer(value, tool.is_frozen, one)
+        for (index, item, value, quantizer), qparams in zip(read, first_qparams, strict=True):
+            quantised = quantizer(value, tool.is_frozen, qparams)
             quantizer.executions += not recomputed
             if tool.measures and not recomputed:
-                quantizer.noise.add(value, made)
+                quantizer.noise.add(value, quantised)
             if item is not None:
-                made = [*results[index][:item], made, *results[index][item + 1 :]]
-            results[index] = made
+                quantised = [*results[index][:item], quantised, *results[index][item + 1 :]]
+            results[index] = quantised
         self._executions += not recomputed
         return results if len(results) > 1 else results[0]
 
     def insert_backward(self, context: amanda.OpContext) -> None:
         """Insert the routine that stops gradients where a value was clipped, beside the backward op."""
         if self._positions:
-            context.insert_after_backward_op(self._stop, grad_inputs=self._positions)
+            context.insert_after_backward_op(self._clip_gradients, grad_inputs=self._positions)
 
-    def _read_and_keep(self, *values: Any, run: dict[str, Any]) -> Any:
-        made = self._read(*values)
-        quantizers = {position: one for (position, item), one in self.quantizers.items() if item is None}
-        run[_KEPT] = [] if made is None else [
-            partial(quantizers[position].stopped, value, *quantizers[position].used)
+    def _read_with_gradients(self, *values: Any, run: dict[str, Any]) -> Any:
+        """Quantise as `_read_in_graph`; save for each value a function that clips its gradient."""
+        quantised = self._read_in_graph(*values)
+        quantizers = {
+            position: quantizer for (position, item), quantizer in self.quantizers.items() if item is None
+        }
+        run[_CLIPPING] = [] if quantised is None else [
+            partial(quantizers[position].clipped_gradient, value, *quantizers[position].qparams)
             if position in quantizers else None
             for position, value in zip(self._positions, values, strict=True)
         ]  # fmt: skip
-        return made
+        return quantised
 
-    def _stop(self, *gradients: Any, run: dict[str, Any]) -> Any:
-        given = list(gradients)
-        for i, stop in enumerate(run.pop(_KEPT, ())):
-            if stop is not None and given[i] is not None:
-                given[i] = stop(gradient=given[i])
-        return given if len(given) > 1 else given[0]
+    def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
+        """Set gradients to 0 where the forward values were clipped."""
+        clipped = list(gradients)
+        for i, stop in enumerate(run.pop(_CLIPPING, ())):
+            if stop is not None and clipped[i] is not None:
+                clipped[i] = stop(gradient=clipped[i])
+        return clipped if len(clipped) > 1 else clipped[0]
 
-    def _hold(self, *values: Any, run: dict[str, Any], recomputed: bool = False) -> None:
+    def _record_inputs(self, *values: Any, run: dict[str, Any], recomputed: bool = False) -> None:
         if not recomputed:
-            run[_HELD] = values
+            run[_INPUTS] = values
 
-    def _compare(self, *outputs: Any, run: dict[str, Any], recomputed: bool = False) -> None:
+    def _measure_outputs(self, *outputs: Any, run: dict[str, Any], recomputed: bool = False) -> None:
         """Compare outputs with the outputs for unquantised inputs."""
         if recomputed:
             return
-        inputs = run.pop(_HELD)
+        inputs = run.pop(_INPUTS)
         if self._executions and not self._tool.is_calibrating:
-            wanted = self._recompute(inputs)
-            listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-            for one, other in zip(listed, outputs, strict=True):
-                self._output.add(one, other)
+            exact = self._recompute(inputs)
+            exact_outputs = exact if isinstance(exact, (list, tuple)) else [exact]
+            for exact_output, output in zip(exact_outputs, outputs, strict=True):
+                self._output.add(exact_output, output)
 
     def rows(self) -> Iterator[Quantized]:
-        """Yield the row of each tensor."""
-        for one in self.made:
-            grid, known = one.grid, (one.scale() or (None, None))[:2]
-            scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
+        """Yield a result row for each quantised tensor."""
+        for quantizer in self.created:
+            grid, qparams = quantizer.grid, (quantizer.scale() or (None, None))[:2]
+            scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in qparams)
             yield Quantized(
-                *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
-                zero_point, one.group_size, getattr(grid, "dtype", ""),
-                one.executions, one.noise.sqnr, self._output.sqnr,
+                *self._columns, quantizer.name, grid.bits, grid.symmetric, grid.low, grid.high,
+                quantizer.axes, scale, zero_point, quantizer.group_size, getattr(grid, "dtype", ""),
+                quantizer.executions, quantizer.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
 
 
-_OfPart = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
-"""Gives the quantizer of a value, by the part of a parameter that the op reads."""
-_Read = tuple[int, "int | None", Any, Quantizer]
+_PartQuantizer = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
+"""Returns the quantizer of a value, from the value and the part of a parameter that the op reads."""
+_ReadValue = tuple[int, "int | None", Any, Quantizer]
 
 
-def _layout(context: amanda.OpContext, read: WeightInput) -> str | None:
+def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
     return "OI" if context["type"] == "embedding" else read.layout
 
 
-def _channels(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
+def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
     """Return a group for each output of a transposed convolution in groups; None where axes count outputs."""
     if layout is None or extents is None or "M" not in layout:
         return None
@@ -378,7 +404,7 @@ def _channels(extents: Sequence[int] | None, layout: str | None) -> Groups | Non
     return None if is_depthwise else Groups.of_outputs(extents, layout)
 
 
-def _recompute(context: amanda.OpContext) -> Any:
+def _computation_of(context: amanda.OpContext) -> Any:
     """Return the op as a function of its inputs; None for an op that is random or in place."""
     if "recompute" in context:
         return context["recompute"]

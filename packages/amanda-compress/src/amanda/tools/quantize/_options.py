@@ -1,4 +1,4 @@
-"""Options of the tool, checked, and which ops and inputs of ops it quantises."""
+"""Checked options of QuantizeTool, and the rules for the inputs that each op quantises."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TYPES = ("conv[!e]*", *(kind for kind in PRODUCTS if kind not in SEVERAL_WEIGHTS
 """Types of the ops whose inputs are quantised by default."""
 
 _DATA_ALONE = frozenset({"batch_norm", "embedding", "layer_norm", "group_norm"})
-"""Types whose first input is quantised, and no weight."""
+"""Types of ops of which only the first input is quantised."""
 
 
 @dataclass(frozen=True)
-class Options:
+class QuantizeOptions:
     """Options of `QuantizeTool`, under the same names."""
 
     method: Method
@@ -46,8 +46,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.weight_bits is None and self.activation_bits is None:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
-        for given in (self.weight_bits, self.activation_bits):
-            for bits in given.values() if isinstance(given, Mapping) else [given]:
+        for bits_option in (self.weight_bits, self.activation_bits):
+            for bits in bits_option.values() if isinstance(bits_option, Mapping) else [bits_option]:
                 if isinstance(bits, Mapping) or bits is not None:
                     self._check_grid(Grid.of(bits, False))
         if self.group_size is not None and not self.per_channel:
@@ -63,6 +63,7 @@ class Options:
             )
 
     def _check_grid(self, grid: Grid) -> None:
+        """Raise QuantizeError for options that a grid of floating numbers does not support."""
         if not isinstance(grid, FloatGrid):
             return
         unfit = {"method": self.method.startswith("lsq"), "rounding": self.rounding != "half_even",
@@ -79,17 +80,19 @@ class Options:
         """True if gradients pass through quantised values."""
         return self.method not in ("static", "dynamic")
 
-    def told(self) -> dict[str, Any]:
-        """Return the options that saved scales depend on."""
+    def scale_options(self) -> dict[str, Any]:
+        """Return the options that saved scales depend on, by name."""
         names = ("method", "weight_bits", "activation_bits", "per_channel", "group_size",
                  "symmetric_weights", "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
-    def at(self, paths: Sequence[str]) -> Options | None:
-        """Return the options for an op in modules of these paths; None where it is not quantised."""
+    def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
+        """Return the options for an op in modules with these paths; None for no quantisation."""
         weight, activation = (
-            next((bits for layers, bits in one if layers(*paths)), None) if isinstance(one, list) else one
-            for one in self._by_layer
+            next((bits for layers, bits in bits_option if layers(*paths)), None)
+            if isinstance(bits_option, list)
+            else bits_option
+            for bits_option in self._by_layer
         )
         if weight is None and activation is None:
             return None
@@ -99,14 +102,19 @@ class Options:
     def _by_layer(self) -> list[Any]:
         both = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
         return [
-            [(Paths(name, glob), bits) for glob, bits in given.items()]
-            if isinstance(given, Mapping) else given
-            for name, given in both.items()
+            [(Paths(name, glob), bits) for glob, bits in bits_option.items()]
+            if isinstance(bits_option, Mapping) else bits_option
+            for name, bits_option in both.items()
         ]  # fmt: skip
 
     def unmatched(self) -> list[str]:
-        """Return sentences on layers with bits of their own that no op is in."""
-        return unmatched(layers for one in self._by_layer if isinstance(one, list) for layers, _ in one)
+        """Return sentences on globs of `weight_bits` and `activation_bits` that matched no op."""
+        return unmatched(
+            layers
+            for bits_option in self._by_layer
+            if isinstance(bits_option, list)
+            for layers, _ in bits_option
+        )
 
     def bits(self, weight: bool) -> Any:
         """Return the bits of weights, or of activations; None for no quantisation."""
@@ -124,24 +132,25 @@ class Options:
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 
 
-def operands() -> MappingTool:
+def operand_rules() -> MappingTool:
     """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
-    Operands are the factors of a product, and all inputs of most other types.  is_called_back: True where the
-    program calls routines in Python, through which autodiff does not go: gradients are changed beside the
-    backward op.
+    Operands are the factors of a product, and all inputs of most other types.
+    is_called_back: True if the program calls routines in Python (JAX); autodiff does not differentiate these,
+    so that a routine after the backward op changes the gradients.
     """
     return MappingTool([
-        ["*", partial(_write_called, False)], ["jax", partial(_write_called, True)], ["*", _write_operands],
+        ["*", partial(_write_is_called_back, False)], ["jax", partial(_write_is_called_back, True)],
+        ["*", _write_operands],
         ["tensorflow", write_recompute],
     ])  # fmt: skip
 
 
-def _write_called(is_called_back: bool, context: amanda.OpContext) -> None:
+def _write_is_called_back(is_called_back: bool, context: amanda.OpContext) -> None:
     context["is_called_back"] = is_called_back
 
 
 def _write_operands(context: amanda.OpContext) -> None:
     product, count = product_of(context), len(context.get_inputs())
-    wanted = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
-    context["operands"] = [position for position in wanted or range(count) if position < count]
+    factors = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
+    context["operands"] = [position for position in factors or range(count) if position < count]

@@ -35,8 +35,8 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
     shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
     scale, zero_point = scale.detach(), zero_point.detach()
     if x.is_cuda and not isinstance(grid, FloatGrid):
-        return _fused(x, scale, zero_point, grid, axes, shape)
-    s, z = (one.to(x.device, x.dtype).reshape(shape) for one in (scale, zero_point))
+        return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
+    s, z = (qparam.to(x.device, x.dtype).reshape(shape) for qparam in (scale, zero_point))
     if isinstance(grid, FloatGrid):
         codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
         return codes.to(x.dtype).mul_(s)
@@ -49,7 +49,7 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
     return _integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
 
 
-def _fused(
+def _run_fused_kernel(
     x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
 ) -> Tensor:
     """Return the result of PyTorch's kernel, corrected for NaN, and for integers beyond int64 per channel.
@@ -61,12 +61,14 @@ def _fused(
     integers = zero_point.to(torch.int32)
     if axes:
         most = (scale * 2.0**62).reshape(shape)
-        held = x.clamp(-most, most)
-        made = torch.fake_quantize_per_channel_affine(held, scale, integers, axes[0], grid.low, grid.high)
+        clamped = x.clamp(-most, most)
+        quantised = torch.fake_quantize_per_channel_affine(
+            clamped, scale, integers, axes[0], grid.low, grid.high
+        )
     else:
-        made = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
+        quantised = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
     with torch.no_grad():
-        return torch.clamp(x, min=made, max=made, out=made)
+        return torch.clamp(x, min=quantised, max=quantised, out=quantised)
 
 
 def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
@@ -80,9 +82,9 @@ def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Gr
         integers = _integers(x, scale, zero_point)
         clipped = integers.clamp(grid.low, grid.high)
         passes = clipped == integers
-    made = x * passes
+    result = x * passes
     with torch.no_grad():
-        return torch.mul(clipped.sub_(zero_point), scale, out=made)
+        return torch.mul(clipped.sub_(zero_point), scale, out=result)
 
 
 def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:

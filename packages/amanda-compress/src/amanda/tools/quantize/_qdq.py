@@ -7,16 +7,90 @@ from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from amanda.tools.kit import Unfolding
+from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
 from amanda.tools.onnx_graph import bodies_of, names_in, remove_unread
-from amanda.tools.quantize._fake import Scale
+from amanda.tools.quantize._fake import Scale, fake_quantize_fixed
 from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
-from amanda.tools.quantize._options import Options
-from amanda.tools.quantize._stored_weight import element_type, initializer, stored_weight
+from amanda.tools.quantize._options import QuantizeOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from onnx import GraphProto, ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+
+def element_type(grid: Grid) -> tuple[str, int]:
+    """Return the name of the least type of ONNX that holds a grid, and its bits."""
+    if isinstance(grid, FloatGrid):
+        return {"float8_e4m3fn": "FLOAT8E4M3FN", "float8_e5m2": "FLOAT8E5M2"}[grid.dtype], 8
+    bits = next(bits for bits in (4, 8, 16) if grid.bits <= bits)
+    return f"{'INT' if grid.low < 0 else 'UINT'}{bits}", bits
+
+
+class StoredWeight(NamedTuple):
+    """The integers of a weight, with scales and zero points in the shape that DequantizeLinear reads.
+
+    axis: of the scales; None of one scale.  block: size of groups along the axis, 0 without groups.
+    way: from the weight to rows of `codes`, where groups made these; None for codes in the weight's form.
+    """
+
+    codes: NDArray[Any]
+    scale: NDArray[Any]
+    zero_point: NDArray[Any]
+    axis: int | None
+    block: int
+    unfolding: Unfolding | None = None
+
+
+def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWeight:
+    """Return the numbers of the grid that stand for a weight, as fake quantisation rounds it.
+
+    Raises QuantizeError where scales differ along several axes.
+    """
+    s, z, grid, axes, groups = scale
+    fake = np.asarray(fake_quantize_fixed(value, {None: scale}, rounding))
+    if groups is None:
+        scale_axes = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
+        if len(scale_axes) > 1:
+            raise QuantizeError(
+                f"a weight of shape {value.shape} has scales along its axes {scale_axes}, and "
+                "DequantizeLinear knows those of one axis; let per_channel be False"
+            )
+        axis = scale_axes[0] if scale_axes else None
+        extents = [-1 if i == axis else 1 for i in range(value.ndim)]
+        codes = fake / s.reshape(extents if scale_axes else ()) + z.reshape(extents if scale_axes else ())
+        return StoredWeight(_codes(codes, grid), s, z, axis, 0)
+    rows = groups.split(fake) / s[:, None] + z[:, None]
+    unfolding = Unfolding.of(value.shape, groups.layout)
+    if groups.are_outputs:
+        return StoredWeight(_codes(rows, grid), s, z, 0, 0, unfolding)
+    outputs = prod(unfolding.canonical[: unfolding.outputs])
+    codes, s, z = (array.reshape(outputs, -1) for array in (rows, s, z))
+    if unfolding.order == (1, 0):  # the inputs come first
+        return StoredWeight(_codes(codes.T, grid), s.T, z.T, 0, groups.size)
+    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, unfolding)
+
+
+def _codes(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:
+    return np.ascontiguousarray(numbers if isinstance(grid, FloatGrid) else np.rint(numbers))
+
+
+def initializer(name: str, array: NDArray[Any], kind: str) -> TensorProto:
+    """Return an initializer of numbers that a type of ONNX holds."""
+    from onnx import TensorProto
+
+    if kind in ("INT4", "UINT4"):
+        flat = np.append(array.astype(np.int8).reshape(-1), np.zeros(array.size % 2, np.int8)).view(np.uint8)
+        raw = (flat[::2] & 15) | (flat[1::2] << 4)
+    else:
+        names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
+        dtype = names.get(kind, kind.lower())
+        raw = array.astype(getattr(ml_dtypes, dtype) if kind.startswith("FLOAT8") else dtype)
+    return TensorProto(
+        name=name, data_type=getattr(TensorProto, kind), dims=array.shape, raw_data=raw.tobytes()
+    )
+
 
 Key: TypeAlias = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
@@ -39,154 +113,174 @@ def key_of(node: NodeProto) -> Key:
 
 
 class QdqWriter:
-    """Puts nodes and integers into a model, in place.
+    """Insert quantisation nodes and integer weights into a model, in place.
 
     rows: of the result, one for each input that is quantised.
     has_narrow_products: True if a MatMul of floats reads weights of 4 bits.
     """
 
     def __init__(
-        self, model: ModelProto, nodes: Mapping[Key, Mapping[int, QuantizedInput]], options: Options
+        self, model: ModelProto, nodes: Mapping[Key, Mapping[int, QuantizedInput]], options: QuantizeOptions
     ) -> None:
         self._model, self._nodes, self._rounding = model, nodes, options.rounding
-        self._taken = set(names_in(model.graph))
+        self._used_names = set(names_in(model.graph))
         self.rows: list[tuple[Any, ...]] = []
         self.has_narrow_products = False
 
     def write(self) -> None:
         """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
-        met = self._rewrite(self._model.graph)
-        if missed := self._nodes.keys() - met:
+        rewritten = self._rewrite(self._model.graph)
+        if missed := self._nodes.keys() - rewritten:
             raise QuantizeError(f"{next(iter(missed))[:2]} is no node of the model that is written")
         remove_unread(self._model.graph)
 
     def _rewrite(self, graph: GraphProto) -> set[Key]:
+        """Rewrite the nodes of a graph and of its bodies; return the keys of the rewritten nodes."""
         from onnx import NodeProto
 
-        made: dict[Any, str] = {}
-        nodes, met = [], set()
+        written_values: dict[Any, str] = {}
+        nodes, rewritten = [], set()
         for node in graph.node:
             for body in bodies_of(node):
-                met |= self._rewrite(body)
+                rewritten |= self._rewrite(body)
             key = key_of(node)
-            found = self._nodes.get(key, {})
-            for position, one in found.items():
-                met.add(key)
-                if one.dtype != "float32":
+            inputs = self._nodes.get(key, {})
+            for position, operand in inputs.items():
+                rewritten.add(key)
+                if operand.dtype != "float32":
                     raise QuantizeError(
-                        f"{one.tensor} of {node.op_type} {node.name} is {one.dtype}; convert writes "
-                        "nodes for float32"
+                        f"{operand.tensor} of {node.op_type} {node.name} is {operand.dtype}; convert "
+                        "writes nodes for float32"
                     )
-                write = self._activation if one.value is None else self._weight
-                new, name, row = write(graph, node.input[position], one, made)
+                write = self._quantize_activation if operand.value is None else self._quantize_weight
+                new, name, row = write(graph, node.input[position], operand, written_values)
                 nodes += new
                 self.rows.append((node.name or node.op_type, *row))
                 node.input[position] = name
-            narrow = len(found) == 1 and all(element_type(one.scale.grid)[1] == 4 for one in found.values())
+            narrow = len(inputs) == 1 and all(
+                element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
+            )
             self.has_narrow_products |= node.op_type == "MatMul" and narrow
             copy = NodeProto()
             copy.CopyFrom(node)
             nodes.append(copy)
         del graph.node[:]
         graph.node.extend(nodes)
-        return met
+        return rewritten
 
-    def _activation(
-        self, graph: GraphProto, name: str, one: QuantizedInput, made: dict[Any, str]
+    def _quantize_activation(
+        self, graph: GraphProto, name: str, operand: QuantizedInput, written_values: dict[Any, str]
     ) -> tuple[list[NodeProto], str, tuple[Any, ...]]:
-        """Return nodes, the name of the value that they make, and the row."""
+        """Return nodes that quantise and dequantise, the name of their result, and a row for the result."""
         from onnx import helper
 
-        scale, zero_point, grid, _, _ = one.scale
+        scale, zero_point, grid, _, _ = operand.scale
         if isinstance(grid, FloatGrid):
             raise QuantizeError(
-                f"{one.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of "
+                f"{operand.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of "
                 "integers in the place of such nodes, and refuses the file; let activation_bits be a number"
             )
         kind, bits = element_type(grid)
-        row = f"{one.tensor}, {kind.lower()}", grid.bits, None, None, None
+        row = f"{operand.tensor}, {kind.lower()}", grid.bits, None, None, None
         key = name, scale.tobytes(), zero_point.tobytes(), grid
-        if key in made:
-            return [], made[key], row
-        held = self._scales(graph, name, scale, zero_point, grid)
+        # Nodes that read one value in one grid share its quantisation.
+        if key in written_values:
+            return [], written_values[key], row
+        scale_names = self._add_scales(graph, name, scale, zero_point, grid)
         nodes = []
-        given = name
+        value_name = name
+        # ONNX has 4, 8 and 16 bits: a narrower grid needs a Clip, as QuantizeLinear uses all integers.
         if grid.high - grid.low + 1 < 1 << bits:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
-            clip = [self._held(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
-            given = self._name(f"{name}_clipped")
-            nodes.append(helper.make_node("Clip", [name, *clip], [given], given))
-        quantized, made[key] = self._name(f"{name}_quantized"), self._name(f"{name}_dequantized")
-        nodes.append(helper.make_node("QuantizeLinear", [given, *held], [quantized], quantized))
-        nodes.append(helper.make_node("DequantizeLinear", [quantized, *held], [made[key]], made[key]))
-        return nodes, made[key], row
+            clip = [self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
+            value_name = self._unique_name(f"{name}_clipped")
+            nodes.append(helper.make_node("Clip", [name, *clip], [value_name], value_name))
+        quantized, written_values[key] = (
+            self._unique_name(f"{name}_quantized"),
+            self._unique_name(f"{name}_dequantized"),
+        )
+        nodes.append(helper.make_node("QuantizeLinear", [value_name, *scale_names], [quantized], quantized))
+        nodes.append(
+            helper.make_node(
+                "DequantizeLinear", [quantized, *scale_names], [written_values[key]], written_values[key]
+            )
+        )
+        return nodes, written_values[key], row
 
-    def _weight(
-        self, graph: GraphProto, name: str, one: QuantizedInput, made: dict[Any, str]
+    def _quantize_weight(
+        self, graph: GraphProto, name: str, operand: QuantizedInput, written_values: dict[Any, str]
     ) -> tuple[list[NodeProto], str, tuple[Any, ...]]:
-        """Return nodes, the name of the value that they make, and the row."""
+        """Return nodes that quantise and dequantise, the name of their result, and a row for the result."""
         from onnx import helper
 
-        assert one.value is not None
-        stored = stored_weight(one.value, one.scale, self._rounding)
-        grid, shape = one.scale.grid, one.value.shape
+        assert operand.value is not None
+        stored = stored_weight(operand.value, operand.scale, self._rounding)
+        grid, shape = operand.scale.grid, operand.value.shape
         kind, bits = element_type(grid)
-        size = one.scale.groups.size if one.scale.groups else prod(shape) // max(one.scale.scale.size, 1)
-        held = stored.codes, stored.scale, stored.zero_point
-        key = sha256(b"".join(one.tobytes() for one in held)).digest(), kind, shape, stored.axis
-        told = f"{one.tensor}, {kind.lower()}", grid.bits, size
-        if key in made:
-            return [], made[key], (*told, None, None)
+        size = (
+            operand.scale.groups.size
+            if operand.scale.groups
+            else prod(shape) // max(operand.scale.scale.size, 1)
+        )
+        arrays = stored.codes, stored.scale, stored.zero_point
+        key = sha256(b"".join(array.tobytes() for array in arrays)).digest(), kind, shape, stored.axis
+        row_start = f"{operand.tensor}, {kind.lower()}", grid.bits, size
+        if key in written_values:
+            return [], written_values[key], (*row_start, None, None)
         after = sum(-(-array.size * bits // 8) for array in (stored.codes, stored.zero_point))
-        row = *told, one.value.nbytes, after + stored.scale.nbytes
-        codes = self._held(graph, f"{name}_quantized", stored.codes, kind)
-        scales = self._scales(graph, name, stored.scale, stored.zero_point, grid)
-        given = self._name(f"{name}_dequantized")
+        row = *row_start, operand.value.nbytes, after + stored.scale.nbytes
+        codes = self._add_initializer(graph, f"{name}_quantized", stored.codes, kind)
+        scales = self._add_scales(graph, name, stored.scale, stored.zero_point, grid)
+        value_name = self._unique_name(f"{name}_dequantized")
         attributes: dict[str, Any] = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block
-        nodes = [helper.make_node("DequantizeLinear", [codes, *scales], [given], given, **attributes)]
-        way = stored.way
+        nodes = [
+            helper.make_node("DequantizeLinear", [codes, *scales], [value_name], value_name, **attributes)
+        ]
+        way = stored.unfolding
         if way is not None and stored.codes.shape != way.turned:
-            given = self._reshaped(graph, nodes, name, given, way.turned)
+            value_name = self._add_reshape(graph, nodes, name, value_name, way.turned)
         if way is not None and way.order != tuple(range(len(way.order))):
-            given, before = self._name(f"{name}_transposed"), given
-            nodes.append(helper.make_node("Transpose", [before], [given], given, perm=way.back))
+            value_name, before = self._unique_name(f"{name}_transposed"), value_name
+            nodes.append(helper.make_node("Transpose", [before], [value_name], value_name, perm=way.back))
         if way is not None and way.split != shape:
-            given = self._reshaped(graph, nodes, name, given, shape)
-        made[key] = given
-        return nodes, given, row
+            value_name = self._add_reshape(graph, nodes, name, value_name, shape)
+        written_values[key] = value_name
+        return nodes, value_name, row
 
-    def _reshaped(
-        self, graph: GraphProto, nodes: list[NodeProto], name: str, given: str, shape: Sequence[int]
+    def _add_reshape(
+        self, graph: GraphProto, nodes: list[NodeProto], name: str, value_name: str, shape: Sequence[int]
     ) -> str:
         """Add a node that reshapes a value; return the name of its result."""
         from onnx import helper
 
-        target = self._held(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
-        made = self._name(f"{name}_reshaped")
-        nodes.append(helper.make_node("Reshape", [given, target], [made], made))
-        return made
+        target = self._add_initializer(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
+        result_name = self._unique_name(f"{name}_reshaped")
+        nodes.append(helper.make_node("Reshape", [value_name, target], [result_name], result_name))
+        return result_name
 
-    def _scales(
+    def _add_scales(
         self, graph: GraphProto, name: str, scale: NDArray[Any], zero_point: NDArray[Any], grid: Grid
     ) -> list[str]:
+        """Add scale and zero point to a graph; return their names."""
         kind, _ = element_type(grid)
         return [
-            self._held(graph, f"{name}_scale", np.asarray(scale, np.float32), "FLOAT"),
-            self._held(graph, f"{name}_zero_point", np.rint(zero_point), kind),
+            self._add_initializer(graph, f"{name}_scale", np.asarray(scale, np.float32), "FLOAT"),
+            self._add_initializer(graph, f"{name}_zero_point", np.rint(zero_point), kind),
         ]
 
-    def _held(self, graph: GraphProto, name: str, array: Any, kind: str) -> str:
+    def _add_initializer(self, graph: GraphProto, name: str, array: Any, kind: str) -> str:
         """Put an array into a graph, and return its name there."""
-        new = self._name(name)
+        new = self._unique_name(name)
         graph.initializer.append(initializer(new, np.asarray(array), kind))
         return new
 
-    def _name(self, wanted: str) -> str:
-        name, count = wanted, 0
-        while name in self._taken:
+    def _unique_name(self, base: str) -> str:
+        """Return a new name in the model that begins with `base`."""
+        name, count = base, 0
+        while name in self._used_names:
             count += 1
-            name = f"{wanted}_{count}"
-        self._taken.add(name)
+            name = f"{base}_{count}"
+        self._used_names.add(name)
         return name

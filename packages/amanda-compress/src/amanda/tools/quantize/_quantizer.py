@@ -10,29 +10,38 @@ from typing import Any
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of, distributed, whole
-from amanda.tools.quantize._fake import Scale, fake_quantize, fake_quantize_gradient, straight_through
+from amanda.tools.quantize._fake import (
+    Scale,
+    fake_quantize,
+    fake_quantize_gradient,
+    gradient_scale,
+    lsq_gradients,
+    lsq_plus_scale,
+    lsq_quantize,
+    lsq_scale,
+    straight_through,
+)
 from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
-from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import Observer, extremes
-from amanda.tools.quantize._options import Options
+from amanda.tools.quantize._options import QuantizeOptions
 from amanda.tools.quantize._result import Noise
 
 
 class Quantizer:
     """The quantizer of one tensor of one op, with a scale from a calibration.
 
-    Without a calibration, a weight's scale comes from the first value of the weight.
+    A weight without a calibration gets the scale of its first value.
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
     parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
-    settled: True once there is a scale.  calibrated, executions: numbers of values that calibrated it, and
+    has_scale: True once there is a scale.  calibrated, executions: numbers of values that calibrated it, and
     that were quantised.
-    used: what the last value was quantised by, after the value.
+    qparams: arguments of the last `fake_quantize` after the value.
     """
 
     def __init__(
-        self, name: str, is_weight: bool, axes: Sequence[int], options: Options, parts: Mapping[str, bool],
-        value: Any, keep: Callable[..., Any], groups: Groups | None = None,
+        self, name: str, is_weight: bool, axes: Sequence[int], options: QuantizeOptions,
+        parts: Mapping[str, bool], value: Any, keep: Callable[..., Any], groups: Groups | None = None,
     ) -> None:  # fmt: skip
         self.name, self.is_weight, self.options, self.groups = name, is_weight, options, groups
         self.axes = tuple(axes) if groups is None else (0,)
@@ -41,7 +50,7 @@ class Quantizer:
         self.state: dict[str, Any] = {}
         self.trained = [part for part, is_trained in parts.items() if is_trained]
         self.collected: dict[str, Any] = {}
-        self.used: tuple[Any, ...] = ()
+        self.qparams: tuple[Any, ...] = ()
         self.calibrated = self.executions = 0
         channels = prod(value.shape[axis] for axis in axes)
         if groups is not None:
@@ -50,13 +59,13 @@ class Quantizer:
         for part, is_trained in parts.items():
             load = partial(self.xp.state, like=value, trained=is_trained)
             key = f"{name}.{part}".replace(" ", "")
-            made = self.state[part] = keep(key, partial(load, empty), load=load, renew=self.xp.update)
-            if tuple(made.shape) not in (empty.shape, ()):
+            array = self.state[part] = keep(key, partial(load, empty), load=load, renew=self.xp.update)
+            if tuple(array.shape) not in (empty.shape, ()):
                 raise QuantizeError(
-                    f"{part} that was loaded for {name} is of shape {tuple(made.shape)}, not {empty.shape}: "
+                    f"{part} that was loaded for {name} is of shape {tuple(array.shape)}, not {empty.shape}: "
                     "it belongs to another model"
                 )
-        self.settled = bool(parts) and bool(np.isfinite(self.array("scale")).all())
+        self.has_scale = bool(parts) and bool(np.isfinite(self.array("scale")).all())
 
     @property
     def group_size(self) -> int | None:
@@ -67,22 +76,22 @@ class Quantizer:
         """Add a value to the calibration."""
         self._observe(self._split(whole(x)))
 
-    def __call__(self, x: Any, frozen: bool, used: Sequence[Any] = ()) -> Any:
+    def __call__(self, x: Any, frozen: bool, qparams: Sequence[Any] = ()) -> Any:
         """Return the quantised value.
 
-        frozen: keep the scale as it is.  used: by which the first execution of a recomputation did it.
+        frozen: keep the scale as it is.  qparams: of the first execution, for a recomputation.
         """
         full = whole(x)  # of a tensor in shards, a scale is of all of it
         x_split = self._split(full)
-        quantised = self._fake(x_split, *used[:2]) if used else self._quantised(x_split, frozen)
+        quantised = self._fake_quantise(x_split, *qparams[:2]) if qparams else self._quantise(x_split, frozen)
         quantised = quantised if self.groups is None else self.groups.joined(quantised, x.shape)
         return quantised if full is x else distributed(quantised, x, placed=True)
 
-    def stopped(self, x: Any, *used: Any, gradient: Any) -> Any:
-        """Return the gradient of a value that was quantised, from that of the quantised value."""
-        made = fake_quantize_gradient(self._split(whole(gradient)), self._split(whole(x)), *used)
-        made = made if self.groups is None else self.groups.joined(made, x.shape)
-        return distributed(made, gradient, placed=True)
+    def clipped_gradient(self, x: Any, *qparams: Any, gradient: Any) -> Any:
+        """Return the straight-through gradient: 0 where the value was clipped."""
+        clipped = fake_quantize_gradient(self._split(whole(gradient)), self._split(whole(x)), *qparams)
+        clipped = clipped if self.groups is None else self.groups.joined(clipped, x.shape)
+        return distributed(clipped, gradient, placed=True)
 
     def _split(self, x: Any) -> Any:
         return x if self.groups is None else self.groups.split(x)
@@ -92,10 +101,10 @@ class Quantizer:
             self.observer = self.options.make_observer(self.is_weight, self.axes)
         self.observer.observe(x)
 
-    def settle(self) -> None:
-        """Fix the scale of the observed range, if a value was observed."""
+    def finish_calibration(self) -> None:
+        """Set the scale from the observed range, if a value was observed."""
         if self.observer is not None and self.observer.seen:
-            self.settled = False  # so that a loaded zero point is replaced too
+            self.has_scale = False  # so that a loaded zero point is replaced too
             self._start_from(*self.observer.range())
         self.observer = None
 
@@ -105,13 +114,13 @@ class Quantizer:
         self._assign(scale=scale, least=least, most=most)
         if "offset" in self.state:
             self._assign(offset=-zero_point * scale)
-        if not (self.settled and self.grid.symmetric):  # whose zero point is zero
+        if not (self.has_scale and self.grid.symmetric):  # whose zero point is zero
             self._assign(zero_point=zero_point)
-        self.settled = True
+        self.has_scale = True
         return scale, zero_point
 
-    def _quantised(self, x: Any, frozen: bool) -> Any:
-        if not self.settled:
+    def _quantise(self, x: Any, frozen: bool) -> Any:
+        if not self.has_scale:
             if not self.is_weight:
                 extents = "x".join(map(str, x.shape)) or "scalar"
                 raise QuantizeError(
@@ -120,12 +129,12 @@ class Quantizer:
                     f"tensor of {backend_of(x)}, {extents}"
                 )
             self._observe(x)
-            self.settle()
-        return self._fake(x, self._read("scale"), self._read("zero_point"))
+            self.finish_calibration()
+        return self._fake_quantise(x, self._read("scale"), self._read("zero_point"))
 
     def scale(self) -> Scale | None:
         """Return the scale in arrays, an offset as a fractional zero point; None before there is a scale."""
-        if not self.settled or not self.state:
+        if not self.has_scale or not self.state:
             return None
         scale = self.array("scale")
         if "offset" in self.state:
@@ -150,58 +159,59 @@ class Quantizer:
     def _qparams(self, least: Any, most: Any) -> tuple[Any, Any]:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
-    def _fake(self, x: Any, scale: Any, zero_point: Any) -> Any:
+    def _fake_quantise(self, x: Any, scale: Any, zero_point: Any) -> Any:
         compute = straight_through if self.options.trains else fake_quantize
-        self.used = scale, zero_point, self.grid, self.axes, self.options.rounding
-        return compute(x, *self.used)
+        self.qparams = scale, zero_point, self.grid, self.axes, self.options.rounding
+        return compute(x, *self.qparams)
 
 
-class Fresh(Quantizer):
-    """A quantizer that takes the scale of each value itself, without calibration or state."""
+class DynamicQuantizer(Quantizer):
+    """A quantizer that computes a new scale for each value, without calibration or state."""
 
     def observe(self, x: Any) -> None:
         """Do nothing: each value has its own scale."""
 
-    def _quantised(self, x: Any, frozen: bool) -> Any:
+    def _quantise(self, x: Any, frozen: bool) -> Any:
         if not self.is_weight or self.options.weight_observer == "minmax":
-            return self._fake(x, *self._qparams(*extremes(x, self.axes)))
+            return self._fake_quantise(x, *self._qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)
         observer.observe(x)
         wide = self.xp.wide(x)
-        return self._fake(x, *(self.xp.cast(one, wide) for one in self._qparams(*observer.range())))
+        return self._fake_quantise(
+            x, *(self.xp.cast(parameter, wide) for parameter in self._qparams(*observer.range()))
+        )
 
 
-class Trained(Quantizer):
-    """A quantizer for training, straight-through: its scale follows the values until it is frozen.
+class QatQuantizer(Quantizer):
+    """A quantizer for training, with straight-through gradients, whose scale follows the values until frozen.
 
-    The scale of a weight is that of its present value, the scale of an activation that of moving averages of
-    the extremes.
+    A weight has the scale of its present value, an activation that of moving averages of the extremes.
     """
 
-    def _quantised(self, x: Any, frozen: bool) -> Any:
+    def _quantise(self, x: Any, frozen: bool) -> Any:
         """Return the quantised value; the gradient passes where the value was not clipped."""
-        if frozen and self.settled:
-            return super()._quantised(x, frozen)
+        if frozen and self.has_scale:
+            return super()._quantise(x, frozen)
         least, most = extremes(x, self.axes)
-        if self.settled and not self.is_weight:
+        if self.has_scale and not self.is_weight:
             least, most = self._averaged("least", least), self._averaged("most", most)
-        return self._fake(x, *self._start_from(least, most))
+        return self._fake_quantise(x, *self._start_from(least, most))
 
     def _averaged(self, part: str, new: Any) -> Any:
         old = tensors_of(new).cast(self._read(part), new)
         return old + (new - old) * np.float32(self.options.averaging)
 
 
-class Learned(Quantizer):
+class LsqQuantizer(Quantizer):
     """A quantizer of LSQ or LSQ+: its scale, and the offset of LSQ+'s activations, are parameters.
 
-    LSQ's activations have an unsigned grid if no number of the first value is negative, else a signed one,
-    which "low" begins.
+    LSQ's activations have an unsigned grid if the first value has no negative number, else a signed grid;
+    the state "low" is the least integer of the grid.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if self.settled and "low" in self.state:
+        if self.has_scale and "low" in self.state:
             self._shift_to(int(self.array("low")))
 
     def _shift_to(self, low: int) -> None:
@@ -209,7 +219,7 @@ class Learned(Quantizer):
 
     def _observe(self, x: Any) -> None:
         """Initialise the scale from the first value; LSQ+'s offset from the range of all values."""
-        if self.settled:
+        if self.has_scale:
             return
         if "offset" in self.state:
             super()._observe(x)
@@ -220,13 +230,13 @@ class Learned(Quantizer):
             self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
         start = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
         self._assign(low=self.grid.low, scale=start(x, self.grid, self.axes))
-        self.settled = True
+        self.has_scale = True
 
-    def _quantised(self, x: Any, frozen: bool) -> Any:
+    def _quantise(self, x: Any, frozen: bool) -> Any:
         """Return the quantised value, with gradients for the value, the scale and the offset."""
-        if not self.settled:
+        if not self.has_scale:
             self._observe(x)
-            self.settle()
+            self.finish_calibration()
         grid, axes = self.grid, self.axes
         examples = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)
         factor = gradient_scale(max(group_size(x, axes) // examples, 1), grid)
@@ -251,12 +261,12 @@ QUANTIZERS: Mapping[tuple[str, bool], tuple[type[Quantizer], Mapping[str, bool]]
     ("static", True): (Quantizer, _FIXED),
     ("static", False): (Quantizer, _FIXED),
     ("dynamic", True): (Quantizer, _FIXED),
-    ("dynamic", False): (Fresh, {}),
-    ("qat", True): (Trained, _FIXED),
-    ("qat", False): (Trained, {**_FIXED, "least": False, "most": False}),
-    ("lsq", True): (Learned, _LEARNED),
-    ("lsq", False): (Learned, {**_LEARNED, "low": False}),
-    ("lsq+", True): (Learned, _LEARNED),
-    ("lsq+", False): (Learned, {**_LEARNED, "offset": True}),
+    ("dynamic", False): (DynamicQuantizer, {}),
+    ("qat", True): (QatQuantizer, _FIXED),
+    ("qat", False): (QatQuantizer, {**_FIXED, "least": False, "most": False}),
+    ("lsq", True): (LsqQuantizer, _LEARNED),
+    ("lsq", False): (LsqQuantizer, {**_LEARNED, "low": False}),
+    ("lsq+", True): (LsqQuantizer, _LEARNED),
+    ("lsq+", False): (LsqQuantizer, {**_LEARNED, "offset": True}),
 }
 """Quantizer class and parts of its state, by method and by whether the tensor is a weight."""

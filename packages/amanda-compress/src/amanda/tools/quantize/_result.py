@@ -1,4 +1,4 @@
-"""The result of quantisation: a row for each tensor of each op."""
+"""Result of quantisation: a row for each tensor of each op."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Noise:
 
     def add(self, x: Any, quantised: Any) -> None:
         """Add a tensor and the quantised tensor."""
-        wanted, found = (as_array(one).astype(np.float64) for one in (x, quantised))
-        self.signal += float(np.square(wanted).sum())
-        self.noise += float(np.square(found - wanted).sum())
+        exact, rounded = (as_array(tensor).astype(np.float64) for tensor in (x, quantised))
+        self.signal += float(np.square(exact).sum())
+        self.noise += float(np.square(rounded - exact).sum())
 
     @property
     def sqnr(self) -> float | None:
@@ -50,8 +50,9 @@ class Quantized:
     """One quantised tensor that an op reads.
 
     tensor: "weight", or "input 0" by its position in the op's schema.  scale, zero_point: one number, or one
-    per channel; None before a calibration, and if each execution has its own.  low, high: ends of the grid.
-    group_size: of a weight with scales for groups.  dtype: of a floating type, "" for integers.
+    per channel; None before a calibration, and if each execution computes a new scale.
+    low, high: ends of the grid.  group_size: of a weight with scales for groups.
+    dtype: of a floating type, "" for integers.
     sqnr, output_sqnr: in dB, of the tensor and of the op's outputs; None if not measured.
     """
 
@@ -110,57 +111,59 @@ class QuantizeResult(Result):
         return iter(self.tensors)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each tensor, with the largest of its scales and the zero point of that."""
+        """Return a row for each tensor, with its largest scale and the zero point of that channel."""
         return [
-            (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
-             one.scheme, len(one.scale or ()) if one.axes else None,
-             *_extent(one), one.executions, _finite(one.sqnr), _finite(one.output_sqnr))
-            for one in self.tensors
+            (tensor.phase, tensor.type, tensor.module, tensor.source, tensor.tensor, tensor.bits,
+             tensor.scheme, len(tensor.scale or ()) if tensor.axes else None,
+             *_extent(tensor), tensor.executions, _finite(tensor.sqnr), _finite(tensor.output_sqnr))
+            for tensor in self.tensors
         ]  # fmt: skip
 
     def worst(self, count: int | None = None) -> list[tuple[str, str, float]]:
         """Return module, type and SQNR of outputs in dB of the measured ops, the least SQNR first."""
-        ops = dict.fromkeys((one.module, one.type, one.source, one.output_sqnr) for one in self.tensors)
+        ops = dict.fromkeys(
+            (tensor.module, tensor.type, tensor.source, tensor.output_sqnr) for tensor in self.tensors
+        )
         measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
-        return sorted(measured, key=lambda one: one[2])[:count]
+        return sorted(measured, key=lambda tensor: tensor[2])[:count]
 
     @property
     def leading(self) -> int:
-        """The numbers come first."""
+        """Number of notes at the top: the summary."""
         return bool(self.tensors)
 
-    def _counted(self) -> str:
+    def _summary(self) -> str:
         """Return the number of tensors, their bits, and the op with the most noise."""
-        bits = " and ".join(sorted({f"{one.bits} bits" for one in self.tensors}))
-        ops = len({(one.phase, one.type, one.module, one.source) for one in self.tensors})
-        told = f"{len(self.tensors)} tensors of {ops} ops in {bits}, {self.method}"
+        bits = " and ".join(sorted({f"{tensor.bits} bits" for tensor in self.tensors}))
+        ops = len({(tensor.phase, tensor.type, tensor.module, tensor.source) for tensor in self.tensors})
+        text = f"{len(self.tensors)} tensors of {ops} ops in {bits}, {self.method}"
         for module, kind, ratio in self.worst(1):
-            told += f"; the least output SQNR is {ratio:.1f} dB, {kind}" + f" in {module}" * bool(module)
-        return f"{told}."
+            text += f"; the least output SQNR is {ratio:.1f} dB, {kind}" + f" in {module}" * bool(module)
+        return f"{text}."
 
     def notes(self) -> Sequence[str]:
         """Return sentences on the columns, and on weights that are not quantised."""
-        left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
+        skipped = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
         if not self.tensors:
-            return left or ["No op of the types that are to be quantised was met."]
-        notes = [self._counted()]
+            return skipped or ["No op of the types that are to be quantised was met."]
+        notes = [self._summary()]
         notes += [
-            "Of a tensor with a scale for each channel, the largest; least and most can be represented."
+            "scale: the largest of a tensor's channels; least and most: the range that this scale represents."
         ]
-        if any(one.output_sqnr is not None for one in self.tensors):
+        if any(tensor.output_sqnr is not None for tensor in self.tensors):
             notes.append(
-                "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
-                "of the same inputs unquantised; none where there is no noise."
+                "SQNR: signal-to-quantisation-noise ratio of the tensor; output SQNR: of the op's outputs, "
+                "against those of unquantised inputs; empty without noise."
             )
-        return [*notes, *not_met("scales", self.waiting), *left]
+        return [*notes, *not_met("scales", self.waiting), *skipped]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the method, and every scale and zero point."""
-        kept = [
-            {"axes": one.axes, "low": one.low, "high": one.high, "scale": one.scale,
-             "zero_point": one.zero_point} for one in self.tensors
+        """Return the method, and all scales and zero points."""
+        qparams = [
+            {"axes": tensor.axes, "low": tensor.low, "high": tensor.high, "scale": tensor.scale,
+             "zero_point": tensor.zero_point} for tensor in self.tensors
         ]  # fmt: skip
-        return {"method": self.method, "qparams": kept, "left": self.left}
+        return {"method": self.method, "qparams": qparams, "left": self.left}
 
 
 def _finite(ratio: float | None) -> float | None:
@@ -168,9 +171,9 @@ def _finite(ratio: float | None) -> float | None:
     return ratio if ratio is not None and isfinite(ratio) else None
 
 
-def _extent(one: Quantized) -> tuple[float | None, ...]:
+def _extent(tensor: Quantized) -> tuple[float | None, ...]:
     """Return the largest scale, its zero point, and the ends of its range."""
-    if one.scale is None or one.zero_point is None:
+    if tensor.scale is None or tensor.zero_point is None:
         return None, None, None, None
-    scale, zero_point = max(zip(one.scale, one.zero_point, strict=True))
-    return scale, zero_point, (one.low - zero_point) * scale, (one.high - zero_point) * scale
+    scale, zero_point = max(zip(tensor.scale, tensor.zero_point, strict=True))
+    return scale, zero_point, (tensor.low - zero_point) * scale, (tensor.high - zero_point) * scale

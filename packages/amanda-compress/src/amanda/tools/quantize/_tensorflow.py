@@ -1,4 +1,4 @@
-"""Quantisation in TensorFlow: a kernel, and the second run of an op."""
+"""Quantisation in TensorFlow: a kernel for fake quantisation, and ops as functions of their inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int])
         return None
     tensor, array = _empty(x.shape)
     clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
-    return _recorded(tensor, x, clipped)
+    return _record_on_tape(tensor, x, clipped)
 
 
 def _write_on_grid(
@@ -55,45 +55,48 @@ def _write_on_grid(
     """
     first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
     from_first = bool(axes) and not first
-    rows, made = (one if from_first else one.reshape(-1, *x.shape[first:]) for one in (x, into))
+    rows, out_rows = (array if from_first else array.reshape(-1, *x.shape[first:]) for array in (x, into))
     inner = x.shape[first:last] + (1,) * (x.ndim - last)
     shape = inner if from_first else (1, *inner)
-    s, z = (np.asarray(one, np.float32).reshape(shape) for one in (scale, zero_point))
+    s, z = (np.asarray(qparam, np.float32).reshape(shape) for qparam in (scale, zero_point))
     inverse, length = np.float32(1) / s, prod(rows.shape[1:])
     each = max(1, _PIECE // length)
     clipped = []
     for start in range(0, len(rows), each):
-        piece, out = rows[start : start + each], made[start : start + each]
-        own = slice(start, start + each) if len(s) > 1 else slice(None)
-        np.multiply(piece, inverse[own], out=out)
+        piece, out = rows[start : start + each], out_rows[start : start + each]
+        channels = slice(start, start + each) if len(s) > 1 else slice(None)
+        np.multiply(piece, inverse[channels], out=out)
         np.rint(out, out=out)
-        np.add(out, z[own], out=out)
+        np.add(out, z[channels], out=out)
         inside = np.clip(out, np.float32(grid.low), np.float32(grid.high))
         outside = inside != out
         if outside.any():
             clipped.append(np.flatnonzero(outside) + start * length)
-        np.subtract(inside, z[own], out=inside)
-        np.multiply(inside, s[own], out=out)
+        np.subtract(inside, z[channels], out=inside)
+        np.multiply(inside, s[channels], out=out)
     return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
 
 
-def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
-    """Return a tensor, recorded on tapes: its gradient passes to `given` where no value was clipped."""
+def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:
+    """Return a tensor, recorded on tapes: its gradient passes to `source` where no value was clipped."""
     _REQUIRED.check()
     from tensorflow.python.eager import record
 
-    record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
+    record.record_operation(
+        "FakeQuantize", [tensor], [source], lambda entering: [_pass_gradient(entering, clipped)]
+    )
     return tensor
 
 
-def _passing(gradient: Any, clipped: NDArray[Any]) -> Any:
+def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
+    """Return the gradient where values were not clipped, else 0, recorded for a further derivative."""
     if not clipped.size:
         return gradient
     gradient = _tf().convert_to_tensor(gradient)
     tensor, array = _empty(gradient.shape)
     np.copyto(array, np.asarray(gradient))
     array.reshape(-1)[clipped] *= 0
-    return _recorded(tensor, gradient, clipped)
+    return _record_on_tape(tensor, gradient, clipped)
 
 
 def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
@@ -115,26 +118,35 @@ def _constant_shape(shape: tuple[int, ...]) -> Any:
 
 def write_recompute(context: amanda.OpContext) -> None:
     """Write `recompute`, the op as a function: eager TensorFlow lacks `get_computation`."""
-    context["recompute"] = _recompute(context)
+    context["recompute"] = _raw_op(context)
 
 
-def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
+def _raw_op(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     """Return the op as a function of its inputs; None for a stateful op, and without a raw op of its name."""
     _REQUIRED.check()
     from tensorflow.python.framework import op_def_registry
 
-    kind, found = context.get_op_type(), context.get_attrs()
+    kind, values_by_name = context.get_op_type(), context.get_attrs()
     definition = op_def_registry.get(kind)
     raw = getattr(_tf().raw_ops, kind, None)
     if definition is None or raw is None or definition.is_stateful:
         return None
     inputs = definition.input_arg
-    inferred = {name for one in inputs for name in (one.type_attr, one.number_attr, one.type_list_attr)}
-    attributes = {one.name: found[one.name] for one in definition.attr
-                  if one.name in found and one.name not in inferred}  # fmt: skip
+    inferred = {
+        name
+        for argument in inputs
+        for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
+    }
+    attributes = {
+        attribute.name: values_by_name[attribute.name]
+        for attribute in definition.attr
+        if attribute.name in values_by_name and attribute.name not in inferred
+    }
 
     def recompute(values: Sequence[Any]) -> Any:
-        return raw(**{one.name: value for one, value in zip(inputs, values, strict=True)}, **attributes)
+        return raw(
+            **{argument.name: value for argument, value in zip(inputs, values, strict=True)}, **attributes
+        )
 
     return recompute
 

@@ -1,50 +1,113 @@
-"""The tool: rounds values that the selected ops read to a grid of integers."""
+"""QuantizeTool: simulate quantisation of the weights and activations that ops read."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import amanda
+from amanda.files import write_file
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
-from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
 from amanda.tools.quantize._op import QuantizedOp
-from amanda.tools.quantize._options import TYPES, Method, Options, operands
+from amanda.tools.quantize._options import TYPES, Method, QuantizeOptions, operand_rules
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
+from amanda.tools.results import check_file, check_schema, parsing, read_text, to_json
 from amanda.tools.select import Globs, Patterns, Selection, as_remarks, listed
 from amanda.tools.weights import SharedState, WeightReads
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+_NAME, _VERSION = "quantize.scales", 1
+
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+
+
+def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:
+    """Write arrays by name, and their description `about`, as .json or .safetensors.
+
+    Raises QuantizeError for another suffix, and FileError; an error leaves an existing file unchanged.
+    """
+    path = Path(path)
+    description = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
+    if path.suffix == ".json":
+        array_values = {
+            name: {"dtype": str(array.dtype), "values": array.tolist()} for name, array in arrays.items()
+        }
+        return write_file(path, to_json({**description, "arrays": array_values}, indent=1) + "\n")
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import save
+
+        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+        return write_file(path, save(plain, {"amanda": to_json(description)}))
+    raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
+
+
+def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return the arrays in a file of `write_scales`, and their description.
+
+    Raises QuantizeError for a file of another kind, or of a newer version, and FileError without one.
+    """
+    path = Path(path)
+    with parsing(path, "file of scales", QuantizeError):
+        if path.suffix == ".safetensors":
+            check_file(path)
+            from safetensors import safe_open
+
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads((file.metadata() or {})["amanda"])
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        else:
+            about = json.loads(read_text(path))
+            arrays = {name: np.array(array["values"], _dtype(array["dtype"]))
+                      for name, array in about.pop("arrays").items()}  # fmt: skip
+        check_schema(about, _NAME, _VERSION)
+        for name in ("options", "grids"):
+            if not isinstance(about.get(name, {}), Mapping):
+                raise ValueError(f"its {name} are {about[name]!r}")
+    return arrays, about
+
+
+def _dtype(name: str) -> str:
+    if name not in ("float32", "int32"):
+        raise ValueError(f"arrays of {name}")
+    return name
+
 
 class QuantizeTool(amanda.Tool):
-    """A tool that simulates quantisation of the weights and activations that ops read.
+    """Simulate quantisation of the weights and activations that ops read.
 
     method: the source of scales.  "static": a calibration, after which scales are fixed; "dynamic": for
         activations the values of each execution; "qat": training with the straight-through estimator, where
         scales follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
     weight_bits, activation_bits: 2 to 16, or "e4m3" or "e5m2" for floating types of 8 bits; None leaves
-        weights or activations unquantised.  {"layer1": 8, "*": 4}: bits by globs of modules, of which the
-        first that fits counts; an op that none fits is not quantised.
-    type: globs of StandardMapping's words or the framework's names; by default convolutions, linear layers,
-        products of matrices and attention.
-    module, exclude: globs of paths of modules; what lies in a module is selected, or left, with it.
-    observer, weight_observer: the method by which a calibration finds ranges: "minmax", "percentile"
-        (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as torch.ao's).
-    per_channel: whether each output channel of a weight has a scale.
+        weights or activations unquantised.  {"layer1": 8, "*": 4}: bits by globs of module paths; the first
+        glob that matches an op counts, and an op that no glob matches is not quantised.
+    type: globs of op types, in StandardMapping's words or the framework's names; None for convolutions,
+        linear layers, products of matrices and attention.
+    module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
+    observer, weight_observer: how a calibration chooses the range of activations, and of weights: "minmax",
+        "percentile" (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as in
+        torch.ao).
+    per_channel: True for a scale for each output channel of a weight, False for one scale.
     group_size: number of consecutive inputs of each output of a weight that share a scale, such as 32, 64 or
         128; None: each output has one scale.
-    symmetric_weights, symmetric_activations: signed integers with zero as zero point, else unsigned ones.
+    symmetric_weights, symmetric_activations: True for signed integers with zero point 0, False for unsigned.
     rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
     averaging: weight of each new batch in the moving averages of "qat".
     calibration: number of executions of each op that calibrate it; 0: only those in `calibrating`.
     sqnr: measure signal-to-quantisation-noise ratios; each op then runs twice.
 
-    Raises QuantizeError for options that do not go together.
+    Raises QuantizeError for options that contradict each other.
 
     >>> quantize = QuantizeTool(activation_bits=None)
     """
@@ -71,41 +134,41 @@ class QuantizeTool(amanda.Tool):
         exclude: Globs = None,
     ) -> None:
         super().__init__()
-        wanted = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
-        self._types = Patterns("type", wanted)
+        types = TYPES if type is None else tuple(listed("type", type, QuantizeError) or ())
+        self._types = Patterns("type", types)
         self._selection = Selection(type, module, exclude=exclude)
-        self.options = Options(
-            method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
+        self.options = QuantizeOptions(
+            method, weight_bits, activation_bits, types, observer, weight_observer, percentile, per_channel,
             group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
-        self._places: dict[str, QuantizedOp] = {}
-        self._several: dict[str, str] = {}
+        self._ops: dict[str, QuantizedOp] = {}
+        self._skipped_ops: dict[str, str] = {}
         self.parts = SharedState()
-        self.depends_on(StandardMapping(), operands(), WeightReads())
-        self.add_inst_for_op(self._analyse)
+        self.depends_on(StandardMapping(), operand_rules(), WeightReads())
+        self.add_inst_for_op(self._quantise_op)
         if self.options.trains:
-            self.add_inst_for_op(self._analyse_backward, backward=True)
+            self.add_inst_for_op(self._clip_gradients_of_op, backward=True)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose executions calibrate scales, and compute without quantisation.
+        """Return a context in which executions calibrate scales and run unquantised.
 
-        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  After an exception the
-        scales are as they were, and what was observed is forgotten.
+        Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  An exception
+        discards the calibration, and scales stay as they were before.
         """
         self.is_calibrating = True
         try:
             yield
         except BaseException:
-            for place in self._places.values():
-                place.forget()
+            for op in self._ops.values():
+                op.forget()
             raise
         finally:
             self.is_calibrating = False
         with amanda.disabled():
-            for place in self._places.values():
-                place.settle()
+            for op in self._ops.values():
+                op.finish_calibration()
 
     def freeze(self) -> None:
         """Fix the scales of "qat"."""
@@ -117,17 +180,17 @@ class QuantizeTool(amanda.Tool):
 
     @property
     def result(self) -> QuantizeResult:
-        """Every tensor that is quantised, with its scale, zero point and noise."""
-        places = self._places.values()
-        rows = [row for place in places for row in place.rows()]
+        """Scale, zero point and noise of each quantised tensor."""
+        ops = self._ops.values()
+        rows = [row for op in ops for row in op.rows()]
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
-        left = {one.name: one.left for one in places if one.left}
-        result = QuantizeResult(rows, self.options.method, waiting, left | self._several)
+        skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
+        result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)
         result.remarks = as_remarks(self.unmatched())
         return result
 
     def unmatched(self) -> list[str]:
-        """Return sentences on options that no op fitted."""
+        """Return sentences on options that matched no op."""
         return [
             *super().unmatched(),
             *self.options.unmatched(),
@@ -135,13 +198,13 @@ class QuantizeTool(amanda.Tool):
         ]
 
     def clear(self) -> None:
-        """Forget scales and noise, and analyse ops anew."""
+        """Forget all scales and noise."""
         self.is_calibrating = self.is_frozen = False
         self.load_state_dict({})
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load scales that `state_dict` returned, as tensors or arrays."""
-        self._places, self.parts, self._several = {}, SharedState(), {}
+        self._ops, self.parts, self._skipped_ops = {}, SharedState(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
@@ -152,7 +215,7 @@ class QuantizeTool(amanda.Tool):
         names = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
-            for part, value in quantizer.state.items() if quantizer.settled else ():
+            for part, value in quantizer.state.items() if quantizer.has_scale else ():
                 name = names[id(value)]
                 arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
                 grids[name.removesuffix(f".{part}")] = {
@@ -160,15 +223,15 @@ class QuantizeTool(amanda.Tool):
                     "group_size": quantizer.group_size,
                     "dtype": getattr(quantizer.grid, "dtype", ""),
                 }  # fmt: skip
-        return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
+        return write_scales(path, arrays, {"options": self.options.scale_options(), "grids": grids})
 
     def load(self, path: str | Path) -> None:
-        """Load the scales of a file that `save` wrote, and analyse ops anew.
+        """Load scales from a file that `save` wrote.
 
         Raises QuantizeError for a file that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
-        mine, theirs = self.options.told(), about.get("options", {})
+        mine, theirs = self.options.scale_options(), about.get("options", {})
         unlike = [f"{name} {theirs.get(name)!r}, not {mine[name]!r}" for name in mine
                   if theirs.get(name) != mine[name]]  # fmt: skip
         if unlike:
@@ -181,21 +244,22 @@ class QuantizeTool(amanda.Tool):
         For TensorFlow, where no tape reaches the scales in graphs; each call resets the gradients.
         PyTorch's optimizers take the parameters that `parameters` returns.
         """
-        found = []
+        pairs = []
         for quantizer in self._quantizers():
-            found += [(one, quantizer.state[part]) for part, one in quantizer.collected.items()]
+            pairs += [(gradient, quantizer.state[part]) for part, gradient in quantizer.collected.items()]
             quantizer.collected = {}
-        return found
+        return pairs
 
     def quantized_op(self, context: amanda.OpContext) -> QuantizedOp | None:
-        """Return the quantizers of an op that was analysed; None of an op that is not quantised."""
-        return self._places.get(self.place(context))
+        """Return the quantizers of an analysed op; None for an op that is not quantised."""
+        return self._ops.get(self.place(context))
 
     def _quantizers(self) -> Iterator[Quantizer]:
-        for place in self._places.values():
-            yield from place.made
+        for op in self._ops.values():
+            yield from op.created
 
-    def _analyse(self, context: amanda.OpContext) -> None:
+    def _quantise_op(self, context: amanda.OpContext) -> None:
+        """Create the quantizers of a selected op at its first analysis, and insert their routines."""
         kind = context["type"]
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
@@ -205,19 +269,19 @@ class QuantizeTool(amanda.Tool):
         if not self._selection.fits(context):
             return
         if is_several:
-            self._several[f"{kind} of {context.get_scope() or context.get_source()}"] = (
+            self._skipped_ops[f"{kind} of {context.get_scope() or context.get_source()}"] = (
                 WeightReads.several_weights
             )
             return
         name = self.place(context)
-        if name not in self._places:
-            options = self.options.at(context.get_scopes())
+        if name not in self._ops:
+            options = self.options.for_modules(context.get_scopes())
             if options is None:
                 return
-            self._places[name] = QuantizedOp(context, self, options)
-        self._places[name].insert(context)
+            self._ops[name] = QuantizedOp(context, self, options)
+        self._ops[name].insert(context)
 
-    def _analyse_backward(self, context: amanda.OpContext) -> None:
-        place = self.quantized_op(context) if context["is_called_back"] else None
-        if place is not None:
-            place.insert_backward(context)
+    def _clip_gradients_of_op(self, context: amanda.OpContext) -> None:
+        op = self.quantized_op(context) if context["is_called_back"] else None
+        if op is not None:
+            op.insert_backward(context)

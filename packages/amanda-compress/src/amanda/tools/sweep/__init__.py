@@ -1,4 +1,4 @@
-"""Sweeps: what a metric is when one op alone, or all of them, are pruned or quantised more and more.
+"""Sweeps: measure a metric while one op at a time, or all together, are pruned or quantised.
 
 sweep = SparsitySweep(lambda: accuracy(model, images, labels), sparsities=[0.5, 0.8, 0.9])
 print(sweep.run())
@@ -7,10 +7,8 @@ sweep.result.save("sensitivity.svg")
 
 from amanda.tools.sweep._command import command
 from amanda.tools.sweep._costs import OpCosts, WeightSize
-from amanda.tools.sweep._errors import SweepError
-from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
-from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
-from amanda.tools.sweep._sweep import Sweep
+from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
+from amanda.tools.sweep._sweep import BitsSweep, SparsitySweep, Sweep
 
 __all__ = [
     "ALL",

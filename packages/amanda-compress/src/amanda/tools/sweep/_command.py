@@ -15,38 +15,44 @@ import amanda.tools.command
 from amanda.errors import AmandaError
 from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.results import PlottedResult
-from amanda.tools.sweep._errors import SweepError
-from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
-from amanda.tools.sweep._sweep import Sweep
+from amanda.tools.sweep._result import SweepError
+from amanda.tools.sweep._sweep import BitsSweep, SparsitySweep, Sweep
 
-_BEFORE = (
+_LOADER_FILES = (
     *(str(Path(file).parent) for file in (__file__, amanda.tools.command.__file__, amanda.options.__file__)),
     "<frozen importlib",
 )
 
 
-def _numbers(text: str) -> list[float]:
+def _parse_numbers(text: str) -> list[float]:
+    """Return the numbers of a text such as "0.5,0.9"."""
     numbers = OptionType(float)
     try:
-        return [numbers.convert(one, None, None) for one in text.split(",")]
+        return [numbers.convert(number, None, None) for number in text.split(",")]
     except click.BadParameter:
-        told = f"{text!r} is not numbers with commas between them, such as 0.5,0.9"
-        raise click.BadParameter(told) from None
+        message = f"{text!r} is not numbers with commas between them, such as 0.5,0.9"
+        raise click.BadParameter(message) from None
 
 
 @click.command()
 @click.argument("kind", type=click.Choice(["sparsity", "bits"]))
 @click.argument("evaluate", metavar="FILE:FUNCTION")
-@click.option("--levels", type=_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh.")
+@click.option(
+    "--levels", type=_parse_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh."
+)
 @click.option("--type", "types", multiple=True, help="Only ops of this type; may be repeated.")
-@click.option("--budgets", type=_numbers, metavar="N,N,...", help="Shares of the cost to search levels for.")
-@click.option("--cost", type=click.Choice(["size", "flops"]), default="size", help="What budgets are of.")
-@click.option("--metric", default="metric", help="What the number is called.")
-@click.option("--retries", type=click.IntRange(0), default=0, help="How often a failed point is run again.")
+@click.option(
+    "--budgets", type=_parse_numbers, metavar="N,N,...", help="Shares of the cost to search levels for."
+)
+@click.option(
+    "--cost", type=click.Choice(["size", "flops"]), default="size", help="The cost that budgets limit."
+)
+@click.option("--metric", default="metric", help="Name of the number.")
+@click.option("--retries", type=click.IntRange(0), default=0, help="Further runs of a failed point.")
 @compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
-@click.option("-q", "--quiet", is_flag=True, help="Do not tell on stderr how far it is.")
-def _command(
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def _sweep_command(
     kind: str,
     evaluate: str,
     levels: list[float] | None,
@@ -61,9 +67,9 @@ def _command(
 ) -> int:
     """Prune or quantise one op at a time, and all together, and evaluate the model each time.
 
-    FUNCTION, of a FILE or a module, takes no arguments and gives a number, such as an accuracy. After Ctrl-C
-    what was measured is printed and saved. With budgets each op gets a level of its own, such that the model
-    costs no more than each budget, and that search is what is saved.
+    FUNCTION, of a FILE or a module, takes no arguments and returns a number, such as an accuracy. Ctrl-C
+    prints and saves the points measured before. With --budgets each op gets its own level, such that the
+    cost of the model is within each budget, and --save writes that search.
 
     \b
     amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
@@ -73,7 +79,7 @@ def _command(
     failed: SweepError | None = None
     try:
         options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
-        sweep = _sweep(kind, function_of(evaluate), levels, cost=cost, **options)
+        sweep = _make_sweep(kind, function_of(evaluate), levels, cost=cost, **options)
         results: list[PlottedResult] = []
         try:
             if budgets:
@@ -89,7 +95,7 @@ def _command(
     except AmandaError:
         raise
     except Exception as error:
-        return _failed(evaluate, error)
+        return _report_failure(evaluate, error)
     results.insert(0, sweep.result)
     for path in files:
         results[-1].save(path)
@@ -102,14 +108,15 @@ def _command(
 def command(arguments: Sequence[str]) -> int:
     """Prune or quantise one op at a time, and evaluate the model each time.
 
-    After Ctrl-C it prints and saves what was measured, and the status is 130.
+    Ctrl-C prints and saves the points measured before, and returns status 130.
     """
-    return exit_status(_command, "amanda sweep", arguments)
+    return exit_status(_sweep_command, "amanda sweep", arguments)
 
 
-def _sweep(
+def _make_sweep(
     kind: str, evaluate: Callable[[], Any], levels: Sequence[float] | None, **options: Any
 ) -> Sweep[Any]:
+    """Return the sweep of a kind; raise SpecError for invalid levels."""
     try:
         if kind == "sparsity":
             options |= {"sparsities": levels} if levels else {}
@@ -119,17 +126,19 @@ def _sweep(
         options |= {"bits": [int(level) for level in levels]} if levels else {}
         return BitsSweep(evaluate, **options)
     except AmandaError as error:
-        given = "" if levels is None else f"--levels {','.join(f'{level:g}' for level in levels)}: "
-        raise SpecError(f"{given}{error}") from error
+        option_text = "" if levels is None else f"--levels {','.join(f'{level:g}' for level in levels)}: "
+        raise SpecError(f"{option_text}{error}") from error
 
 
-def _failed(evaluate: str, error: Exception) -> int:
+def _report_failure(evaluate: str, error: Exception) -> int:
     """Write what the program raised to stderr, from where the frames of the program begin."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_BEFORE):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADER_FILES):
         trace = trace.tb_next
     if trace is None and not isinstance(error, SyntaxError):
         raise error
-    told = "".join(traceback.format_exception(type(error), error, trace))
-    sys.stderr.write(f"{told}amanda sweep: {evaluate} cannot be evaluated: {type(error).__name__}: {error}\n")
+    traceback_text = "".join(traceback.format_exception(type(error), error, trace))
+    sys.stderr.write(
+        f"{traceback_text}amanda sweep: {evaluate} cannot be evaluated: {type(error).__name__}: {error}\n"
+    )
     return 1

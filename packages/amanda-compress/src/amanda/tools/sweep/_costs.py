@@ -1,20 +1,21 @@
-"""FLOPs of each op and bytes of the parameters that it reads, to price a change of some ops."""
+"""Cost of a model: FLOPs of each op, bytes of the parameters that it reads, and what levels of ops save."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import amanda
 from amanda.tools.flops import Cost, FlopsTool
 from amanda.tools.kit import parameter_inputs
 from amanda.tools.mapping import itemsize
+from amanda.tools.sweep._result import Point, Site
 from amanda.tools.weights import parameter_store
 
 
 class WeightSize(NamedTuple):
-    """The count of numbers in a weight, and their bytes."""
+    """The number of elements of a weight, and their bytes."""
 
     numbers: int
     size: int
@@ -33,6 +34,7 @@ class OpCosts(amanda.Tool):
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
 
     def _record_costs(self, context: amanda.OpContext) -> None:
+        """Record the FLOPs of an op and the sizes of the parameters that it reads."""
         if context["phase"] != "forward":
             return
         cost, op_id, inputs = context.get("cost"), context.get_op_id(), context.get_inputs()
@@ -87,3 +89,58 @@ class OpCosts(amanda.Tool):
                 bytes_left = 0.0 if op_id in skipped else share * size
                 remaining[parameter] = max(remaining.get(parameter, 0.0), bytes_left)
         return sum(remaining.values())
+
+
+CostOption: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
+RemainingShare: TypeAlias = "Callable[[Any, WeightSize], float]"
+"""Returns the share of a weight's bytes, or of its op's FLOPs, that remains at a level."""
+
+
+class CostModel:
+    """The cost of a model, and the cost that a level of some ops saves.
+
+    cost: "size", "flops", or a function that measures the cost with the tools of each point in force.
+    remaining_share: returns the share of the cost that remains at a level.
+    """
+
+    def __init__(self, cost: CostOption, remaining_share: RemainingShare | None) -> None:
+        self.cost, self._remaining_share = cost, remaining_share
+        self.op_costs = OpCosts()
+        """Tool that records costs of ops while the model is evaluated without the swept tool."""
+        self.measured: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the cost in results."""
+        return self.cost if isinstance(self.cost, str) else getattr(self.cost, "__name__", "cost")
+
+    @property
+    def total(self) -> float:
+        """The cost of the model without a tool."""
+        if self.measured is not None:
+            return self.measured
+        return self.op_costs.size() if self.cost == "size" else self.op_costs.flops()
+
+    def weights(self, site: Site) -> dict[Hashable, WeightSize]:
+        """Return the weights that an op reads, by parameter."""
+        return self.op_costs.of_ops(site.op_ids)[1]
+
+    def saved(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
+        """Return the cost that a level of ops which share weights saves; points: of each op alone.
+
+        A point that failed has no measured cost, and counts as nothing saved.
+        """
+        if self.measured is not None:
+            return sum(self.measured - point.cost for point in points if point.cost is not None)
+        remaining_share = self._remaining_share
+        assert remaining_share is not None
+        if self.cost == "size":
+            # A weight that several ops share is saved once.
+            sizes = {parameter: size for site in sites for parameter, size in self.weights(site).items()}
+            return sum(size.size * (1 - remaining_share(level, size)) for size in sizes.values())
+        site_costs = [self.op_costs.of_ops(site.op_ids) for site in sites]
+        return sum(
+            flops * (1 - remaining_share(level, next(iter(weights.values()))))
+            for flops, weights in site_costs
+            if weights
+        )

@@ -1,4 +1,4 @@
-"""Measurements: a row for each op at each level."""
+"""Measurements of a sweep, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from functools import partial
 from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from amanda.errors import AmandaError
 from amanda.tools.results import Column, PlottedResult, shortened
-from amanda.tools.sweep._errors import SweepError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LINES = 20
+
+class SweepError(AmandaError, ValueError):
+    """A sweep that cannot be made."""
+
+
+_MOST_LINES = 20
 
 
 @dataclass(frozen=True)
 class Site:
-    """An op at which the tool acts; name: the module's path and the op, by which it is known again."""
+    """An op at which the tool acts.  name: path of the module and type of the op, the same in each run."""
 
     name: str
     type: str
@@ -34,9 +39,9 @@ ALL = Site("", "all", "", "")
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation; metric: None where it failed, which `error` tells.
+    """One evaluation.  metric: None where the evaluation failed; `error` says why.
 
-    cost: what a function given as `cost` said with the tool in force; None without one.
+    cost: the result of the function that was passed as `cost`, with the tool in force; None without one.
     """
 
     site: Site
@@ -50,7 +55,7 @@ class Point:
 class SweepResult(PlottedResult):
     """The metric of each op alone at each level, and of all together.
 
-    dense: the metric without a tool; drop: how far another is below it.  complete: whether all was measured.
+    dense: the metric without a tool.  complete: True if every point was measured.
     """
 
     name: ClassVar[str] = "sweep"
@@ -60,71 +65,74 @@ class SweepResult(PlottedResult):
     ) -> None:
         self.points, self.dense, self.level, self.metric = tuple(points), dense, level, metric
         self.complete = complete
-        told = "nothing was measured" if dense is None else f"{dense:.4g} without"
-        self.title = f"{metric} against {level}, one op at a time: {told}"
-        number = partial(Column, number=True, show="{:.4g}".format)
-        text = partial(Column, show=partial(shortened, width=36))
+        baseline = "nothing was measured" if dense is None else f"{dense:.4g} without"
+        self.title = f"{metric} against {level}, one op at a time: {baseline}"
+        number_column = partial(Column, number=True, show="{:.4g}".format)
+        text_column = partial(Column, show=partial(shortened, width=36))
         self.columns = (  # type: ignore[misc]
-            Column("phase", shown=False), Column("type"), text("module"), text("source"),
-            Column("op", shown=False), number(level), number(metric), number("drop"), text("error"),
+            Column("phase", shown=False), Column("type"), text_column("module"), text_column("source"),
+            Column("op", shown=False), number_column(level), number_column(metric), number_column("drop"),
+            text_column("error"),
         )  # fmt: skip
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return all ops together first, then op by op, as they are executed."""
         return [
-            ("forward", one.site.type, one.site.module, one.site.source, one.site.name, one.level, one.metric,
-             self._drop(one), one.error)
-            for one in self.points
+            ("forward", point.site.type, point.site.module, point.site.source, point.site.name, point.level,
+             point.metric, self._drop(point), point.error)
+            for point in self.points
         ]  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """Say what a drop is, and if something is missing."""
+        """Return the meaning of a drop, and a sentence if points are missing."""
         notes = [f"drop is {self.metric} without the tool minus with it."]
         if not self.complete:
             notes.append("The sweep was not finished; run() goes on with it.")
-        elif all(one.site is ALL for one in self.points):
+        elif all(point.site is ALL for point in self.points):
             notes.append("The tool acted at no op.")
         return notes
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what level and metric are called, and the metric without a tool."""
+        """Return the names of level and metric, and the metric without a tool."""
         return {"level": self.level, "metric": self.metric, "dense": self.dense, "complete": self.complete}
 
     def _drop(self, point: Point) -> float | None:
         return None if point.metric is None or self.dense is None else self.dense - point.metric
 
     def within(self, drop: float) -> dict[str, float]:
-        """Return by op, as `Site.name`, the last level up to which the metric drops at most so much.
+        """Return by `Site.name` the harshest level of each op with a drop of at most `drop`.
 
-        Levels are in the order in which they were given, from mild to harsh; an op that cannot bear the first
-        is not in it. It says what each op bears alone: together they may lose more.
+        Levels are in the order of the sweep, from mild to harsh; an op whose metric drops more at the first
+        level is missing. Each op is measured alone: changed together, ops may lose more.
         Raises SweepError for a drop that is no number.
         """
         if not isinstance(drop, (int, float)) or isnan(drop):
             raise SweepError(f"drop is {drop!r}; give a number, such as 0.01")
-        found: dict[str, float] = {}
+        mildest_levels: dict[str, float] = {}
         lost: set[str] = set()
         for point in self.points:
-            fallen, name = self._drop(point), point.site.name
-            if fallen is None or fallen > drop or name in lost:
+            point_drop, name = self._drop(point), point.site.name
+            if point_drop is None or point_drop > drop or name in lost:
                 lost.add(name)
             elif point.site is not ALL:
-                found[name] = point.level
-        return found
+                mildest_levels[name] = point.level
+        return mildest_levels
 
     def draw(self, axes: Axes) -> None:
-        """Draw a line for each op, or for those that lose most of many, and a thick one for all together."""
+        """Draw a line for each op, at most 20 that lose most, and a thick line for all ops together."""
         lines: dict[Site, list[Point]] = {}
         for point in self.points:
             if point.metric is not None:
                 lines.setdefault(point.site, []).append(point)
         together = lines.pop(ALL, [])
-        worst = sorted(lines, key=lambda site: min(point.metric or 0.0 for point in lines[site]))[:_LINES]
+        worst = sorted(lines, key=lambda site: min(point.metric or 0.0 for point in lines[site]))[
+            :_MOST_LINES
+        ]
         for site in worst:
             name = site.module or site.name
-            axes.plot(*_line(lines[site]), marker="o", markersize=3, linewidth=1, label=name)
+            axes.plot(*_coordinates(lines[site]), marker="o", markersize=3, linewidth=1, label=name)
         if together:
-            axes.plot(*_line(together), color="black", linewidth=2.5, label="all together")
+            axes.plot(*_coordinates(together), color="black", linewidth=2.5, label="all together")
         if self.dense is not None:
             axes.axhline(self.dense, color="gray", linestyle="--", linewidth=1, label="without")
         axes.set_xlabel(self.level)
@@ -133,5 +141,5 @@ class SweepResult(PlottedResult):
             axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _line(points: Sequence[Point]) -> tuple[Any, Any]:
-    return [one.level for one in points], [one.metric for one in points]
+def _coordinates(points: Sequence[Point]) -> tuple[Any, Any]:
+    return [point.level for point in points], [point.metric for point in points]

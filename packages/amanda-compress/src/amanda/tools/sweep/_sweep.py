@@ -1,8 +1,8 @@
-"""The sweep: a tool at one op after the other, at each level, and what the user's evaluation says of it."""
+"""Sweeps: evaluate a program with a tool at one op after the other, at each level."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from time import perf_counter
@@ -10,13 +10,14 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
-from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, checked
+from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, Range, Share, checked
 from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.sweep._allocate import KEEP, Allocation
-from amanda.tools.sweep._errors import SweepError
-from amanda.tools.sweep._prices import Cost, Left, Prices
-from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
+from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
+from amanda.tools.sweep._allocation import KEEP, Allocation
+from amanda.tools.sweep._costs import CostModel, CostOption, RemainingShare
+from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
 from amanda.tools.trials import SearchResult, Trial
 
 Level = TypeVar("Level", int, float)
@@ -24,20 +25,21 @@ Prepare = Callable[[Any], None]
 
 
 class Sweep(Generic[Level]):
-    """Evaluates a program with a tool at one op alone, and at all together, at each level.
+    """Evaluate a program with a tool at one op alone, and at all ops together, at each level.
 
-    evaluate: runs the model and gives a number, such as an accuracy; it is called once for each point, and is
-    to give the same each time.  make: a new tool for a level.  levels: from mild to harsh.  prepare: called
-    with each tool in its scope before the evaluation, to calibrate for example.  level, metric: what the two
-    are called.  progress: whether stderr tells how far it is, as a bar on a terminal and in lines elsewhere.
-    compiled: as of `amanda.apply`: what becomes of callables that torch.compile made.  cost: what `search`
-    keeps within a budget: "size" or "flops" where `left(level, weight)` gives the share of them that a level
-    leaves; or a function that gives a number, such as a measured latency: it is called after each evaluation
-    with the tools in force, and with none for the model as it is.
+    evaluate: function that runs the model and returns a number, such as an accuracy; each point calls it
+    once, and it must return the same number each time.
+    make: function that returns a new tool for a level.  levels: from mild to harsh.
+    prepare: function that is called with each tool in its scope before the evaluation, such as a calibration.
+    level, metric: names of the two in results.  progress: True for a progress bar on stderr, lines in a file.
+    compiled: what happens to callables that torch.compile made, as in `amanda.apply`.
+    cost: the cost that `search` keeps within a budget. "size" or "flops" need `left(level, weight)`, which
+    returns the share of the cost that remains at a level. A function returns a number, such as a latency; it
+    is called with the tools in force after each evaluation, and without tools for the unchanged model.
 
-    First the program is evaluated without a tool, then at each level with the tool at all ops, which tells
-    the ops where the tool acts, then with the tool at each of them. A tool is told of one op alone by
-    `Tool.restrict`; weights are as they were, unless `evaluate` changes them.
+    The program is evaluated first without a tool; then at each level with the tool at all ops, which shows
+    where the tool acts; then with the tool at each of these ops alone (`Tool.restrict`). The tools leave
+    weights unchanged, unless `evaluate` changes them.
 
     Raises SweepError without levels, and for two that are equal in six digits; `run` where the metric without
     a tool is no finite number.
@@ -54,13 +56,13 @@ class Sweep(Generic[Level]):
         metric: Name = "metric",
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
-        cost: Cost = None,
-        left: Left | None = None,
+        cost: CostOption = None,
+        left: RemainingShare | None = None,
     ) -> None:
         if isinstance(cost, str) and left is None:
             raise SweepError(f"Sweep: cost is {cost!r} without left; give left too, a function, or None")
-        numeric = all(isinstance(one, Real) and isfinite(one) for one in levels)
-        if not levels or not numeric or len({f"{one:g}" for one in levels}) < len(levels):
+        numeric = all(isinstance(level_value, Real) and isfinite(level_value) for level_value in levels)
+        if not levels or not numeric or len({f"{level_value:g}" for level_value in levels}) < len(levels):
             raise SweepError(
                 f"levels is {list(levels)}; give one number at least, all different in six digits"
             )
@@ -70,11 +72,11 @@ class Sweep(Generic[Level]):
         self._make: Callable[[Level], amanda.Tool] = make
         self._levels: tuple[Level, ...] = tuple(levels)
         self._names = (level, metric)
-        self._places = amanda.Tool()
+        self._place_namer = amanda.Tool()
         self._sites: dict[str, Site] = {}
         self._points: dict[tuple[str, Level], Point] = {}
         self._dense: float | None = None
-        self._prices = Prices(cost, left)
+        self._cost_model = CostModel(cost, left)
         self._trials: dict[tuple[str, ...], Trial] = {}
 
     @property
@@ -82,128 +84,137 @@ class Sweep(Generic[Level]):
         """The measurements so far."""
         keys = [(site.name, at) for site in (ALL, *self._sites.values()) for at in self._levels]
         points = [self._points[key] for key in keys if key in self._points]
-        return SweepResult(points, self._dense, *self._names, self._is_done())
+        return SweepResult(points, self._dense, *self._names, self._is_complete())
 
     @checked(error=SweepError)
     def run(self, retries: NonNegativeInt = 0) -> SweepResult:
-        """Measure what was not measured yet.
+        """Measure all points that are not measured yet, and return the result.
 
-        retries: how often a point is evaluated again that failed, now or in a run before.
+        retries: number of further evaluations of a point that failed, now or in an earlier run.
 
-        An exception in the evaluation of a point is kept as that point's, and logged, and so is a metric of
-        NaN or infinity. One without a tool, one of Amanda, as of a tool's options, and KeyboardInterrupt
-        reach the caller as they are: `result` has what was measured by then, and another `run` goes on
-        from there.
+        An exception, NaN or infinity in the evaluation of a point is logged and recorded as `Point.error`.
+        Exceptions of the evaluation without a tool, Amanda's errors, such as for options of a tool, and
+        KeyboardInterrupt reach the caller: `result` has the points measured before, and another `run`
+        measures the rest.
         """
         with Progress(self._progress) as progress:
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
-                noted = [self._prices.noted] if self._prices.cost is not None else []
-                with self._scope(*noted):
+                recorders = [self._cost_model.op_costs] if self._cost_model.cost is not None else []
+                with self._scope(*recorders):
                     dense = check_number(self._evaluate(), self._evaluate, SweepError)
-                    self._prices.measured = self._measured_cost()
+                    self._cost_model.measured = self._measured_cost()
                 if not isfinite(dense):
                     raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
                 self._dense = dense
                 progress.done(f"{self._names[1]} {self._dense:g}")
+            # All ops together come first: this evaluation records the sites.
             for level in self._levels:
-                self._measure(ALL, level, progress, 1 + len(self._levels), retries)
+                self._measure_point(ALL, level, progress, 1 + len(self._levels), retries)
             total = 1 + len(self._levels) * (1 + len(self._sites))
             for site in list(self._sites.values()):
                 for level in self._levels:
-                    self._measure(site, level, progress, total, retries)
+                    self._measure_point(site, level, progress, total, retries)
         return self.result
 
     @checked(error=SweepError)
     def search(
         self, budgets: Annotated[Sequence[PositiveShare], NotEmpty], retries: NonNegativeInt = 0
     ) -> SearchResult:
-        """Choose a level for each op such that the cost is within a budget, and evaluate the choice.
+        """Choose a level for each op within a cost budget, and evaluate the choice.
 
-        budgets: shares of the cost without the tool, such as 0.25.  Each op gets one of the levels, or is
-        left ("keep"), such that the sum of the drops, each measured at one op alone, is the least; a drop
-        below 0 counts as 0.  Ops that read a weight in common get one level.
+        budgets: shares of the cost without the tool, such as 0.25.  retries: as in `run`.
 
-        The result has a trial for the model without the tool, for each budget, and for all ops at each level,
-        with those of the Pareto front marked; `tools` gives the tools of one.  What is not measured yet is
-        measured first, as by `run`.  retries: as of `run`, also for the evaluations of the choices.
+        Each op gets a level, or "keep" for no change. The choice has the least sum of drops, each measured at
+        one op alone; a drop below 0 counts as 0. Ops that read a weight in common get the same level.
 
-        Raises SweepError without a cost, and for a budget that the levels do not reach.
+        The result has a trial for the model without the tool, for each budget, and for all ops at each level;
+        trials of the Pareto front are marked. `tools(trial.architecture)` returns the tools of a trial.
+        `run` measures missing points first.
+
+        Raises SweepError without a cost, and for a budget below the cost of the harshest levels.
         """
-        name = self._prices.name
-        if self._prices.cost is None:
+        name = self._cost_model.name
+        if self._cost_model.cost is None:
             raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
         self.run(retries)
         assert self._dense is not None
-        allocation = Allocation(self._sites, self._levels, self._points, self._dense, self._prices)
-        chosen = [allocation.choose(one) for one in budgets]
-        trials = [Trial(dict.fromkeys(self._sites, KEEP), self._dense, {name: self._prices.total}, 0.0)]
+        allocation = Allocation(self._sites, self._levels, self._points, self._dense, self._cost_model)
+        architectures = [allocation.choose(budget) for budget in budgets]
+        trials = [Trial(dict.fromkeys(self._sites, KEEP), self._dense, {name: self._cost_model.total}, 0.0)]
         with Progress(self._progress) as progress:
-            for number, (budget, architecture) in enumerate(zip(budgets, chosen, strict=True)):
+            for number, (budget, architecture) in enumerate(zip(budgets, architectures, strict=True)):
                 progress.begin(len(budgets), f"{budget:g} of the {name}", number)
-                trials.append(self._trial(architecture, allocation.cost(architecture), retries))
-                self._done(progress, trials[-1])
+                trials.append(
+                    self._evaluate_architecture(architecture, allocation.cost(architecture), retries)
+                )
+                self._report_progress(progress, trials[-1])
         for level in self._levels:
-            same, one = dict.fromkeys(self._sites, f"{level:g}"), self._points[ALL.name, level]
-            cost = allocation.cost(same) if one.cost is None else one.cost
-            trials.append(Trial(same, one.metric, {name: cost}, one.seconds, one.error))
+            uniform, point = dict.fromkeys(self._sites, f"{level:g}"), self._points[ALL.name, level]
+            cost = allocation.cost(uniform) if point.cost is None else point.cost
+            trials.append(Trial(uniform, point.metric, {name: cost}, point.seconds, point.error))
         return SearchResult(trials, self._names[1], [name], "")
 
     def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
-        """Return new tools, one for each level, that act at the ops which an architecture gives it.
+        """Return new tools for an architecture: for each level one that acts at the ops with that level.
 
         with amanda.apply(*sweep.tools(result.best.architecture)): ...
         """
-        found = []
+        tools = []
         for level in self._levels:
             names = {name for name, label in architecture.items() if label == f"{level:g}"}
-            found += [self._tool(names, level)] if names else []
-        return found
+            tools += [self._make_tool(names, level)] if names else []
+        return tools
 
     def _scope(self, *tools: amanda.Tool) -> amanda.Scope:
-        """Return a scope with the report of the whole sweep, which logs each warning once."""
+        """Return a scope that shares the report of the sweep, so that each warning is logged once."""
         scope = amanda.apply(*tools, compiled=self._compiled)
         scope.report = self._report
         return scope
 
-    def _trial(self, architecture: Mapping[str, str], cost: float, retries: int) -> Trial:
-        """Evaluate an architecture, unless it was."""
+    def _evaluate_architecture(self, architecture: Mapping[str, str], cost: float, retries: int) -> Trial:
+        """Return the trial of an architecture, evaluated unless an earlier one succeeded."""
         labels = tuple(architecture.values())
         for _ in _attempts(self._trials.get(labels), retries):
-            metric, error, seconds, measured = self._evaluated(" ".join(labels), *self.tools(architecture))
-            costs = {self._prices.name: cost if measured is None else measured}
+            metric, error, seconds, measured = self._evaluate_with(
+                " ".join(labels), *self.tools(architecture)
+            )
+            costs = {self._cost_model.name: cost if measured is None else measured}
             self._trials[labels] = Trial(architecture, metric, costs, seconds, error)
             if not error:
                 break
         return self._trials[labels]
 
     def _check_levels(self) -> None:
-        """Say now what is wrong with an option, and not after an evaluation."""
+        """Make a tool for each level, so that a wrong option raises before the first evaluation."""
         for level in self._levels:
             self._make(level)
 
-    def _is_done(self) -> bool:
-        wanted = len(self._levels) * (1 + len(self._sites))
-        return self._dense is not None and len(self._points) == wanted
+    def _is_complete(self) -> bool:
+        point_count = len(self._levels) * (1 + len(self._sites))
+        return self._dense is not None and len(self._points) == point_count
 
-    def _measure(self, site: Site, level: Level, progress: Progress, total: int, retries: int) -> None:
-        told, key = f"{site.name or 'all ops'}, {self._names[0]} {level:g}", (site.name, level)
+    def _measure_point(self, site: Site, level: Level, progress: Progress, total: int, retries: int) -> None:
+        """Evaluate a site at a level, unless an earlier evaluation succeeded; record the point."""
+        description, key = f"{site.name or 'all ops'}, {self._names[0]} {level:g}", (site.name, level)
         for _ in _attempts(self._points.get(key), retries):
-            progress.begin(total, told, 1 + len(self._points) - (key in self._points))
-            tool = self._tool(None if site is ALL else {site.name}, level)
-            self._points[key] = Point(site, level, *self._evaluated(told, tool))
-            self._done(progress, self._points[key])
+            progress.begin(total, description, 1 + len(self._points) - (key in self._points))
+            tool = self._make_tool(None if site is ALL else {site.name}, level)
+            self._points[key] = Point(site, level, *self._evaluate_with(description, tool))
+            self._report_progress(progress, self._points[key])
             if not self._points[key].error:
                 break
 
-    def _done(self, progress: Progress, one: Point | Trial) -> None:
-        progress.done(one.error or f"{self._names[1]} {one.metric:g}")
+    def _report_progress(self, progress: Progress, measurement: Point | Trial) -> None:
+        progress.done(measurement.error or f"{self._names[1]} {measurement.metric:g}")
 
-    def _evaluated(self, told: str, *tools: amanda.Tool) -> tuple[float | None, str, float, float | None]:
-        """Evaluate with tools; return the metric, what was raised, the seconds, and a measured cost."""
+    def _evaluate_with(
+        self, description: str, *tools: amanda.Tool
+    ) -> tuple[float | None, str, float, float | None]:
+        """Evaluate with tools; return the metric, the error text, the seconds, and a measured cost."""
         begun = perf_counter()
 
-        def measure() -> tuple[float, float | None]:
+        def evaluate_with_tools() -> tuple[float, float | None]:
             with self._scope(*tools):
                 for tool in tools:
                     if self._prepare is not None:
@@ -211,29 +222,29 @@ class Sweep(Generic[Level]):
                 metric = check_number(self._evaluate(), self._evaluate, SweepError, self._names[1])
                 return metric, self._measured_cost(*tools)
 
-        found, error = Progress.attempt(measure, f"no {self._names[1]} of {told}")
-        metric, cost = found or (None, None)
+        measurements, error = Progress.attempt(evaluate_with_tools, f"no {self._names[1]} of {description}")
+        metric, cost = measurements or (None, None)
         return metric, error, perf_counter() - begun, cost
 
     def _measured_cost(self, *tools: amanda.Tool) -> float | None:
-        cost = self._prices.cost
+        cost = self._cost_model.cost
         if not callable(cost):
             return None
-        return check_number(cost(*tools), cost, SweepError, self._prices.name)
+        return check_number(cost(*tools), cost, SweepError, self._cost_model.name)
 
-    def _tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
-        """Make a tool that acts at some ops alone; None: at all, and tells where."""
+    def _make_tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
+        """Make a tool that acts at the named ops alone; None: at all ops, and record them as sites."""
         tool = self._make(level)
         tool.depends_on(StandardMapping())
         if names is None:
-            tool.wrap_routines(self._meet)
+            tool.wrap_routines(self._record_site)
         else:
-            tool.restrict(lambda context: self._places.place(context) in names)
+            tool.restrict(lambda context: self._place_namer.place(context) in names)
         return tool
 
-    def _meet(self, context: amanda.OpContext, type: ActionType, routine: Routine) -> Routine:
-        """Note the op at which the tool acts."""
-        name = self._places.place(context)
+    def _record_site(self, context: amanda.OpContext, type: ActionType, routine: Routine) -> Routine:
+        """Record the op at which the tool acts as a site; return the routine unchanged."""
+        name = self._place_namer.place(context)
         if name not in self._sites:
             self._sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
         self._sites[name].op_ids.add(context.get_op_id())
@@ -241,5 +252,107 @@ class Sweep(Generic[Level]):
 
 
 def _attempts(earlier: Point | Trial | None, retries: int) -> range:
-    """Return as many numbers as there may be evaluations."""
+    """Return a range with one number for each evaluation that is still allowed."""
     return range(1 + retries if earlier is None else retries if earlier.error else 0)
+
+
+Number = TypeVar("Number", int, float)
+
+
+class SparsitySweep(Sweep[float]):
+    """Measure a metric against sparsity: prune the weight of one op at a time, and all together.
+
+    evaluate, metric, progress, compiled: see `Sweep`.  sparsities: shares of each weight that become zero.
+    options: of `PruneTool`, such as pattern and type.
+    cost: "size" (bytes of weights that are not zero, without indices), "flops" or a function: see `Sweep`.
+    With scope="global" a first evaluation of each point ranks the weights together. An importance by inputs
+    reads the inputs of that evaluation; one by gradients needs an evaluation with a backward pass.
+
+    Raises PruneTool's errors for invalid options and levels.
+
+    >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="structured", progress=False)
+    """
+
+    @checked(error=SweepError)
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],
+        sparsities: Annotated[Iterable[Share], NotEmpty] = (0.3, 0.5, 0.7, 0.8, 0.9),
+        metric: Name = "metric",
+        progress: bool = True,
+        compiled: Literal["eager", "instrument"] = "eager",
+        cost: CostOption = "size",
+        **options: Any,
+    ) -> None:
+        def make(sparsity: float) -> PruneTool:
+            return PruneTool(sparsity=sparsity, **options)
+
+        def prepare(tool: PruneTool) -> None:
+            if tool.needs_preparation:
+                with tool.calibrating():
+                    evaluate()
+
+        mild = _sorted_levels("sparsities", sparsities)
+        super().__init__(
+            evaluate, make, mild, prepare, "sparsity", metric, progress, compiled, cost,
+            lambda level, weight: 1 - level,
+        )  # fmt: skip
+        self._check_levels()
+
+
+class BitsSweep(Sweep[int]):
+    """Measure a metric against bits: quantise the inputs of one op at a time, and all together.
+
+    evaluate, metric, progress, compiled: see `Sweep`.  bits: of each quantised number.
+    weights, activations: True to quantise them.
+    calibrate: function that runs the model on examples to choose scales of activations; None to choose them
+    at each execution.
+    cost: "size" (bytes of weights at their bits, without scales) or a function: see `Sweep`.
+    options: of `QuantizeTool`, such as type, observer, per_channel.
+
+    Raises QuantizeTool's errors for invalid options and levels.
+
+    >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
+    """
+
+    @checked(error=SweepError)
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],
+        bits: Annotated[Iterable[Annotated[int, Range(2, 16)]], NotEmpty] = (8, 6, 5, 4, 3, 2),
+        weights: bool = True,
+        activations: bool = True,
+        calibrate: Callable[[], Any] | None = None,
+        metric: Name = "metric",
+        progress: bool = True,
+        compiled: Literal["eager", "instrument"] = "eager",
+        cost: CostOption = "size",
+        **options: Any,
+    ) -> None:
+        def make(level: int) -> QuantizeTool:
+            return QuantizeTool(
+                method="dynamic" if calibrate is None else "static", weight_bits=level if weights else None,
+                activation_bits=level if activations else None, **options,
+            )  # fmt: skip
+
+        def prepare(tool: QuantizeTool) -> None:
+            if calibrate is not None:
+                with tool.calibrating():
+                    calibrate()
+
+        mild = _sorted_levels("bits", bits)[::-1]
+        if cost == "flops":
+            raise SweepError("cost is 'flops', of which fewer bits save none; give 'size' or a function")
+        super().__init__(
+            evaluate, make, mild, prepare, "bits", metric, progress, compiled, cost,
+            lambda level, weight: level * weight.numbers / 8 / weight.size if weights else 1.0,
+        )  # fmt: skip
+        self._check_levels()
+
+
+def _sorted_levels(name: str, levels: Iterable[Number]) -> list[Number]:
+    """Return levels in rising order.  Raises SweepError for levels that are not numbers."""
+    try:
+        return sorted(levels)
+    except TypeError as error:
+        raise SweepError(f"{name} is {levels!r}; give a list of numbers") from error

@@ -9,14 +9,13 @@ In: ops, in the words of StandardMapping; models, whose parameters a `ParameterS
 Out: other values of weights, where ops read them and, by `finalize`, in the model.
 """
 
-from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.weights._parameter_slices import ParameterSlice, SharedState
 from amanda.tools.weights._parameters import ParameterError, ParameterStore, StoredParameter, parameter_store
 from amanda.tools.weights._result import WeightResult
-from amanda.tools.weights._selection import SelectionOptions
-from amanda.tools.weights._shared_state import SharedState
 from amanda.tools.weights._tool import WeightTool
 from amanda.tools.weights._weight import Weight, WeightError, WeightView
 from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
+from amanda.tools.weights._weights import SelectionOptions
 
 __all__ = [
     "ParameterError", "ParameterSlice", "ParameterStore", "SelectionOptions", "SharedState",

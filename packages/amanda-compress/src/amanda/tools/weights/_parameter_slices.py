@@ -1,9 +1,9 @@
-"""Tensors of PyTorch that ops have copied or selected out of parameters: which elements of it they are."""
+"""Slices of parameters: tensors that ops view, copy or select out of them, and the state of each slice."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -11,12 +11,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import amanda
+from amanda import interceptor
 from amanda.backend import TensorMap
 from amanda.tools.kit import RequiredNames, Tensors, tensors_of
 from amanda.tools.weights._parameters import ParameterStore, StridedLayout, parameter_store
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:UntypedStorage._cdata")
 
@@ -29,7 +31,7 @@ READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of th
 """Keys of contexts and of executions."""
 
 _FIRST_SWEEP = 64
-_numbers = count()
+_instance_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class _CopiedSlice(NamedTuple):
 
 
 @cache
-def _of_pytorch() -> tuple[Tensors, ParameterStore]:
+def _torch_tensors_and_store() -> tuple[Tensors, ParameterStore]:
     """Return the operations on PyTorch's tensors and parameters: a hot path asks for them once."""
     import torch
 
@@ -90,12 +92,13 @@ class FollowedSlices:
         self._copies: dict[int, _CopiedSlice] = {}
         self._sweep_at = _FIRST_SWEEP
         self._symbols: TensorMap[bool] = TensorMap()
-        self._inputs_key = f"inputs {next(_numbers)}"  # several tools may follow one op
+        self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> ParameterSlice | None:
         """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
-        tensors, _ = _of_pytorch()
+        tensors, _ = _torch_tensors_and_store()
         copied = self._copies.get(value.untyped_storage()._cdata) if tensors.is_strided(value) else None
+        # A new tensor may have the address of a freed storage: the weak reference tells them apart.
         holder = None if copied is None or copied.storage.expired() else copied.holder()
         if copied is None or holder is None:
             return None
@@ -112,8 +115,8 @@ class FollowedSlices:
         if self.source(next(iter(context.get_inputs()), None)) is None:
             return
         compute = None if context["type"] in COPIES else context.get_computation()
-        context.insert_before_op(_hold, name=self._inputs_key)
-        context.insert_after_op(self._record, compute=compute)
+        context.insert_before_op(_record_inputs, name=self._inputs_key)
+        context.insert_after_op(self._record_copy, compute=compute)
 
     def follow_symbols(self, context: amanda.OpContext) -> None:
         """Note the outputs of an op of a graph as `follow` does, where outputs are symbols."""
@@ -121,9 +124,11 @@ class FollowedSlices:
             return
         selects = context["type"] in SELECTIONS and context.get_variable(0) is not None
         if selects or self.is_selected(context.get_inputs()[0]):
-            for one in context.get_outputs() or ():
-                if getattr(one, "_base", one) is None:  # else it is a view of the parameter, which is known
-                    self._symbols[one] = True
+            for output in context.get_outputs() or ():
+                if (
+                    getattr(output, "_base", output) is None
+                ):  # else it is a view of the parameter, which is known
+                    self._symbols[output] = True
 
     def is_selected(self, symbol: Any) -> bool:
         """Return True if a symbol of a graph was selected out of a parameter, or is a view of such."""
@@ -131,14 +136,16 @@ class FollowedSlices:
         return self._symbols.get(symbol if base is None else base) is not None
 
     @amanda.differentiable  # to be given what is a view of a parameter as that
-    def _record(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+    def _record_copy(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+        """Record the slice of a parameter that an output is a copy of."""
         inputs = run.pop(self._inputs_key)
         source = self.source(inputs[0])
-        tensors, store = _of_pytorch()
+        tensors, store = _torch_tensors_and_store()
         if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
             return
         from torch.multiprocessing.reductions import StorageWeakRef
 
+        # Freed entries go once the table has doubled, so that a copy costs constant time.
         if len(self._copies) >= self._sweep_at:
             self.sweep()
         _REQUIRED.check()
@@ -159,29 +166,29 @@ class FollowedSlices:
 
     def source(self, value: Any) -> ParameterSlice | None:
         """Return where an input comes from: a view of a parameter, or what was made of one."""
-        tensors, store = _of_pytorch()
+        tensors, store = _torch_tensors_and_store()
         if not tensors.is_strided(value):
             return None
         holder = store.owner(value)
         if holder is None:
             return self.of(value)
         form = StridedLayout.of(value)
-        return ParameterSlice(holder, partial(_viewed_as, _itself, StridedLayout.of(holder), form), form)
+        return ParameterSlice(holder, partial(_viewed_as, _identity, StridedLayout.of(holder), form), form)
 
 
 @amanda.differentiable
-def _hold(*inputs: Any, name: str, run: dict[str, Any]) -> None:
+def _record_inputs(*inputs: Any, name: str, run: dict[str, Any]) -> None:
     run[name] = inputs
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _selected(
-    compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], others: Any, whole: Tensor
+    compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], indices: Any, whole: Tensor
 ) -> Tensor:
-    return compute([of(whole), *others])
+    return compute([of(whole), *indices])
 
 
 def _viewed_as(
@@ -192,6 +199,7 @@ def _viewed_as(
 
     laid = of(whole)
     extents, strides, offset = layout
+    # as_strided needs the memory order of the replaced tensor, and a computed copy may have another.
     if laid.stride() != strides or not laid.is_contiguous():
         values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
         laid.copy_(values)
@@ -204,8 +212,9 @@ def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -
 
     if not prod((*part.extents, *form.extents)):
         return None
+    # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
     places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
-    positions = _viewed_as(_itself, layout, form, places)
+    positions = _viewed_as(_identity, layout, form, places)
     first = positions[(0,) * positions.dim()]
     steps = [int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
              for axis, size in enumerate(positions.shape)]  # fmt: skip
@@ -214,3 +223,85 @@ def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -
         return None
     whole = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
     return composed if torch.equal(whole, positions) else None
+
+
+def may_vary(context: amanda.OpContext, index: int) -> bool:
+    """Return True if an eager op of PyTorch may read another weight at its next execution."""
+    if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
+        return False
+    import torch
+
+    return not isinstance(context.get_inputs()[index], torch.nn.Parameter)
+
+
+def is_adapter(context: amanda.OpContext) -> bool:
+    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
+    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))
+
+
+def in_memory_order(form: StridedLayout) -> tuple[int, ...]:
+    """Return the axes of a part in memory order, which is the same for all of its forms."""
+    extents, strides, _ = form
+    return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
+
+
+class SharedState:
+    """The place that state of a part is kept under, whichever op of it happens to read the part first.
+
+    A parameter whose path in the model is known needs no more than the part.
+    """
+
+    def __init__(self) -> None:
+        self._readers: dict[Hashable, amanda.OpContext] = {}
+        self._holders: dict[amanda.OpContext, list[Hashable]] = {}
+        self._lines: dict[Hashable, list[Hashable]] = {}
+        self._states: dict[Hashable, Any] = {}
+
+    def state_of(
+        self,
+        context: amanda.OpContext,
+        part: ParameterSlice | None,
+        make: Callable[[amanda.OpContext, str], Any],
+        line: Hashable = None,
+    ) -> Any:
+        """Return the state of a part of a parameter, from `make(reader, suffix)` at its first reader.
+
+        reader, suffix: see `key_for`.  line: of the op, where each line that reads the part has state of its
+        own; the suffix of all lines but the first has the line's number.
+        Returns None for what is no part: what was computed, or selected.
+        """
+        if part is None or part.form is None:
+            return None
+        identity, form = interceptor.ordinal(part.holder), part.form
+        reader, suffix = self.key_for(context, identity, form, StridedLayout.of(part.holder))
+        if line is not None:
+            lines = self._lines.setdefault((reader, identity), [])
+            if line not in lines:
+                lines.append(line)
+            suffix += f"~{number}" if (number := lines.index(line)) else ""
+        key = reader, identity, form, line
+        if key not in self._states:
+            self._states[key] = make(reader, suffix)
+        return self._states[key]
+
+    def key_for(
+        self,
+        context: amanda.OpContext,
+        identity: Hashable,
+        part: StridedLayout | None,
+        whole: StridedLayout,
+        is_named: bool = False,
+    ) -> tuple[amanda.OpContext, str]:
+        """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
+
+        identity: of the parameter; is_named: whether names of state have its path.
+        part: the form that is read, None for all of it.  whole: its own form.
+        """
+        is_part = part is not None and prod(part.extents) < prod(whole.extents)
+        reader = self._readers.setdefault(identity, context) if is_part else context
+        holders = self._holders.setdefault(reader, [])
+        if identity not in holders:
+            holders.append(identity)
+        number = 0 if is_named else holders.index(identity)
+        offset = f"@{part.offset}" if is_part and part is not None else ""
+        return reader, offset + (f"#{number}" if number else "")

@@ -115,11 +115,11 @@ class ParameterStore:
         """Return the present values of a part."""
         return parameter
 
-    def overlaps(self, part: Any, other: Any, whole: Any) -> bool:
+    def overlaps(self, part: Any, other_part: Any, whole: Any) -> bool:
         """Return True if two parts have elements in common."""
         return True
 
-    def covers(self, part: Any, other: Any, whole: Any) -> bool:
+    def covers(self, part: Any, other_part: Any, whole: Any) -> bool:
         """Return True if a part has every element of another."""
         return True
 

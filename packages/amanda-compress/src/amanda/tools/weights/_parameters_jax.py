@@ -1,4 +1,4 @@
-"""Weights of JAX: slots of a model or of a pytree, whose arrays nobody writes into."""
+"""Parameters of JAX: slots of a model or of a pytree, whose arrays are immutable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amanda.tools.weights._parameters import Changed, ParameterError, ParameterS
 
 
 class Slots(ParameterStore):
-    """Slots, by class of the model and path, as the driver tells them."""
+    """Slots of the driver, by class of the model and path."""
 
     def identity(self, parameter: Any) -> Any:
         """Return the slot, of which there is one object for each path."""
@@ -35,96 +35,103 @@ class Slots(ParameterStore):
         )
 
     def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
-        """Return a model with other weights, and how many there are.
+        """Return a model with changed parameters, and the number of changes.
 
-        A module of Flax NNX or a model of Keras is written into; another pytree is returned anew.
-        Raises ParameterError where two weights would go to one place.
+        A module of Flax NNX or a model of Keras is changed in place; another pytree is copied.
+        Raises ParameterError if two changes belong to one path.
         """
         import jax
         import numpy as np
 
-        changes = _by_slot(changes)
+        changes = _merge_stack_changes(changes)
         setters = dict(_setters(model))
         if setters:
-            found = _placed(list(setters), changes)
+            change_by_path = _changes_by_path(list(setters), changes)
             with self.undone_on_error() as undo:
-                for path, changed in found.items():
-                    value, put = setters[path]
+                for path, changed in change_by_path.items():
+                    value, setter = setters[path]
                     new = jax.numpy.asarray(changed(np.array(value)), value.dtype)
-                    undo.append(partial(put, value))
-                    put(new)
-            return model, len(found)
+                    undo.append(partial(setter, value))
+                    setter(new)
+            return model, len(change_by_path)
         leaves, tree = jax.tree_util.tree_flatten_with_path(model)
-        paths = [".".join(map(_word, path)) for path, _ in leaves]
-        found = _placed(paths, changes)
-        new = [leaf if path not in found else jax.numpy.asarray(found[path](np.array(leaf)), leaf.dtype)
-               for path, (_, leaf) in zip(paths, leaves, strict=True)]  # fmt: skip
-        return jax.tree_util.tree_unflatten(tree, new), len(found)
+        paths = [".".join(map(_key_name, path)) for path, _ in leaves]
+        change_by_path = _changes_by_path(paths, changes)
+        new = [
+            jax.numpy.asarray(change_by_path[path](np.array(leaf)), leaf.dtype)
+            if path in change_by_path
+            else leaf
+            for path, (_, leaf) in zip(paths, leaves, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(tree, new), len(change_by_path)
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
         """Raise ParameterError: paths tell parameters, and `write_all` writes them."""
-        raise ParameterError(f"the parameters of {type(model).__name__} are told by their paths")
+        raise ParameterError(f"the parameters of {type(model).__name__} are identified by their paths")
 
 
-def _by_slot(changes: Sequence[tuple[Any, Any, Changed]]) -> list[tuple[Any, Any, Changed]]:
-    """Return changes, with one of a whole stack for those of its slices."""
+def _merge_stack_changes(changes: Sequence[tuple[Any, Any, Changed]]) -> list[tuple[Any, Any, Changed]]:
+    """Return changes in which a change of each stack replaces the changes of its slices."""
     slices: dict[Any, list[tuple[Any, Changed]]] = {}
     for holder, _, changed in changes:
         if hasattr(holder, "stack"):
             slices.setdefault(holder.stack, []).append((holder.place(), changed))
-    others = [one for one in changes if not hasattr(one[0], "stack")]
-    return [*others, *((stack, None, partial(_sliced, one)) for stack, one in slices.items())]
+    slot_changes = [change for change in changes if not hasattr(change[0], "stack")]
+    return [
+        *slot_changes,
+        *((stack, None, partial(_change_slices, change)) for stack, change in slices.items()),
+    ]
 
 
-def _sliced(changes: Sequence[tuple[Any, Changed]], value: Any) -> Any:
-    """Return an array with other slices."""
+def _change_slices(changes: Sequence[tuple[Any, Changed]], value: Any) -> Any:
+    """Change slices of a stacked array in place, and return the array."""
     for place, changed in changes:
         value[place] = changed(value[place].copy())
     return value
 
 
 def _setters(model: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the path of each variable of a mutable model, with its value and what sets it."""
+    """Yield path, value and setter of each variable of a mutable model; nothing for another model."""
     if hasattr(model, "trainable_variables"):  # Keras
-        for one in model.weights:
-            yield one.path.replace("/", "."), (one.value, one.assign)
+        for variable in model.weights:
+            yield variable.path.replace("/", "."), (variable.value, variable.assign)
     elif any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__[:-1]):
         from flax import nnx
 
         if isinstance(model, nnx.Module):
-            for path, one in nnx.iter_graph(model):
-                if isinstance(one, nnx.Variable):
-                    yield ".".join(map(str, path)), (one[...], one.set_value)
+            for path, variable in nnx.iter_graph(model):
+                if isinstance(variable, nnx.Variable):
+                    yield ".".join(map(str, path)), (variable[...], variable.set_value)
 
 
-def _word(key: Any) -> str:
-    """Return the name, the key or the index of one step to a leaf."""
+def _key_name(key: Any) -> str:
+    """Return the name, the key or the index of one entry of a leaf's path."""
     return str(next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)))
 
 
-def _placed(paths: Sequence[str], changes: Sequence[tuple[Any, Any, Changed]]) -> dict[str, Changed]:
-    """Return which path each change goes to: its own, or the one that ends as its own does.
+def _changes_by_path(paths: Sequence[str], changes: Sequence[tuple[Any, Any, Changed]]) -> dict[str, Changed]:
+    """Return changes by path in the model: the path of the slot, or a path with the same end.
 
-    Functions name their arguments as they like: the weight "params.dense.kernel" of one is "dense.kernel" of
-    what it was given, and "model.params.dense.kernel" of what that was taken out of.
+    The slot's path begins at the argument of the traced function: "params.dense.kernel" may be "dense.kernel"
+    in the pytree that was passed, and "model.params.dense.kernel" in the model around the pytree.
     """
-    found: dict[str, Changed] = {}
+    change_by_path: dict[str, Changed] = {}
     owners: dict[str, Any] = {}
     for holder, _, changed in changes:
-        own = [path for path in paths if path == holder.path] or [
+        matching_paths = [path for path in paths if path == holder.path] or [
             path
             for path in paths
             if f".{holder.path}".endswith(f".{path}") or path.endswith(f".{holder.path}")
         ]
-        if len(own) > 1:
+        if len(matching_paths) > 1:
             raise ParameterError(
-                f"{holder!r} may be {' or '.join(own)}; give the part of the model that it is of"
+                f"{holder!r} may be {' or '.join(matching_paths)}; give the part of the model that it is of"
             )
-        for path in own:
-            if path in found:
+        for path in matching_paths:
+            if path in change_by_path:
                 raise ParameterError(
                     f"both {owners[path]!r} and {holder!r} may be {path} of this model; let each model "
                     "have a tool of its own, or give a pytree in which their paths differ"
                 )
-            found[path], owners[path] = changed, holder
-    return found
+            change_by_path[path], owners[path] = changed, holder
+    return change_by_path

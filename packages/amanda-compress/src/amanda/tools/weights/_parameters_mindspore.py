@@ -32,17 +32,17 @@ class MindSporeParameters(ParameterStore):
         array = parameter.asnumpy()
         return array if part is None else _strided(array.reshape(-1), part)
 
-    def overlaps(self, part: Part, other: Part, whole: StridedLayout) -> bool:
+    def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if two parts have elements in common."""
-        return bool(self._shared(part, other, whole).any())
+        return bool(self._shared_elements(part, other_part, whole).any())
 
-    def covers(self, part: Part, other: Part, whole: StridedLayout) -> bool:
+    def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if a part has every element of another."""
-        return bool(self._shared(part, other, whole).all())
+        return bool(self._shared_elements(part, other_part, whole).all())
 
-    def _shared(self, part: Part, other: Part, whole: StridedLayout) -> NDArray[Any]:
-        ones = np.ones((part or whole).extents, bool)
-        return self.transfer([(ones, part)], other, whole, False)
+    def _shared_elements(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
+        mask = np.ones((part or whole).extents, bool)
+        return self.transfer([(mask, part)], other_part, whole, False)
 
     def transfer(
         self, pieces: Sequence[tuple[Any, Any]], part: Part, whole: StridedLayout, fill: Any
@@ -52,8 +52,8 @@ class MindSporeParameters(ParameterStore):
         row = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
         for array, (_, layout) in zip(arrays, pieces, strict=True):
             _strided(row, layout or whole)[...] = array
-        found: NDArray[Any] = _strided(row, part or whole).copy()
-        return found
+        values: NDArray[Any] = _strided(row, part or whole).copy()
+        return values
 
     def parameters(self, model: Any) -> Iterator[MindSporeParameter]:
         """Yield each parameter of a cell or a list."""

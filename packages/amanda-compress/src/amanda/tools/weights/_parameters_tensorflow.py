@@ -20,8 +20,8 @@ Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
 
 _NAME = re.compile(r'ResourceHandle\(name="([^"]*?)(?:/\d+)?"')
 """In the text of a handle the name of the variable, which a number follows."""
-_FORMING = frozenset({"Reshape", "Transpose"})
-_PASSING = _FORMING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
+_RESHAPING = frozenset({"Reshape", "Transpose"})
+_PASSED = _RESHAPING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
 
 
 class Variables(ParameterStore):
@@ -37,8 +37,8 @@ class Variables(ParameterStore):
         op = getattr(parameter, "op", None)
         if op is not None:
             return str(op.name)
-        found = _NAME.search(str(parameter))
-        return found[1] if found is not None else ""
+        match = _NAME.search(str(parameter))
+        return match[1] if match is not None else ""
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Part] | None:
         """Return the variable that a weight was read of, and its form; None where the form is not found."""
@@ -48,29 +48,29 @@ class Variables(ParameterStore):
 
     def read(self, parameter: Any, part: Part) -> Any:
         """Return the present value in a form, in eager mode."""
-        return _formed(_read(parameter).numpy(), part)
+        return _to_form(_read_variable(parameter).numpy(), part)
 
     def transfer(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
         """Return what a form of a variable has of values in another form of it."""
         values, form = pieces[-1]
-        return _formed(_restored(np.asarray(values), form), part)
+        return _to_form(_from_form(np.asarray(values), form), part)
 
-    def parameters(self, model: Any) -> Iterator[Variable]:
+    def parameters(self, model: Any) -> Iterator[TFVariable]:
         """Yield each variable of a model, a layer or a list."""
-        found = next(
+        listed = next(
             (getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model
         )
         try:
-            variables = [_variable(one) for one in found]
+            variables = [_tf_variable(entry) for entry in listed]
         except (TypeError, AttributeError) as error:
             raise ParameterError(
                 f"{type(model).__name__} has no variables; give a model, a layer, or a list of variables"
             ) from error
         for variable in variables:
-            yield Variable(self.identity(_handle(variable)), variable)
+            yield TFVariable(self.identity(_handle(variable)), variable)
 
 
-class Variable(StoredParameter):
+class TFVariable(StoredParameter):
     """A variable of eager mode, or of the graph of a session."""
 
     def read(self) -> Array:
@@ -86,7 +86,7 @@ class Variable(StoredParameter):
         Raises ParameterError for a variable of a graph outside its session.
         """
         old = self.read()
-        new = _restored(np.asarray(changed(_formed(old.copy(), part))), part)
+        new = _from_form(np.asarray(changed(_to_form(old.copy(), part))), part)
         if not self._is_in_graph():
             assign = self._parameter.assign
         else:
@@ -105,6 +105,7 @@ class Variable(StoredParameter):
         return getattr(_handle(self._parameter), "op", None) is not None
 
     def _session(self) -> Any:
+        """Return the default session; raise ParameterError without a session."""
         import tensorflow as tf
 
         session = tf.compat.v1.get_default_session()
@@ -121,54 +122,57 @@ def _form_in_graph(weight: Any) -> Any:
     import tensorflow as tf
 
     steps, tensor = [], weight
-    while tensor.op.type in _PASSING:
-        if tensor.op.type in _FORMING:
-            given = tf.get_static_value(tensor.op.inputs[1])
-            steps.append((tensor.op.type, tensor.shape.as_list() if given is None else given))
+    while tensor.op.type in _PASSED:
+        if tensor.op.type in _RESHAPING:
+            argument = tf.get_static_value(tensor.op.inputs[1])
+            steps.append((tensor.op.type, tensor.shape.as_list() if argument is None else argument))
             start = tensor.op.inputs[0].shape
         tensor = tensor.op.inputs[0]
     if not steps:
         return None
     numbered = np.arange(start.num_elements()).reshape(start)
-    made = numbered
+    # Numbered elements pass through the same steps as the variable, in their order of execution.
+    reshaped = numbered
     for kind, form in reversed(steps):
-        made = made.reshape(form) if kind == "Reshape" else made.transpose(form)
-    return _form(numbered, made)
+        reshaped = reshaped.reshape(form) if kind == "Reshape" else reshaped.transpose(form)
+    return _find_form(numbered, reshaped)
 
 
 def _form_of_value(holder: Any, weight: Any) -> Any:
     """Return the form that turns the present value of a variable into that of a weight."""
     import tensorflow as tf
 
-    return _form(tf.cast(_read(holder), weight.dtype).numpy(), weight.numpy())
+    return _find_form(tf.cast(_read_variable(holder), weight.dtype).numpy(), weight.numpy())
 
 
-def _read(holder: Any) -> Any:
+def _read_variable(holder: Any) -> Any:
     import tensorflow as tf
 
     return tf.raw_ops.ReadVariableOp(resource=holder, dtype=holder._handle_data.shape_and_type[0].dtype)
 
 
-def _form(value: Array, wanted: Array) -> Any:
+def _find_form(value: Array, target: Array) -> Any:
     """Return the form in which a value is what is wanted; None for the value as it is."""
-    if value.shape == wanted.shape and _are_equal(value, wanted):
+    if value.shape == target.shape and _are_equal(value, target):
         return None
+    # In eager mode nothing but the values tells through which transpose and reshape an op reads.
     for axes in permutations(range(value.ndim)):
-        if _are_equal(value.transpose(axes).reshape(wanted.shape), wanted):
-            return axes, wanted.shape, value.shape
+        if _are_equal(value.transpose(axes).reshape(target.shape), target):
+            return axes, target.shape, value.shape
     return NotImplemented
 
 
-def _are_equal(value: Array, other: Array) -> bool:
+def _are_equal(value: Array, target: Array) -> bool:
     """Return True for equal arrays; weights of a training that failed are NaN."""
-    return np.array_equal(value, other, equal_nan=value.dtype.kind == "f")
+    return np.array_equal(value, target, equal_nan=value.dtype.kind == "f")
 
 
-def _formed(value: Array, part: Part) -> Array:
+def _to_form(value: Array, part: Part) -> Array:
     return value if part is None else value.transpose(part[0]).reshape(part[1])
 
 
-def _restored(value: Array, part: Part) -> Array:
+def _from_form(value: Array, part: Part) -> Array:
+    """Return the value of a variable from its value in a form."""
     if part is None:
         return value
     axes, _, extents = part
@@ -180,7 +184,7 @@ def _handle(variable: Any) -> Any:
     return variable.handle if hasattr(variable, "handle") else variable.op.outputs[0]
 
 
-def _variable(given: Any) -> Any:
+def _tf_variable(variable: Any) -> Any:
     """Return TensorFlow's variable behind one of Keras."""
-    value = getattr(given, "value", None)
-    return given if value is None or callable(value) else value
+    value = getattr(variable, "value", None)
+    return variable if value is None or callable(value) else value

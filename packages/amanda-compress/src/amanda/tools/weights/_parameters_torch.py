@@ -58,22 +58,23 @@ class TorchParameters(ParameterStore):
         values = parameter.detach()
         return values if part is None else values.as_strided(*part)
 
-    def overlaps(self, part: Part, other: Part, whole: StridedLayout) -> bool:
+    def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if two parts have elements in common."""
-        one, two = part or whole, other or whole
-        apart = min(one.end, two.end) <= max(one.offset, two.offset)
-        return not apart and bool(self._shared(one, two).any())
+        first, second = part or whole, other_part or whole
+        # Disjoint ranges of memory need no comparison of elements, which is slow.
+        apart = min(first.end, second.end) <= max(first.offset, second.offset)
+        return not apart and bool(self._shared_elements(first, second).any())
 
-    def covers(self, part: Part, other: Part, whole: StridedLayout) -> bool:
+    def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if a part has every element of another."""
-        return part is None or bool(self._shared(part, other or whole).all())
+        return part is None or bool(self._shared_elements(part, other_part or whole).all())
 
-    def _shared(self, part: StridedLayout, other: StridedLayout) -> Tensor:
+    def _shared_elements(self, part: StridedLayout, other_part: StridedLayout) -> Tensor:
         """Return which elements of another part are of a part too."""
         import torch
 
-        ones = torch.ones((), dtype=torch.bool).expand(tuple(part.extents))
-        return self.transfer([(ones, part)], other, other, False)
+        mask = torch.ones((), dtype=torch.bool).expand(tuple(part.extents))
+        return self.transfer([(mask, part)], other_part, other_part, False)
 
     def transfer(
         self, pieces: Sequence[tuple[Tensor, Part]], part: Part, whole: StridedLayout, fill: Any
@@ -81,14 +82,15 @@ class TorchParameters(ParameterStore):
         """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
         import torch
 
-        layouts = [whole if one is None else one for one in (part, *(piece for _, piece in pieces))]
+        parts = (part, *(piece_part for _, piece_part in pieces))
+        layouts = [whole if layout is None else layout for layout in parts]
         start = min(layout.offset for layout in layouts)
-        first, *others = [layout._replace(offset=layout.offset - start) for layout in layouts]
+        first, *piece_layouts = [layout._replace(offset=layout.offset - start) for layout in layouts]
         with torch.inference_mode(False):
             like = pieces[0][0]
             end = max(layout.end for layout in layouts)
             row = torch.full((end - start,), fill, dtype=like.dtype, device=like.device)
-            for layout, (values, _) in zip(others, pieces, strict=True):
+            for layout, (values, _) in zip(piece_layouts, pieces, strict=True):
                 places = row.as_strided(*layout)
                 for axis, stride in enumerate(layout.strides):
                     if stride == 0:  # of an expanded parameter, of which each element has one place
@@ -106,11 +108,11 @@ class TorchParameters(ParameterStore):
         import torch
 
         if isinstance(model, torch.nn.Module):
-            seen: set[int] = set()
+            yielded: set[int] = set()
             for module in model.modules():
                 for name, parameter in module._parameters.items():
-                    if parameter is not None and id(parameter) not in seen:
-                        seen.add(id(parameter))
+                    if parameter is not None and id(parameter) not in yielded:
+                        yielded.add(id(parameter))
                         yield TorchParameter(parameter, module, name)
         elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
             yield from map(TorchParameter, model)
@@ -156,6 +158,7 @@ class TorchParameter(StoredParameter):
                 raise ParameterError(
                     f"parameter {self._name} is a {kind}, which is packed: write the model before"
                 )
+            # A part may span several ranks: shards are gathered, changed and distributed again.
             whole = self._parameter if plain else self.read().clone()
             view = whole if part is None else whole.as_strided(*part)
             new = changed(view.detach())
@@ -163,7 +166,7 @@ class TorchParameter(StoredParameter):
                 undo.append(partial(self.write, whole.clone()))
             else:
                 local = view if plain else self._parameter.to_local()
-                undo.append(partial(_copy, local, local.detach().clone()))
+                undo.append(partial(_copy_into, local, local.detach().clone()))
             view.copy_(new)
             if not plain:
                 self.write(whole)
@@ -188,7 +191,7 @@ class TorchParameter(StoredParameter):
                 self._parameter.copy_(values)
 
 
-def _copy(tensor: Tensor, values: Tensor) -> None:
+def _copy_into(tensor: Tensor, values: Tensor) -> None:
     import torch
 
     with torch.no_grad():
@@ -198,8 +201,8 @@ def _copy(tensor: Tensor, values: Tensor) -> None:
 def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
     """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
     hook: Any = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", [hook]):
-        values, key = getattr(one, "weights_map", None), name
+    for candidate in getattr(hook, "hooks", [hook]):
+        values, key = getattr(candidate, "weights_map", None), name
         if values is not None:
             while hasattr(values, "prefix"):
                 values, key = values.dataset, values.prefix + key
@@ -210,6 +213,7 @@ def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
 
 
 def _write_offloaded(values: Any, key: str, new: Tensor) -> None:
+    """Write values where accelerate keeps them: in memory, or in a file on disk."""
     in_memory = values if isinstance(values, dict) else values.state_dict
     if key in in_memory:
         in_memory[key].copy_(new)

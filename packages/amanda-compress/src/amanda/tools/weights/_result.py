@@ -1,4 +1,4 @@
-"""The result of a tool that changes weights: a row for each weight, and what was left."""
+"""Result of a tool that changes weights: a row for each weight, and reasons for skipped weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class WeightResult(Result):
-    """The weights that a tool changes, in the order in which they were met; a subclass adds columns.
+    """The weights that a tool changes, in the order of their first reads; a subclass adds columns.
 
     elements: number of elements of these weights.
-    left: weights that were selected and are not changed, by type and module of the op, and why.
-    elements_left: how many elements those have that a parameter holds.
-    waiting: names of loaded state that belongs to no weight that was met.
-    model: what `finalize` has given other weights; None of another result.
+    left: reasons why selected weights are unchanged, by type and module of the op.
+    elements_left: number of elements of those weights that are parameters.
+    waiting: names of loaded state that belongs to no weight read so far.
+    model: the model that `finalize` wrote; None in other results.
     """
 
     model: Any = None
     name: ClassVar[str] = "weights"
     title = "Changed weights"
     state: ClassVar[tuple[str, str]] = ("state", "")
-    """Name, for people, of what is kept of weights; and what is in the names of that state."""
+    """Display name of the state of weights, and the text that names of that state contain."""
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
         Column("source", show=partial(shortened, width=32)), Column("shape"), Column("layout"),
@@ -38,10 +38,10 @@ class WeightResult(Result):
 
     def __init__(self, tool: WeightTool[Any]) -> None:
         weights = tool.weights
-        self._rows = [self.row(one) for one in weights]
-        self.elements: int = sum(one.size for one in weights)
+        self._rows = [self.row(weight) for weight in weights]
+        self.elements: int = sum(weight.size for weight in weights)
         self.left = dict(weights.reasons)
-        self.elements_left: int = sum(weights.left.values())
+        self.elements_left: int = sum(weights.skipped_elements.values())
         waiting = tool.waiting_state() if self._rows else []
         self.waiting = tuple(name for name in waiting if self.state[1] in name)
         self.remarks = as_remarks(tool.unmatched())
@@ -60,7 +60,7 @@ class WeightResult(Result):
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return totals, and what was left."""
+        """Return totals, and reasons for skipped weights."""
         return {
             "tensors": len(self._rows), "elements": self.elements, "left": self.left,
             "elements_left": self.elements_left,
@@ -74,18 +74,18 @@ class WeightResult(Result):
 
     @property
     def leading(self) -> int:
-        """The totals come first, and how much is left."""
+        """Number of notes at the top: totals, and elements of skipped weights."""
         return 1 + bool(self.elements_left)
 
     def notes(self) -> Sequence[str]:
-        """Return totals, and what was left."""
+        """Return totals, and reasons for skipped weights."""
         notes = [f"{self.counted}."]
         if self.elements_left:
             notes.append(f"{self.elements_left:,} elements that were selected are left as they are.")
-        return notes + self.told_left()
+        return notes + self.notes_on_skipped()
 
-    def told_left(self) -> list[str]:
-        """Return a sentence for each weight that was left, and for state that no weight has asked for."""
+    def notes_on_skipped(self) -> list[str]:
+        """Return a sentence for each skipped weight, and for loaded state of no weight."""
         passed = [f"{self._passed}."] if self._passed else []
-        left = [f"{place} is left as it is: {why}." for place, why in self.left.items()]
-        return [*passed, *not_met(self.state[0], self.waiting), *left]
+        skipped = [f"{place} is left as it is: {why}." for place, why in self.left.items()]
+        return [*passed, *not_met(self.state[0], self.waiting), *skipped]

@@ -1,4 +1,4 @@
-"""WeightTool: a base for tools that change weights, which says when and where they are changed."""
+"""WeightTool: base class of tools that change the weights that ops read."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from amanda.tools.select import Globs
 from amanda.tools.weights._parameter_slices import ParameterSlice
 from amanda.tools.weights._parameters import ParameterError
 from amanda.tools.weights._result import WeightResult
-from amanda.tools.weights._selection import WeightSelection
 from amanda.tools.weights._views import Find, IndexedRows
 from amanda.tools.weights._weight import Present, Weight, WeightError, WeightView
 from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
-from amanda.tools.weights._weights import W, Weights
+from amanda.tools.weights._weights import W, Weights, WeightSelection
 
-_numbers = count()
+_instance_numbers = count()
 
 
 class WeightTool(amanda.Tool, Generic[W]):
-    """Gives ops other values of the weights that they read; a subclass says which.
+    """Base class of tools that change the weights that ops read.
 
-    A subclass has `transform`, and where that needs state `on_weight` and `update`:
+    A subclass defines `transform`, and `on_weight` and `update` if `transform` needs state:
 
     >>> class Rounded(WeightTool):
     ...     def on_weight(self, weight):
@@ -40,45 +39,46 @@ class WeightTool(amanda.Tool, Generic[W]):
     ...     def transform(self, value, step):
     ...         return (value / step).round() * step
 
-    It changes the weights of convolutions and products, whatever reads them: parameters, parts of them
-    (q, k and v of `MultiheadAttention`), rows that data select (experts of a mixture), variables of
-    TensorFlow, initializers of ONNX files.  A parameter that several ops read is one weight; what is left is
-    in `left`, with the reason.  State goes by the path of the parameter in the model.
+    Weights of convolutions and products are parameters, parts of parameters (q, k and v of
+    `MultiheadAttention`), rows that data select (experts of a mixture), variables of TensorFlow, and
+    initializers of ONNX files.  A parameter that several ops read is one weight.  `left` has the reason for
+    each selected weight that stays unchanged.  State is saved by the path of the parameter in the model.
 
-    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    type: globs of op types; None for every convolution and product.
+    module, exclude: globs of module paths to change, and to leave unchanged.
     """
 
     elementwise: ClassVar[bool] = False
-    """True if `transform` gives each element of its own and of the state of that element alone.
+    """True if `transform` computes each element from that element and its state alone.
 
-    It is given values as ops read them then, also of a part of a parameter, and otherwise whole weights with
-    their axes in the order of outputs, inputs, window.
+    `transform` of an elementwise tool receives values in the shape that the op reads, also parts of a
+    parameter; `transform` of another tool receives whole weights with axes (outputs, inputs, window).
     """
 
     error: ClassVar[type[AmandaError]] = WeightError
-    """The error for a model or a weight that makes no sense."""
+    """Class of errors for models and weights that the tool cannot change."""
 
     weight_type: type[W] = Weight  # type: ignore[assignment]
     """The class of `weights`."""
 
     framework: ClassVar[str] = ""
-    """The one framework whose ops the tool changes, such as "PyTorch"; "" for all."""
+    """Name of the only framework that the tool supports, such as "PyTorch"; "" for all."""
 
     leaves_rows: str = ""
-    """Why weights that data select, such as experts, are left; "" to change them, too."""
+    """Reason to skip weights whose rows data select, such as experts; "" to change these too."""
 
     def __init__(self, type: Globs = None, module: Globs = None, exclude: Globs = None) -> None:
         super().__init__()
         self.selection = WeightSelection(type, module, exclude, self.error)
         self.weights: Weights[W] = Weights(self)
-        number = next(_numbers)
+        number = next(_instance_numbers)
         self._key, self._state_key = f"weight of {number}", f"state of {number}"
         self.depends_on(StandardMapping(), WeightReads())
         if not callable(getattr(self, "transform", None)):
             raise ToolError(f"{self.__class__.__name__} has no method transform(self, value, ...)")
-        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._analyse_forward)
         if self.transforms_gradients or self.wants_gradients:
-            self.add_inst_for_op(self._backward, backward=True)
+            self.add_inst_for_op(self._analyse_backward, backward=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Describe the tool for pickle and copy; raise ToolError once it has met weights of a model."""
@@ -91,16 +91,16 @@ class WeightTool(amanda.Tool, Generic[W]):
         return super().__reduce_ex__(protocol)
 
     def on_weight(self, weight: W) -> str | None:
-        """Called once for each weight, to make its state: `weight.keep(name, start)`.
+        """Create the state of a new weight, by `weight.keep(name, start)`; called once for each weight.
 
-        Returns why the weight is left as it is, if it is.
+        Return a reason to skip the weight; None to change it.
         """
         return None
 
     def on_read(self, weight: W, present: Present) -> None:
-        """Called whenever an op is about to read a weight; by default it calls `update` the first time.
+        """Update the state before an op reads a weight; by default call `update` at the first read.
 
-        present: returns the value that the op is given.
+        present: returns the value that the op reads.
         """
         if not weight.is_ready:
             value = weight.plain(present())
@@ -108,24 +108,24 @@ class WeightTool(amanda.Tool, Generic[W]):
             weight.updated = 0
 
     def update(self, weight: W, value: Any) -> None:
-        """Make the state of a weight of its present value: `weight[name] = ...`.
+        """Compute the state of a weight from its value, by `weight[name] = ...`.
 
-        It is called when a weight is read first, and again after `clear`.
+        Called at the first read of a weight, and again after `clear`.
         value: an array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order of
         outputs, inputs, window; of an elementwise tool as ops read it.
         """
 
     transform: Callable[..., Any]
-    """`transform(value, ...)`: return what ops read instead of a value; None for no change.
+    """`transform(value, ...)`: return the value that ops read instead; None for no change.
 
-    Its other parameters are names of state, which it is given in the type of the value.
+    Further parameters are names of state, which is passed in the type of the value.
     Decorate it with `@amanda.traceable` for compiled graphs and files.
     """
 
     transform_gradient: Callable[..., Any] | None = None
-    """`transform_gradient(gradient, ...)`: the gradient of the weight, from that of what was read instead.
+    """`transform_gradient(gradient, ...)`: return a weight's gradient from the transformed value's.
 
-    Without one, gradients go straight through to the weight.
+    None: the gradient passes unchanged (straight-through).
     """
 
     @property
@@ -135,30 +135,30 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     @property
     def is_settled(self) -> bool:
-        """True if state that is made does not change any more, so that a compiler may inline it."""
+        """True if computed state does not change any more, so that a compiler may inline it."""
         return True
 
     def on_file(self, weight: W, present: Present) -> None:
-        """Called for each weight of a file that is instrumented, instead of `on_read`."""
+        """Update the state of a weight of a file that is instrumented; called instead of `on_read`."""
         self.on_read(weight, present)
 
     def on_gradient(self, weight: W, gradient: Any) -> None:
-        """Called with each gradient of a weight, if `wants_gradients`."""
+        """Read a gradient of a weight; called in each backward pass if `wants_gradients`."""
 
     wants_gradients: bool = False
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Weights that were selected and are not changed, by type and module of the op, and why."""
+        """Reasons why selected weights are unchanged, by type and module of the op."""
         return self.weights.reasons
 
     @property
     def result(self) -> WeightResult:
-        """The weights that were met, and those that are left."""
+        """The changed weights, and reasons for skipped weights."""
         return WeightResult(self)
 
     def clear(self) -> None:
-        """Forget all state: weights are met anew."""
+        """Forget all weights and their state."""
         self.load_state_dict({})
 
     @deprecated(use="clear", since="amanda-compress 0.2", gone="0.4")
@@ -167,27 +167,27 @@ class WeightTool(amanda.Tool, Generic[W]):
         self._expire()
 
     def _expire(self) -> None:
-        """Have `update` called again for each weight when it is read next."""
+        """Mark the state of all weights as outdated: the next read of each calls `update`."""
         for weight in self.weights:
             weight.updated = -1
 
     def unmatched(self) -> list[str]:
-        """Say which options no op fitted."""
+        """Return sentences on options that matched no op."""
         return [*super().unmatched(), *self.selection.unmatched()]
 
     def finalize(self, model: Any) -> Any:
-        """Write what ops read into the weights of a model, which then computes the same without the tool.
+        """Write changed weights into a model, which then computes the same without the tool.
 
         model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
         of a session's graph within `with session.as_default()`; in JAX a module of Flax or Equinox, or a
         pytree of parameters.
-        Returns `result`, whose `model` is the model: in JAX, where arrays stay as they are, a new pytree,
-        unless it is a module of Flax NNX or a model of Keras.  Raises the tool's error where a weight is
-        computed, so that nothing holds it, and where the model has no weight that the tool has met.  After an
-        exception the model is as it was: until all is written, what it had is kept beside it.
+        Returns `result` with the model as `result.model`: in JAX a new pytree, unless it is a module of Flax
+        NNX or of Keras.  Raises the tool's error for a computed weight, which no parameter holds, and for a
+        model without a weight that the tool has changed.  An exception restores the model: a copy of the old
+        values is kept until all weights are written.
         """
-        weights = [one for one in self.weights if one.is_ready]
-        computed = [one.module or one.source for one in weights if one.holder is None]
+        weights = [weight for weight in self.weights if weight.is_ready]
+        computed = [weight.module or weight.source for weight in weights if weight.holder is None]
         if computed:
             raise self.error(
                 f"the weights of {', '.join(computed)} are computed at each call: make them parameters first "
@@ -195,6 +195,7 @@ class WeightTool(amanda.Tool, Generic[W]):
                 "tool.load_state_dict(tool.state_dict()) and tool.prepare(model, example); or exclude them"
             )
         try:
+            # Reading and writing parameters executes ops, which no tool is to see.
             with amanda.disabled():
                 model, written = self._write(model, weights)
         except ParameterError as error:
@@ -207,59 +208,65 @@ class WeightTool(amanda.Tool, Generic[W]):
                 f"{type(model).__name__}{passed}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )
-        for one in written:
-            self.on_finalized(one)
+        for weight in written:
+            self.on_finalized(weight)
         result = self.result
         result.model = model
         return result
 
     def on_finalized(self, weight: W) -> None:
-        """Called for each weight that `finalize` has written, when all are."""
+        """React to `finalize`; called for each written weight, after all are written."""
 
     def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
+        """Write finalized weights into a model; return the model and the written weights."""
         written: list[W] = []
 
         def changed(weight: W, value: Any) -> Any:
             written.append(weight)
             return self.finalized(weight, value)
 
-        for store in {one.store for one in weights}:
-            own = [(one.holder, one.part, partial(changed, one)) for one in weights if one.store is store]
-            model, _ = store.write_all(model, own)
+        for store in {weight.store for weight in weights}:
+            changes = [
+                (weight.holder, weight.part, partial(changed, weight))
+                for weight in weights
+                if weight.store is store
+            ]
+            model, _ = store.write_all(model, changes)
         return model, written
 
     def finalized(self, weight: W, value: Any) -> Any:
-        """Return what a weight becomes for good."""
-        made = weight.transformed(self, value)
-        return value if made is None else made
+        """Return the value that `finalize` writes for a weight."""
+        result = weight.transformed(self, value)
+        return value if result is None else result
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by "path of the parameter/name"."""
-        retracted = {id(array) for one in self.weights.retracted for array in one.state}
+        retracted = {id(array) for weight in self.weights.retracted for array in weight.state}
         return {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take what `state_dict` gave, also in another process."""
+        """Load state that `state_dict` returned, also in another process."""
         super().load_state_dict(state, strict)
         self.weights.clear()
 
     @property
     def state_names(self) -> Sequence[str]:
-        """Names of the state that `transform` is given."""
+        """Names of the state that `transform` receives."""
         names = self.__dict__.get("_state_names")
         if names is None:
             names = self._state_names = tuple(inspect.signature(self.transform).parameters)[1:]
         return names
 
-    def _forward(self, context: amanda.OpContext) -> None:
-        again = self.weights.look_at(context)
-        if again:
-            self.analyse_again(again)
+    def _analyse_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routine that reads and changes the weight of a forward op."""
+        outdated_ops = self.weights.record_readers(context)
+        if outdated_ops:
+            self.analyse_again(outdated_ops)
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None:
-            self.weights.pass_by(context)
+            self.weights.record_unweighted(context)
             return
-        form, find = self.weights.at(context, read)
+        form, find = self.weights.view_of_read(context, read)
         if form is None and find is None:
             return
         if self.framework and not context.namespace.matches(self.framework.lower()):
@@ -270,20 +277,23 @@ class WeightTool(amanda.Tool, Generic[W]):
         if context.is_static():
             self._inline_in_file(context, read, form)
             return
-        context[self._key] = None if isinstance(form, IndexedRows) else form  # which hold tensors
+        # Indexed rows hold tensors of one execution, which a context would keep alive.
+        context[self._key] = None if isinstance(form, IndexedRows) else form
         state = context[self._state_key] = self._final_state(context, read, form)
-        within = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
+        # Eager PyTorch differentiates `transform` by autograd; elsewhere `_analyse_backward` does so.
+        in_autograd = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
         if state is not None:
-            apply = self._applied(self.transform, form)
-            context.insert_before_op(_transformed, inputs=[read.index], apply=apply, **state)
+            apply = self._on_read_value(self.transform, form)
+            context.insert_before_op(_apply_transform, inputs=[read.index], apply=apply, **state)
         elif find is not None:
-            found = self._read_found_within_autograd if within else self._read_found
-            context.insert_before_op(found, inputs=[read.index], find=find)
+            locating = self._read_located_in_autograd if in_autograd else self._read_located
+            context.insert_before_op(locating, inputs=[read.index], find=find)
         else:
-            routine = self._read_within_autograd if within else self._read
+            routine = self._read_in_autograd if in_autograd else self._read
             context.insert_before_op(routine, inputs=[read.index], form=form)
 
     def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> None:
+        """Insert `transform` with constant state into the file of a model."""
         if isinstance(form, Weight):
             self.on_file(cast(W, form), partial(context.get_value, read.index))
         if form is None or not form.is_ready:
@@ -292,11 +302,11 @@ class WeightTool(amanda.Tool, Generic[W]):
             self.weights.leave(context, "it reads another form of a weight than other ops of the file")
             return
         arrays = form.numbers(self.state_names)
-        apply = self._applied(self.transform, form)
-        context.insert_before_op(_transformed_in_file, inputs=[read.index], apply=apply, **arrays)
+        apply = self._on_read_value(self.transform, form)
+        context.insert_before_op(_apply_transform_in_file, inputs=[read.index], apply=apply, **arrays)
 
     def _final_state(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> Any:
-        """Return the state as tensors, where a compiler inlines it: it will not change. None elsewhere."""
+        """Return state as tensors that a compiler may inline, as it cannot change; None elsewhere."""
         is_form = self.elementwise or isinstance(form, Weight)
         if form is None or not is_form or not context.namespace.matches("pytorch/*/graph"):
             return None
@@ -311,21 +321,22 @@ class WeightTool(amanda.Tool, Generic[W]):
                 self.on_read(cast(W, weight), present)
         return form.tensors_like(value, self.state_names) if form.is_ready else None
 
-    def _applied(self, function: Callable[..., Any], form: WeightView | None) -> Callable[..., Any]:
-        """Return `transform`, or `transform_gradient`, as a function of what an op reads."""
+    def _on_read_value(self, function: Callable[..., Any], form: WeightView | None) -> Callable[..., Any]:
+        """Return `transform` or `transform_gradient` as a function of the value that an op reads."""
         if self.elementwise or not isinstance(form, Weight):
             return function
-        return partial(_canonically, function, form.layout, form.shape)
+        return partial(_apply_to_canonical, function, form.layout, form.shape)
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _analyse_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routine that reads or changes the weight gradient of a backward op."""
         index = context["weight_grad_index"]
         if self._key not in context or index is None:
             return
         form, state = context[self._key], context[self._state_key]
         within = context.namespace.matches("pytorch/*/eager")
         if state is not None and self.transform_gradient is not None and self.transforms_gradients:
-            apply = self._applied(self.transform_gradient, form)
-            context.insert_after_backward_op(_transformed, grad_inputs=[index], apply=apply, **state)
+            apply = self._on_read_value(self.transform_gradient, form)
+            context.insert_after_backward_op(_apply_transform, grad_inputs=[index], apply=apply, **state)
         elif state is None and (self.wants_gradients or (self.transforms_gradients and not within)):
             context.insert_after_backward_op(
                 self._read_gradient, grad_inputs=[index], form=form,
@@ -337,43 +348,44 @@ class WeightTool(amanda.Tool, Generic[W]):
         return form.read_by(self, value)
 
     @amanda.differentiable
-    def _read_within_autograd(self, value: Any, form: WeightView) -> Any:
+    def _read_in_autograd(self, value: Any, form: WeightView) -> Any:
         return self._read(value, form)
 
-    def _read_found(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
+    def _read_located(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
         form = run[self._key] = find(value, ParameterSlice.of_execution(run))
         return None if form is None else self._read(value, form)
 
     @amanda.differentiable
-    def _read_found_within_autograd(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
-        return self._read_found(value, find, run)
+    def _read_located_in_autograd(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
+        return self._read_located(value, find, run)
 
     def _read_gradient(
         self, gradient: Any, form: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
         run: dict[str, Any],
     ) -> Any:  # fmt: skip
+        """Pass the gradient of each weight to `on_gradient`; return the transformed gradient."""
         form = run.get(self._key, form)
         if form is None or not is_weights(gradient):
             return None
         if self.wants_gradients:
-            for weight, own in form.gradients(gradient):
-                self.on_gradient(weight, own)
+            for weight, part_gradient in form.gradients(gradient):
+                self.on_gradient(weight, part_gradient)
         return form.transformed_gradient(self, gradient) if transforms and form.is_ready else None
 
 
 @amanda.traceable
-def _transformed(value: Any, apply: Callable[..., Any], **state: Any) -> Any:
+def _apply_transform(value: Any, apply: Callable[..., Any], **state: Any) -> Any:
     return None if value is None else apply(value, **state)
 
 
 @amanda.traceable
-def _transformed_in_file(value: Any, apply: Callable[..., Any], **arrays: Any) -> Any:
+def _apply_transform_in_file(value: Any, apply: Callable[..., Any], **arrays: Any) -> Any:
     tensors = tensors_of(value)
-    return apply(value, **{name: tensors.cast(one, value) for name, one in arrays.items()})
+    return apply(value, **{name: tensors.cast(array, value) for name, array in arrays.items()})
 
 
-def _canonically(
+def _apply_to_canonical(
     function: Callable[..., Any], layout: str | None, extents: Sequence[int], value: Any, **state: Any
 ) -> Any:
-    """Return what a function makes of a weight whose axes are turned to outputs, inputs, window."""
+    """Apply a function to a weight with axes (outputs, inputs, window); return the result in its layout."""
     return restored(function(canonical(value, layout), **state), layout, extents)

@@ -1,4 +1,4 @@
-"""A parameter in another form than its weights: transposed, a part, the whole, or rows that data select."""
+"""Views of parameters that overlap weights: transposed, a part, the whole, or rows that data select."""
 
 from __future__ import annotations
 
@@ -18,69 +18,72 @@ if TYPE_CHECKING:
 
 
 class AliasedWeightView(WeightView):
-    """A form of a parameter that overlaps those in which its weights were met.
+    """A view of a parameter that overlaps weights in another layout.
 
-    State of elements is that of the weights there; where no weight reaches, elements are left as they are.
-    part: the form; weights: those of the parameter; whole: the form of all of it.
+    Each element has the state of the weight that holds it; elements of no weight stay unchanged.
+    part: layout of the view.  weights: all weights of the parameter.  whole: layout of the parameter.
     """
 
     def __init__(self, store: ParameterStore, part: Any, whole: Any, weights: Sequence[Weight]) -> None:
         super().__init__()
         self._store, self._part, self._whole, self._weights = store, part, whole, weights
-        self._seen: list[int] = []
+        self._versions: list[int] = []
         self._covers: list[bool] = []
 
     @property
     def _ready(self) -> list[Weight]:
-        return [one for one in self._weights if one.is_ready]
+        return [weight for weight in self._weights if weight.is_ready]
 
     @property
     def is_ready(self) -> bool:
-        """True once the state of one of the weights is made."""
-        return any(one.is_ready for one in self._weights)
+        """True once one of the weights has state."""
+        return any(weight.is_ready for weight in self._weights)
 
     def is_of(self, weights: Container[int]) -> bool:
-        """Return True if it is a form of any of these weights, by their ids."""
-        return any(id(one) in weights for one in self._weights)
+        """Return True if the view overlaps a weight with one of these ids."""
+        return any(id(weight) in weights for weight in self._weights)
 
     def _covered(self) -> Iterator[tuple[Weight, bool]]:
-        """Yield each weight of the parameter, and True if the form has every element of it."""
-        more = self._weights[len(self._covers) :]
-        self._covers += [self._store.covers(self._part, one.part, self._whole) for one in more]
+        """Yield each weight of the parameter, and True if the view has every element of it."""
+        new_weights = self._weights[len(self._covers) :]
+        self._covers += [self._store.covers(self._part, weight.part, self._whole) for weight in new_weights]
         return zip(self._weights, self._covers, strict=False)
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
-        """Yield the weights of which it has every element."""
-        for one, covered in self._covered():
+        """Yield the weights of which the view has every element, each with a function for its value."""
+        for weight, covered in self._covered():
             if covered:
-                yield one, partial(self.value_of, one, value)
+                yield weight, partial(self.value_of, weight, value)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield the weights, each with its part of the gradient."""
         gradient = self._store.sum_repeats(gradient, self._part)
-        for one in self._weights:
-            yield one, self.value_of(one, gradient)
+        for weight in self._weights:
+            yield weight, self.value_of(weight, gradient)
 
     def value_of(self, weight: Weight, value: Any) -> Array:
-        """Return what a weight has of the values of this form, 0 elsewhere."""
+        """Return the values of a weight from values of the view, 0 outside the view."""
         return self._transfer([(weight.plain(value), self._part)], weight.part, 0)
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
-        """Return state of elements by name, as far as any of the weights keeps it."""
-        found = {}
+        """Return state of elements by name, for names that a weight keeps."""
+        arrays = {}
         for name in names:
-            kept = [(one, *one.arrays([name]).values()) for one in self._ready if name in one.fills]
-            if kept:
-                pieces = [(array, one.part) for one, array in kept]
-                found[name] = self._transfer(pieces, self._part, kept[0][0].fills[name])
-        return found
+            weight_arrays = [
+                (weight, *weight.arrays([name]).values()) for weight in self._ready if name in weight.fills
+            ]
+            if weight_arrays:
+                pieces = [(array, weight.part) for weight, array in weight_arrays]
+                arrays[name] = self._transfer(pieces, self._part, weight_arrays[0][0].fills[name])
+        return arrays
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Any:
         """Return state by name in the element type of a tensor, on its device."""
-        seen = [one.changes for one in self._ready]
-        if seen != self._seen:
+        # The cached tensors are outdated once the state of any weight has changed.
+        versions = [weight.changes for weight in self._ready]
+        if versions != self._versions:
             self._tensors.clear()
-            self._seen = seen
+            self._versions = versions
         return super().tensors_like(value, names)
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
@@ -88,23 +91,23 @@ class AliasedWeightView(WeightView):
         if tool.elementwise:
             return super().transformed(tool, value)
         pieces = [(value, self._part)]
-        for one, covered in self._covered():
-            if not one.is_ready:
+        for weight, covered in self._covered():
+            if not weight.is_ready:
                 continue
-            own = self._transfer(pieces[:1], one.part, 0) if covered else one.read()
-            made = one.transformed(tool, own)
-            pieces += [] if made is None else [(made, one.part)]
+            value_of_weight = self._transfer(pieces[:1], weight.part, 0) if covered else weight.read()
+            result = weight.transformed(tool, value_of_weight)
+            pieces += [] if result is None else [(result, weight.part)]
         return self._transfer(pieces, self._part, 0)
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
-        """Return the gradient of the parameter in this form; None for no change."""
+        """Return the gradient of the view; None for no change."""
         if tool.elementwise:
             return super().transformed_gradient(tool, gradient)
         pieces = [(gradient, self._part)]
-        for one, covered in self._covered():
-            if covered and one.is_ready:
-                made = one.transformed_gradient(tool, self._transfer(pieces[:1], one.part, 0))
-                pieces += [] if made is None else [(made, one.part)]
+        for weight, covered in self._covered():
+            if covered and weight.is_ready:
+                result = weight.transformed_gradient(tool, self._transfer(pieces[:1], weight.part, 0))
+                pieces += [] if result is None else [(result, weight.part)]
         return self._transfer(pieces, self._part, 0)
 
     def _transfer(self, pieces: Sequence[tuple[Array, Any]], part: Any, fill: Any) -> Array:
@@ -114,7 +117,7 @@ class AliasedWeightView(WeightView):
 class IndexedRows(WeightView):
     """The rows of a parameter that one execution of an op reads, each of which is a weight.
 
-    rows: the parameter as a whole.  origin: of what is read.
+    rows: the view of the whole parameter.  origin: the slice that the op reads.
     """
 
     def __init__(self, rows: AliasedWeightView, origin: ParameterSlice) -> None:
@@ -123,31 +126,33 @@ class IndexedRows(WeightView):
 
     @property
     def is_ready(self) -> bool:
-        """True once the state of one of the rows is made."""
+        """True once one of the rows has state."""
         return self._rows.is_ready
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
-        """Yield every row, also those that are not selected."""
+        """Yield every row, also rows that the op does not read."""
         whole = self._holder.detach()
-        for one, _ in self._rows.within(value):
-            yield one, partial(_row, whole, one.part)
+        for weight, _ in self._rows.within(value):
+            yield weight, partial(_row_of, whole, weight.part)
 
     def transformed(self, tool: WeightTool[Any], value: Tensor) -> Any:
         """Return the rows as the op reads them instead; None for no change."""
         if not tool.elementwise:
             return self._of(self._rows.transformed(tool, self._holder.detach())).to(value.dtype)
         state = self._rows.tensors_like(self._holder, tool.state_names)
-        return tool.transform(value, **{name: self._of(one).to(value.dtype) for name, one in state.items()})
+        return tool.transform(
+            value, **{name: self._of(tensor).to(value.dtype) for name, tensor in state.items()}
+        )
 
 
-def _row(whole: Tensor, part: Any) -> Tensor:
+def _row_of(whole: Tensor, part: Any) -> Tensor:
     return whole if part is None else whole.as_strided(*part)
 
 
 def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None:
-    """Return the order in which the last axes of a tensor are those of a parameter's rows; None for none.
+    """Return the permutation of a parameter's row axes that gives the last axes of a tensor; None without.
 
-    origin: of the tensor, which has elements.
+    origin: slice of the parameter that the tensor is; not empty.
     """
     import torch
 
@@ -168,11 +173,11 @@ def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None
 
 
 def row_layout(layout: str | None, axes: Sequence[int]) -> str | None:
-    """Return the layout of a row, of the layout in which an op reads it with its axes in another order."""
+    """Return the layout of a row whose axes an op reads in another order; layout: as the op reads them."""
     if layout is None or len(layout) != len(axes):
         return None
     return "".join(layout[axes.index(axis)] for axis in range(len(axes)))
 
 
 Find = Callable[[Any, ParameterSlice | None], WeightView | None]
-"""Returns the weight, or the form, that is read, of a value and of its origin before any tool changed it."""
+"""Returns the view that an op reads, from the value and its slice before any tool changed it."""

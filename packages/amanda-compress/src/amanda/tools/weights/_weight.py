@@ -11,8 +11,8 @@ from amanda.errors import AmandaError
 from amanda.tools.kit import canonical, canonical_extents, restored, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
+from amanda.tools.weights._parameter_slices import in_memory_order
 from amanda.tools.weights._parameters import ParameterStore
-from amanda.tools.weights._shared_state import in_memory_order
 
 if TYPE_CHECKING:
     from amanda.tools.weights._tool import WeightTool
@@ -47,7 +47,7 @@ class WeightView:
 
     def numbers(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the same as arrays of NumPy."""
-        return {name: tensors_of(one).to_numpy(one) for name, one in self.arrays(names).items()}
+        return {name: tensors_of(array).to_numpy(array) for name, array in self.arrays(names).items()}
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weights that the form has as a whole, each with a function that gives its value."""
@@ -76,11 +76,11 @@ class WeightView:
         """Return state by name in the element type of a tensor, on its device."""
         tensors = tensors_of(value)
         key = tensors, *tensors.kind(value)
-        found = self._tensors.get(key)
-        if found is None:
-            found = {name: tensors.cast(one, value) for name, one in self.arrays(names).items()}
-            self._tensors[key] = found
-        return found
+        cached = self._tensors.get(key)
+        if cached is None:
+            cached = {name: tensors.cast(array, value) for name, array in self.arrays(names).items()}
+            self._tensors[key] = cached
+        return cached
 
 
 class Weight(WeightView):
@@ -104,7 +104,7 @@ class Weight(WeightView):
         value: Any,
         layout: str | None,
         store: ParameterStore,
-        held: tuple[Any, Any] | None,
+        location: tuple[Any, Any] | None,
         whole: Any,
         number: int,
         keep: Callable[[str, Callable[[], Any]], Any],
@@ -117,10 +117,10 @@ class Weight(WeightView):
         self.source, self.layout, self.number = context.get_source(), layout, number
         self.shape = tuple(context["shape"](value))
         self.dtype: str = context["dtype"](value)
-        self.holder: Any = None if held is None else held[0]
-        self.part: Any = None if held is None else held[1]
+        self.holder: Any = None if location is None else location[0]
+        self.part: Any = None if location is None else location[1]
         self.readers: set[int] = set()
-        self.is_left = False
+        self.is_skipped = False
         self.changes = 0
         self.state: list[Array] = []
         self._xp, self.store, self._holder = tensors_of(value), store, holder
@@ -157,9 +157,9 @@ class Weight(WeightView):
         """Return a value as an array to compute with, in float32 or wider, without autograd."""
         return self._xp.plain(value)
 
-    def like(self, array: Any, other: Array) -> Array:
+    def like(self, array: Any, reference: Array) -> Array:
         """Return an array where another one is, in its own element type."""
-        return self._xp.beside(array, other)
+        return self._xp.beside(array, reference)
 
     def to_numpy(self, array: Array) -> Any:
         """Return an array of NumPy."""
@@ -182,15 +182,15 @@ class Weight(WeightView):
         For `WeightTool.on_weight`, and only there.  Raises the tool's error for state of another shape that
         was loaded.
         """
-        found = self._keep(name, lambda: self._xp.copy(start))
+        array = self._keep(name, lambda: self._xp.copy(start))
         extents = tuple(start.shape) if hasattr(start, "shape") else np.shape(start)
-        if tuple(found.shape) != extents:
+        if tuple(array.shape) != extents:
             raise self._error(
-                f"the {name} that was loaded for {self.name} is of shape {tuple(found.shape)}, not {extents}"
+                f"the {name} that was loaded for {self.name} is of shape {tuple(array.shape)}, not {extents}"
             )
-        self._arrays[name] = found
-        self.state.append(found)
-        return found
+        self._arrays[name] = array
+        self.state.append(array)
+        return array
 
     def keep_elements(self, name: str, fill: Any, dtype: str) -> Array:
         """Return state of each element, of the shape of the weight, `fill` at first.
@@ -198,12 +198,12 @@ class Weight(WeightView):
         It is kept in the order in which the elements lie in memory, so that it holds for each form of the
         parameter.  Raises the tool's error for state of another shape that was loaded.
         """
-        found = self.keep(name, np.full(self._kept_extents(), fill, dtype))
+        array = self.keep(name, np.full(self._kept_extents(), fill, dtype))
         if self._order is not None:
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-            found = do("transpose", found.reshape([self.shape[axis] for axis in self._order]), inverse)
-        self._arrays[name], self.fills[name] = found, fill
-        return found
+            array = do("transpose", array.reshape([self.shape[axis] for axis in self._order]), inverse)
+        self._arrays[name], self.fills[name] = array, fill
+        return array
 
     def close(self) -> None:
         """Keep for which step the state was made, and let go of the op at which the weight was met."""
@@ -213,6 +213,7 @@ class Weight(WeightView):
         del self._keep
 
     def _kept_extents(self) -> tuple[int, ...]:
+        """Return the shape in which elementwise state is saved: axes in the order of memory."""
         if self._order is None:
             return self.shape
         whole: Sequence[int] = self._whole[0]
@@ -244,7 +245,7 @@ class Weight(WeightView):
     @property
     def is_ready(self) -> bool:
         """True once its state is made."""
-        return not self.is_left and self._updated != NEVER
+        return not self.is_skipped and self._updated != NEVER
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
         """Return state by name, as far as it is kept."""
@@ -257,8 +258,9 @@ class Weight(WeightView):
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
         """Call `on_read`; return what the op reads instead, None for no change."""
         tool.on_read(self, lambda: value)
-        if self._updated == NEVER or self.is_left:
+        if self._updated == NEVER or self.is_skipped:
             return None
+        # Hot path, at each execution: the same as `transformed` with one call less.
         if tool.elementwise:
             return tool.transform(value, **self.tensors_like(value, tool.state_names))
         return self.transformed(tool, value)
@@ -271,12 +273,12 @@ class Weight(WeightView):
         """Return what ops read instead of a value; None for no change."""
         if tool.elementwise:
             return super().transformed(tool, value)
-        made = super().transformed(tool, self.canonical(value))
-        return None if made is None else self.restored(made)
+        result = super().transformed(tool, self.canonical(value))
+        return None if result is None else self.restored(result)
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the weight; None for no change."""
         if tool.elementwise:
             return super().transformed_gradient(tool, gradient)
-        made = super().transformed_gradient(tool, self.canonical(gradient))
-        return None if made is None else self.restored(made)
+        result = super().transformed_gradient(tool, self.canonical(gradient))
+        return None if result is None else self.restored(result)

@@ -1,21 +1,31 @@
-"""Inputs of ops that are weights, also copied or selected out of parameters and variables by other ops."""
+"""Weight inputs of ops, also copies and selections of parameters, and the inputs that they multiply."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from itertools import product
+from math import prod
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import leaves
-from amanda.tools.mapping import MATRIX_PRODUCTS, TENSORFLOW_PASSES, TENSORFLOW_READS, StandardMapping
-from amanda.tools.weights._input_rows import MultipliedInput, multiplied_input
-from amanda.tools.weights._parameter_slices import READS, SLICE, FollowedSlices, ParameterSlice
+from amanda.tools.kit import leaves, tensors_of, windows_of
+from amanda.tools.libraries import do, shape
+from amanda.tools.mapping import (
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    TENSORFLOW_PASSES,
+    TENSORFLOW_READS,
+    StandardMapping,
+    are_transposed,
+    product_of,
+    spatial_axes,
+)
+from amanda.tools.weights._parameter_slices import READS, SLICE, FollowedSlices, ParameterSlice, may_vary
 from amanda.tools.weights._parameters import StridedLayout
-from amanda.tools.weights._shared_state import may_vary
 
 
 @dataclass(frozen=True)
@@ -24,13 +34,13 @@ class WeightInput:
 
     index: position among the inputs.  layout: axes of the weight, as StandardMapping's `weight_layout`; of
     each weight where the op reads a batch of them.
-    holder: the parameter, or the handle of the variable, that the value was read of; None for others.
-    is_followed: True where each execution may read another part of a parameter, or a copy of one: in a
-    routine `ParameterSlice.of_execution(run)` tells.
-    is_lost: True for a copy or selection that nothing tells of at execution.
-    varies: True where the data may select other elements of the parameter at each execution.
-    is_part: True for a part of a parameter that `ParameterSlice.of_input` tells; if `is_followed`, the first
-    of those to come.
+    holder: the parameter, or the handle of the variable, that holds the value; None for a computed value.
+    is_followed: True if each execution may read another part of a parameter, or a copy of a part;
+    `ParameterSlice.of_execution(run)` returns the part in a routine.
+    is_lost: True for a copy or selection that cannot be followed at execution.
+    varies: True if the data may select other elements of the parameter at each execution.
+    is_part: True for a part of a parameter that `ParameterSlice.of_input` returns; if `is_followed`, the part
+    of the first execution.
     """
 
     index: int
@@ -56,19 +66,19 @@ def weight_input(context: amanda.OpContext) -> WeightInput | None:
 
 
 class WeightReads(amanda.Tool):
-    """Follows copies and selections of parameters up to the ops that read them as weights.
+    """Follow copies and selections of parameters up to the ops that read them as weights.
 
-    A tool that calls `weight_input` depends on one.  The first of those that are applied together serves all,
-    and its routines come before theirs: of a changed weight nothing tells which parameter it is.
+    A tool that calls `weight_input` depends on this tool.  One instance serves all tools of a scope, and its
+    routines run before theirs: once a tool has changed a weight, its parameter cannot be identified.
     """
 
     several_weights: ClassVar[str] = "it multiplies by several weights in one op"
-    """Why a tool leaves an op that has more than one weight, such as an LSTM."""
+    """Reason for skipping an op with more than one weight, such as an LSTM."""
     unknown_part: ClassVar[str] = (
         "the op once read something that is no part of a parameter, or a tool that was applied before has "
         "changed it"
     )
-    """Why a tool leaves an op: the part that it reads of a parameter cannot be told."""
+    """Reason for skipping an op whose part of a parameter is unknown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +104,7 @@ class WeightReads(amanda.Tool):
         return WeightReads, ()
 
     def _follow(self, context: amanda.OpContext) -> None:
+        """Follow the op's copies of parameters, and record the slice that each execution reads as weight."""
         if READS in context:  # a scope around this one follows already
             return
         context[READS] = self
@@ -101,7 +112,7 @@ class WeightReads(amanda.Tool):
             return
         if context.namespace.matches("pytorch"):
             self.slices.follow(context)
-            index = self._index(context)
+            index = self._weight_position(context)
             if index is not None and self._is_followed(context, index):
                 context.insert_before_op(self._record_slice, inputs=[index])
         elif context.namespace.matches("tensorflow"):
@@ -113,7 +124,7 @@ class WeightReads(amanda.Tool):
 
     def input(self, context: amanda.OpContext) -> WeightInput | None:
         """Return the weight input of an op; None for an op without a weight."""
-        index = self._index(context)
+        index = self._weight_position(context)
         if index is None:
             return None
         layout: str | None = context["weight_layout"]
@@ -130,22 +141,23 @@ class WeightReads(amanda.Tool):
         )  # fmt: skip
 
     def source(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
-        """Return what an input is of a parameter; None for what was computed."""
+        """Return the slice of a parameter that an input is; None for a computed value."""
         value = context.get_inputs()[index]
         if not _is_part_in_graph(context, index):
             return self.slices.source(value)
-        return ParameterSlice(context.get_variable(index), _unknown, StridedLayout.of(value))
+        return ParameterSlice(context.get_variable(index), _raise_unknown_part, StridedLayout.of(value))
 
-    def _index(self, context: amanda.OpContext) -> int | None:
-        """Return where the mapping says, or the one factor of a product that was copied or selected."""
+    def _weight_position(self, context: amanda.OpContext) -> int | None:
+        """Return `weight_index`, else the position of the only copied or selected factor; None without."""
         index: int | None = context["weight_index"]
         if index is not None:
             return index
         product = MATRIX_PRODUCTS.get(context["type"])
-        found = [i for i in product.factors if self._is_moved(context, i)] if product else []
-        return found[0] if len(found) == 1 else None
+        positions = [i for i in product.factors if self._is_moved(context, i)] if product else []
+        return positions[0] if len(positions) == 1 else None
 
     def _is_followed(self, context: amanda.OpContext, index: int) -> bool:
+        """Return True if each execution of an eager op may read another part of a parameter."""
         if not context.namespace.matches("pytorch/*/eager"):
             return False
         if context.get_variable(index) is None:
@@ -157,15 +169,16 @@ class WeightReads(amanda.Tool):
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             return self.slices.of(value) is not None or self.slices.is_selected(value)
-        chosen = context["weight_index"] is not None
-        return context.namespace.matches("tensorflow") and self._variables.reads(context, index, chosen)
+        by_data = context["weight_index"] is not None
+        return context.namespace.matches("tensorflow") and self._variables.reads(context, index, by_data)
 
     def _varies(self, context: amanda.OpContext, index: int) -> bool:
+        """Return True if the data select the elements of a parameter that an op reads."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
-            found = self.slices.of(value)
-            return self.slices.is_selected(value) if found is None else found.form is None
-        return context.namespace.matches("tensorflow") and self._variables.reads(context, index, chosen=True)
+            parameter_slice = self.slices.of(value)
+            return self.slices.is_selected(value) if parameter_slice is None else parameter_slice.form is None
+        return context.namespace.matches("tensorflow") and self._variables.reads(context, index, by_data=True)
 
 
 def _is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
@@ -176,64 +189,67 @@ def _is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
     return variable is not None and context.get_inputs()[index].numel() < variable.numel()
 
 
-def _unknown(whole: Any) -> Any:
+def _raise_unknown_part(whole: Any) -> Any:
     raise AmandaError("the part of a parameter that a graph reads is known only while it runs")
 
 
-_PASSES = TENSORFLOW_PASSES | {"Squeeze", "ExpandDims"}
-_SELECTS = frozenset({
+_PASSED = TENSORFLOW_PASSES | {"Squeeze", "ExpandDims"}
+_SELECTIONS = frozenset({
     "StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd", "Split",
     "SplitV", "Unpack",
 })  # fmt: skip
-"""Types that give elements of an input that other inputs choose."""
-_VALUE_AT = {"Split": 1}
-_FIXED = frozenset({"Split", "SplitV", "Unpack"})  # the program says which of the parts it takes
+"""Types of ops that select elements of an input by other inputs."""
+_VALUE_POSITIONS = {"Split": 1}
+_FIXED_SELECTIONS = frozenset({"Split", "SplitV", "Unpack"})  # the program says which of the parts it takes
 
 
 class VariableSlices:
     """Tensors that ops have selected out of variables.
 
-    In eager mode a routine follows each execution; a graph tells by itself, and which are always the same.
+    In eager mode a routine records each execution.  In a graph the ops between variable and symbol show the
+    selection, and whether its indices are constant.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, bool]] = {}
+        self._selections: dict[int, tuple[Any, bool]] = {}
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
         name = context.get_op_type()
-        if name not in _SELECTS | _PASSES or not context.namespace.matches("tensorflow/*/eager"):
+        if name not in _SELECTIONS | _PASSED or not context.namespace.matches("tensorflow/*/eager"):
             return
         inputs = context.get_inputs()
-        held = name in _SELECTS and any(context.get_variable(i) is not None for i in range(len(inputs)))
-        made = [known for one in inputs if (known := self._known(one)) is not None]
-        if held or made:
-            chosen = name in _SELECTS - _FIXED or any(chosen for _, chosen in made)
-            context.insert_after_op(self._note, chosen=chosen)
+        reads_variable = name in _SELECTIONS and any(
+            context.get_variable(i) is not None for i in range(len(inputs))
+        )
+        selections = [selection for value in inputs if (selection := self._selection_of(value)) is not None]
+        if reads_variable or selections:
+            by_data = name in _SELECTIONS - _FIXED_SELECTIONS or any(by_data for _, by_data in selections)
+            context.insert_after_op(self._record_selection, by_data=by_data)
 
-    def reads(self, context: amanda.OpContext, index: int, chosen: bool) -> bool:
+    def reads(self, context: amanda.OpContext, index: int, by_data: bool) -> bool:
         """Return True if an input of an op was selected out of a variable.
 
-        chosen: whether the data have to choose it, as indices may in eager mode.
+        by_data: True to count only selections by indices that the data choose.
         """
         value = context.get_inputs()[index]
-        known = self._known(value)
-        return (known[1] or not chosen) if known is not None else _is_selected(value, chosen)
+        selection = self._selection_of(value)
+        return (selection[1] or not by_data) if selection is not None else _is_selected(value, by_data)
 
-    def _known(self, value: Any) -> tuple[Any, bool] | None:
-        known = self._made.get(id(value))
-        return known if known is not None and known[0]() is value else None
+    def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
+        selection = self._selections.get(id(value))
+        return selection if selection is not None and selection[0]() is value else None
 
-    def _note(self, *made: Any, chosen: bool) -> None:
-        for tensor in leaves(made):
-            self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), chosen
+    def _record_selection(self, *outputs: Any, by_data: bool) -> None:
+        for tensor in leaves(outputs):
+            self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), by_data
 
     def _forget(self, key: int, _: Any) -> None:
-        self._made.pop(key, None)
+        self._selections.pop(key, None)
 
 
-def _is_selected(symbol: Any, chosen: bool) -> bool:
-    """Return True if a symbol of a graph was selected out of a variable; with `chosen`, by the data."""
+def _is_selected(symbol: Any, by_data: bool) -> bool:
+    """Return True if a symbol of a graph was selected out of a variable; with `by_data`, by the data."""
     selects = False
     while True:
         try:
@@ -241,13 +257,15 @@ def _is_selected(symbol: Any, chosen: bool) -> bool:
         except AttributeError:  # an eager tensor has none
             return False
         if op.type in TENSORFLOW_READS or (op.inputs and _is_handle(op.inputs[0])):
-            return selects or op.type in _SELECTS
-        if op.type not in _SELECTS | _PASSES or not op.inputs:
+            return selects or op.type in _SELECTIONS
+        if op.type not in _SELECTIONS | _PASSED or not op.inputs:
             return False
-        at = _VALUE_AT.get(op.type, 0)
-        if op.type in _SELECTS and not selects:
-            selects = not (chosen and _is_constant([one for i, one in enumerate(op.inputs) if i != at]))
-        symbol = op.inputs[at]
+        position = _VALUE_POSITIONS.get(op.type, 0)
+        if op.type in _SELECTIONS and not selects:
+            selects = not (
+                by_data and _is_constant([value for i, value in enumerate(op.inputs) if i != position])
+            )
+        symbol = op.inputs[position]
 
 
 def _is_handle(symbol: Any) -> bool:
@@ -257,4 +275,65 @@ def _is_handle(symbol: Any) -> bool:
 def _is_constant(symbols: Any) -> bool:
     import tensorflow as tf
 
-    return all(tf.get_static_value(one) is not None for one in symbols)
+    return all(tf.get_static_value(symbol) is not None for symbol in symbols)
+
+
+class MultipliedInput(NamedTuple):
+    """The input of an op that the op's weight multiplies.
+
+    position: among the op's inputs.  axis: of the channels, over which the op sums, from the end.
+    layout: axes of a convolution's input, such as "NCHW"; None of a matrix product.  attributes: of the op.
+    """
+
+    position: int
+    axis: int
+    layout: str | None
+    attributes: Mapping[str, Any]
+
+    def rows(self, x: Any, extents: Sequence[int]) -> Any:
+        """Return a value of the input as a matrix for each group of channels: (groups, positions, K).
+
+        The matrix is without autograd, and in float32 or wider.  K counts the elements of the weight for each
+        output, in the order of `canonical`.  Of a convolution, a row is what the window reads at one
+        position, with zeros for padding.
+        extents: of the canonical weight, (outputs, inputs, window).
+        """
+        plain = tensors_of(x).plain(x)
+        if self.layout is None:
+            plain = do("moveaxis", plain, self.axis, -1)
+            return do("reshape", plain, (1, -1, shape(plain)[-1]))
+        layout = self.layout if "N" in self.layout else f"N{self.layout}"
+        plain = plain if len(shape(plain)) == len(layout) else plain[None]
+        plain = do("transpose", plain, (layout.index("N"), *spatial_axes(layout), layout.index("C")))
+        _, *sizes, channels = shape(plain)
+        windows = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
+        plain = do("pad", plain, ((0, 0), *(window.pads(size) for window, size in windows), (0, 0)))
+        # Slices by the place in the window are several times as fast as an index of all positions.
+        places = product([slice(None)], *(window.slices(size) for window, size in windows))
+        read = do("stack", [plain[place] for place in places], -1)
+        rows = do("reshape", read, (-1, channels // extents[1], prod(extents[1:])))
+        return do("moveaxis", rows, 1, 0)
+
+
+def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput | None:
+    """Return the input that an op multiplies by its weight, of which the position is known.
+
+    None for a transposed convolution, transposed factors, and axes of which the layout is not known.
+    """
+    roles, attributes = product_of(context), context.get_attrs()
+    if roles is None or weight not in roles.factors or len(roles.factors) != 2:
+        return None
+    (position,) = (factor for factor in roles.factors if factor != weight)
+    rank = len(context["shape"](context.get_inputs()[position]) or ())
+    if context["type"] not in MATRIX_PRODUCTS:
+        layout: str | None = context["layout"]
+        if layout is None or context["type"] not in CONVOLUTIONS:
+            return None
+        return MultipliedInput(position, layout.index("C") - len(layout), layout, attributes)
+    if "dimension_numbers" in attributes:  # JAX sums over any axis
+        axis = attributes["dimension_numbers"][0][position][0] - rank
+        return MultipliedInput(position, axis, None, attributes)
+    if any(are_transposed(attributes)):
+        return None
+    is_matrix_behind = weight < position and rank > 1
+    return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)

@@ -1,4 +1,4 @@
-"""The weights that a tool has met at the ops that read them, and those that it leaves, with the reasons."""
+"""Weights of a tool: selection, the ops that read them, and reasons for skipped weights."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
-from amanda.tools.weights._parameter_slices import ParameterSlice
+from amanda.tools.select import Globs, Selection, listed
+from amanda.tools.weights._parameter_slices import ParameterSlice, SharedState, is_adapter
 from amanda.tools.weights._parameters import ParameterStore, parameter_store
-from amanda.tools.weights._selection import LOOKUPS
-from amanda.tools.weights._shared_state import SharedState
 from amanda.tools.weights._views import AliasedWeightView, Find, IndexedRows, order_of_axes, row_layout
 from amanda.tools.weights._weight import Weight, WeightView
 from amanda.tools.weights._weight_input import WeightInput, WeightReads
@@ -23,12 +22,63 @@ from amanda.tools.weights._weight_input import WeightInput, WeightReads
 if TYPE_CHECKING:
     from amanda.tools.weights._tool import WeightTool
 
+
+LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
+"""Ops that look rows of a weight up."""
+
+
+class SelectionOptions(TypedDict, total=False):
+    """Options of a tool by which weights are selected, as keywords that a subclass passes on.
+
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    """
+
+    type: Globs
+    module: Globs
+    exclude: Globs
+
+
+class WeightSelection(Selection):
+    """Ops that read weights: convolutions and products unless types are given, and no op that makes a weight.
+
+    Without paths, LoRA adapters are left.  type, module, exclude: see `amanda.tools.select.Selection`.
+    Raises `error` for what is no list of names.
+    """
+
+    def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:
+        self._options = {"type": type, "module": module, "exclude": exclude}
+        super().__init__(
+            listed("type", type, error), listed("module", module, error),
+            exclude=listed("exclude", exclude, error),
+        )  # fmt: skip
+
+    def __call__(self, context: amanda.OpContext) -> bool:
+        """Return True if the weight of an op is selected."""
+        if not self.has_modules and (WeightReads.computes_weight(context) or is_adapter(context)):
+            return False
+        return self.fits(context)
+
+    def leaves_adapter(self, context: amanda.OpContext) -> bool:
+        """Return True if the op is left because it is of an adapter, and no path asks for that."""
+        return not self.has_modules and is_adapter(context) and self.fits(context)
+
+    def fits(self, context: amanda.OpContext, *names: str) -> bool:
+        """Return True if type and modules of an op are selected."""
+        kind = context["type"]
+        if not self.has_types and kind not in PRODUCTS and kind not in SEVERAL_WEIGHTS:
+            return False
+        return super().fits(context, *names)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items() if value is not None)
+
+
 W = TypeVar("W", bound=Weight)
 
 LOOKED_UP = "an embedding reads it too"
 CONTRACTED = "an einsum reads it too"
 EINSUM = "the operands of an einsum are one list, of which none is changed"
-"""Why a tool leaves an einsum that reads a parameter."""
+"""Reason for skipping an einsum that reads a parameter."""
 ADAPTER = "it is an adapter's, which is changed if `module` selects it"
 SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
 INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
@@ -37,9 +87,8 @@ INDEXED = "it reads elements of a parameter that an index selects, which are no 
 class Weights(Generic[W]):
     """The weights of one tool, by parameter and part, or by the op that reads a computed one.
 
-    found: in the order in which they were met.  reasons: why others were left, by their op.
-    left: number of elements of others, by what holds them.
-    retracted: weights that were changed until an embedding turned out to read them.
+    reasons: why other weights are unchanged, by op.  skipped_elements: numbers of their elements, by holder.
+    retracted: weights that were changed until an embedding turned out to read them too.
     """
 
     def __init__(self, tool: WeightTool[W]) -> None:
@@ -48,67 +97,69 @@ class Weights(Generic[W]):
 
     def clear(self) -> None:
         """Forget all weights."""
-        self.found: dict[Hashable, W] = {}
+        self._by_key: dict[Hashable, W] = {}
         self.reasons: dict[str, str] = {}
-        self.left: dict[Hashable, int] = {}
+        self.skipped_elements: dict[Hashable, int] = {}
         self.retracted: list[W] = []
-        self._left: set[Hashable] = set()
-        self._others: dict[Hashable, str] = {}
-        self._passed, self._has_passed_by = 0, False
+        self._skipped: set[Hashable] = set()
+        self._skip_reasons: dict[Hashable, str] = {}
+        self._unselected_count, self._has_unweighted_product = 0, False
         self._forms: dict[Hashable, AliasedWeightView] = {}
-        self._of: dict[Hashable, list[W]] = {}
+        self._by_parameter: dict[Hashable, list[W]] = {}
         self._shared = SharedState()
 
     def __iter__(self) -> Iterator[W]:
-        return iter(self.found.values())
+        return iter(self._by_key.values())
 
     def has_met(self, identity: Hashable) -> bool:
         """Return True if an op has read a parameter, also one that is left or not selected."""
-        return identity in self._of or identity in self._others
+        return identity in self._by_parameter or identity in self._skip_reasons
 
     @property
     def passed(self) -> str:
-        """A sentence for the case that weights were met, and none of them was selected; or none was met."""
-        if self.found or self.reasons or not (self._passed or self._has_passed_by):
+        """A sentence if no weight was selected, or no op read a weight; "" otherwise."""
+        if self._by_key or self.reasons or not (self._unselected_count or self._has_unweighted_product):
             return ""
-        if not self._passed:
+        if not self._unselected_count:
             return "None of the products that were met reads a parameter that a model holds"
         selection = str(self._tool.selection) or "the default of type"
-        return f"{self._passed} weights were met, of which {selection} selects none"
+        return f"{self._unselected_count} weights were met, of which {selection} selects none"
 
-    def pass_by(self, context: amanda.OpContext) -> None:
+    def record_unweighted(self, context: amanda.OpContext) -> None:
         """Record a product that reads no weight."""
-        self._has_passed_by |= context["phase"] == "forward" and context["type"] in PRODUCTS
+        self._has_unweighted_product |= context["phase"] == "forward" and context["type"] in PRODUCTS
 
-    def look_at(self, context: amanda.OpContext) -> set[int]:
-        """Record that an op leaves its weights: it looks rows up, has several weights, or is an adapter's.
+    def record_readers(self, context: amanda.OpContext) -> set[int]:
+        """Record weights of lookups, einsums, ops of several weights, and adapters, which stay unchanged.
 
-        What such an op shares with a product is left too, as it would read that unchanged.
+        A product that shares such a weight is skipped too: the lookup would read the weight unchanged.
 
-        Returns the ids of ops that read a weight which has been taken back for that.
+        Returns the ids of ops whose weight was changed until now, and is retracted.
         """
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
             self.leave(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
-            self.reasons[_named(context)] = ADAPTER
+            self.reasons[_describe_op(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
         holders = [] if holder is None else [holder]
         reason = LOOKED_UP
         if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
-            reason, holders = CONTRACTED, _operands(context)
+            reason, holders = CONTRACTED, _einsum_parameters(context)
             if holders and self._tool.selection(context):
                 self.leave(context, EINSUM)
-        again: set[int] = set()
-        for one in holders:
-            identity = parameter_store(one).identity(one)
-            self._others[identity] = reason
-            again |= self._retract(context, self._of.pop(identity, []), reason)
-        return again
+        outdated_ops: set[int] = set()
+        for parameter in holders:
+            identity = parameter_store(parameter).identity(parameter)
+            self._skip_reasons[identity] = reason
+            outdated_ops |= self._retract(context, self._by_parameter.pop(identity, []), reason)
+        return outdated_ops
 
-    def at(self, context: amanda.OpContext, read: WeightInput) -> tuple[WeightView | None, Find | None]:
-        """Return what an op reads as its weight, None for what is left; and what finds it at each execution.
+    def view_of_read(
+        self, context: amanda.OpContext, read: WeightInput
+    ) -> tuple[WeightView | None, Find | None]:
+        """Return the weight view of an op, None if skipped, and a function that finds it at each execution.
 
-        The second is None for an op that always reads the same.
+        The function is None for an op that reads the same weight each time.
         """
         value = context.get_inputs()[read.index]
         if read.is_lost:
@@ -117,78 +168,84 @@ class Weights(Generic[W]):
             return None, None
         parts = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
         if parts:
-            forms = {one: self._form(context, value, one, read.layout) for one in parts}
-            return None, partial(_current, forms, read.holder)
+            forms = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in parts}
+            return None, partial(_current_view, forms, read.holder)
         if not read.is_followed:
-            return self._form(context, value, read.holder, read.layout), None
-        find = partial(self._find, context, read.layout)
+            return self._view_of(context, value, read.holder, read.layout), None
+        find = partial(self._locate, context, read.layout)
         return find(value, ParameterSlice.of_input(context, read.index)), find
 
-    def _find(
+    def _locate(
         self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
     ) -> WeightView | None:
+        """Return the view of the slice that an execution reads; None for a skipped slice."""
         if origin is None:
             self.leave(context, WeightReads.unknown_part)
             return None
         if origin.form is None:
             rows = self._rows(context, origin, value, layout)
             return None if rows is None else IndexedRows(rows, origin)
-        return self._form(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
+        return self._view_of(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
 
-    def _form(
+    def _view_of(
         self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None
     ) -> WeightView | None:
-        """Return the weight, or another form of a parameter with weights; None for what is left."""
+        """Return the weight, or a view of a parameter that holds weights; None for a skipped weight."""
         unread = tensors_of(value).unread(value) if context.is_eager() else None
         if getattr(value, "is_meta", False) or unread is not None:  # it may have numbers later
             if unread is not None and self._tool.selection(context):
                 self.leave(context, unread)
             return None
         store = parameter_store(value)
-        held = None if holder is None else store.locate(holder, value)
-        key: Hashable = self._tool.place(context) if held is None else held
-        if held is not None and held[0] in self._others:
+        location = None if holder is None else store.locate(holder, value)
+        key: Hashable = self._tool.place(context) if location is None else location
+        if location is not None and location[0] in self._skip_reasons:
             if self._tool.selection(context):
-                self.leave(context, self._others[held[0]])
-        elif key not in self.found and key not in self._forms and key not in self._left:
-            self._meet(context, store, key, _Read(value, holder, held, layout))
-        found = self.found.get(key) or self._forms.get(key)
-        if isinstance(found, Weight):
-            found.readers.add(context.get_op_id())
-        return found
+                self.leave(context, self._skip_reasons[location[0]])
+        elif key not in self._by_key and key not in self._forms and key not in self._skipped:
+            self._add_view(context, store, key, _WeightRead(value, holder, location, layout))
+        view = self._by_key.get(key) or self._forms.get(key)
+        if isinstance(view, Weight):
+            view.readers.add(context.get_op_id())
+        return view
 
-    def _meet(self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _Read) -> None:
-        whole = None if read.held is None else store.whole(read.holder)
-        others = [] if read.held is None else self._of.setdefault(read.held[0], [])
-        if read.held is not None and any(store.overlaps(read.held[1], one.part, whole) for one in others):
-            self._forms[key] = AliasedWeightView(store, read.held[1], whole, others)
+    def _add_view(
+        self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead
+    ) -> None:
+        """Add the weight of a read, a view if it overlaps other weights, or mark the weight as skipped."""
+        whole = None if read.location is None else store.whole(read.holder)
+        siblings = [] if read.location is None else self._by_parameter.setdefault(read.location[0], [])
+        if read.location is not None and any(
+            store.overlaps(read.location[1], weight.part, whole) for weight in siblings
+        ):
+            self._forms[key] = AliasedWeightView(store, read.location[1], whole, siblings)
         elif not self._tool.selection(context):
-            self._left.add(key)
-            self._passed += 1
-        elif not self._take(context, store, key, read, whole):
-            self._left.add(key)
+            self._skipped.add(key)
+            self._unselected_count += 1
+        elif not self._add_weight(context, store, key, read, whole):
+            self._skipped.add(key)
 
     def _rows(
         self, context: amanda.OpContext, origin: ParameterSlice, value: Any, layout: str | None
     ) -> AliasedWeightView | None:
-        """Return all rows of a parameter, of which an op reads some; None for rows that are left."""
+        """Return the view of all rows of a parameter, of which an op reads some; None for skipped rows."""
         holder, store = origin.holder, parameter_store(value)
         if not value.numel() or holder.is_meta:
             return None
         identity = store.identity(holder)
         key: Hashable = (identity, "rows")
-        if identity in self._others:
+        if identity in self._skip_reasons:
             if self._tool.selection(context):
-                self.leave(context, self._others[identity])
-        elif key not in self._forms and key not in self._left:
-            self._left.add(key)
+                self.leave(context, self._skip_reasons[identity])
+        elif key not in self._forms and key not in self._skipped:
+            self._skipped.add(key)
             if self._tool.selection(context):
-                self._meet_rows(context, store, key, origin, value, layout)
+                self._add_rows(context, store, key, origin, value, layout)
             else:
-                self._passed += 1
+                self._unselected_count += 1
         return self._forms.get(key)
 
-    def _meet_rows(
+    def _add_rows(
         self,
         context: amanda.OpContext,
         store: ParameterStore,
@@ -197,47 +254,51 @@ class Weights(Generic[W]):
         value: Any,
         layout: Any,
     ) -> None:
+        """Add a weight for each row of a parameter, and the view of all rows."""
         holder = origin.holder
         axes = order_of_axes(origin, value) if holder.dim() > 2 else None
         if axes is None or self._tool.leaves_rows:
             self.leave(context, INDEXED if axes is None else self._tool.leaves_rows)
             return
         layout, whole = row_layout(layout, axes), store.whole(holder)
-        others = self._of.setdefault(key[0], [])
+        siblings = self._by_parameter.setdefault(key[0], [])
         for row in holder.detach().unbind():
-            read = _Read(row, holder, store.locate(holder, row), layout)
-            if any(store.overlaps(read.held[1], one.part, whole) for one in others):
+            read = _WeightRead(row, holder, store.locate(holder, row), layout)
+            if any(store.overlaps(read.location[1], weight.part, whole) for weight in siblings):
                 continue
-            if not self._take(context, store, read.held, read, whole):
+            if not self._add_weight(context, store, read.location, read, whole):
                 return
-        for one in others:
-            one.readers.add(context.get_op_id())
-        self._left.discard(key)
-        self._forms[key] = AliasedWeightView(store, None, whole, others)
+        for weight in siblings:
+            weight.readers.add(context.get_op_id())
+        self._skipped.discard(key)
+        self._forms[key] = AliasedWeightView(store, None, whole, siblings)
 
-    def _take(
-        self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _Read, whole: Any
+    def _add_weight(
+        self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead, whole: Any
     ) -> bool:
-        """Add a weight, with its state, unless the tool leaves it: then record why."""
-        reason = _misfit(context, read.value)
+        """Add a weight with its state, and return True; record the reason if the tool skips the weight."""
+        reason = _why_unsupported(context, read.value)
         if reason is None:
-            weight = self._made(context, store, read, whole)
+            weight = self._make_weight(context, store, read, whole)
             reason = self._tool.on_weight(weight)
         if reason is not None:
             self.leave(context, reason)
             return False
         weight.close()
-        self.found[key] = weight
-        if read.held is not None:
-            self._of.setdefault(read.held[0], []).append(weight)
+        self._by_key[key] = weight
+        if read.location is not None:
+            self._by_parameter.setdefault(read.location[0], []).append(weight)
         return True
 
-    def _made(self, context: amanda.OpContext, store: ParameterStore, read: _Read, whole: Any) -> W:
-        path = None if read.held is None else context.get_variable_path(read.holder)
-        variable = None if read.held is None else read.holder
+    def _make_weight(
+        self, context: amanda.OpContext, store: ParameterStore, read: _WeightRead, whole: Any
+    ) -> W:
+        """Create a weight whose state is saved under the parameter's path, else under its first reader."""
+        path = None if read.location is None else context.get_variable_path(read.holder)
+        variable = None if read.location is None else read.holder
         reader, suffix = context, ""
-        if whole is not None and read.held is not None:
-            identity, part = read.held
+        if whole is not None and read.location is not None:
+            identity, part = read.location
             reader, suffix = self._shared.key_for(context, identity, part, whole, path is not None)
 
         copy = tensors_of(read.value).copy
@@ -246,51 +307,56 @@ class Weights(Generic[W]):
             return self._tool.keep(reader, name + suffix, make, copy, variable)
 
         return self._tool.weight_type(
-            context, read.value, read.layout, store, read.held, whole, len(self.found), keep,
-            self._tool.error, path or ("" if variable is None else store.name(variable)), _weakly(variable),
+            context, read.value, read.layout, store, read.location, whole, len(self._by_key), keep,
+            self._tool.error, path or ("" if variable is None else store.name(variable)),
+            _weak_reference(variable),
         )  # fmt: skip
 
     def leave(self, context: amanda.OpContext, reason: str) -> None:
         """Record why the weight of an op is left as it is, and how many elements it has."""
-        self.reasons[_named(context)] = reason
-        self.left.update(_elements(context))
+        self.reasons[_describe_op(context)] = reason
+        self.skipped_elements.update(_element_counts(context))
 
     def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
-        """Leave weights that were changed until an embedding or an einsum turned out to read them."""
-        found: set[int] = set()
-        for one in weights:
-            if context.is_static() and one.is_ready:
+        """Stop changing weights that an embedding or an einsum reads too; return the ids of their readers."""
+        outdated_ops: set[int] = set()
+        for weight in weights:
+            # The changed weight is in the file already, so that it cannot be retracted.
+            if context.is_static() and weight.is_ready:
                 raise self._tool.error(
                     f"{context['type']} of {context.get_scope() or context.get_source()} looks up rows of a "
-                    f"weight that {one.type} of {one.module or one.source} reads changed; exclude that"
+                    f"weight that {weight.type} of {weight.module or weight.source} reads changed; exclude "
+                    "that"
                 )
-            one.is_left = True
-            self.left[one.holder] = sum(own.size for own in weights)
-            self.reasons[f"{one.type} of {one.module or one.source}"] = reason
-            found |= one.readers
+            weight.is_skipped = True
+            self.skipped_elements[weight.holder] = sum(sibling.size for sibling in weights)
+            self.reasons[f"{weight.type} of {weight.module or weight.source}"] = reason
+            outdated_ops |= weight.readers
         self.retracted += weights
-        ours = {id(one) for one in weights}
-        self.found = {key: one for key, one in self.found.items() if id(one) not in ours}
-        self._forms = {key: one for key, one in self._forms.items() if not one.is_of(ours)}
-        return found
+        retracted_ids = {id(weight) for weight in weights}
+        self._by_key = {
+            key: weight for key, weight in self._by_key.items() if id(weight) not in retracted_ids
+        }
+        self._forms = {key: weight for key, weight in self._forms.items() if not weight.is_of(retracted_ids)}
+        return outdated_ops
 
 
-def _current(
+def _current_view(
     forms: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
-    """Return what is kept for the slice of a stack that the op reads now."""
+    """Return the weight view of the slice of a stack that the op reads now."""
     return forms.get(parameter_store(holder).current_slice(holder))
 
 
-class _Read:
+class _WeightRead:
     """The weight that an op reads: value, parameter, identity and part, and layout."""
 
-    def __init__(self, value: Any, holder: Any, held: Any, layout: str | None) -> None:
-        self.value, self.holder, self.held, self.layout = value, holder, held, layout
+    def __init__(self, value: Any, holder: Any, location: Any, layout: str | None) -> None:
+        self.value, self.holder, self.location, self.layout = value, holder, location, layout
 
 
-def _misfit(context: amanda.OpContext, value: Any) -> str | None:
-    """Return why nothing can be kept for what an op reads; None where it can."""
+def _why_unsupported(context: amanda.OpContext, value: Any) -> str | None:
+    """Return why a value cannot be a weight of the tool; None if it can."""
     extents = context["shape"](value)
     if extents is None or None in extents or len(extents) < 2:
         return f"its shape is {extents}"
@@ -304,15 +370,15 @@ def _misfit(context: amanda.OpContext, value: Any) -> str | None:
 
 
 def _is_in_file(context: amanda.OpContext, index: int) -> bool:
-    """Return True if an input of an op of a file is known before the model runs."""
+    """Return True if an input of an op of a file is a constant."""
     try:
         return context.get_value(index) is not context.get_inputs()[index]
     except AmandaError:
         return False
 
 
-def _elements(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
-    """Yield the numbers of elements of the weights that an op reads, by holder; nothing for computed ones."""
+def _element_counts(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
+    """Yield holder and number of elements of each weight that an op reads; nothing for computed weights."""
     try:
         inputs = context.get_inputs()
     except AmandaError:  # the values of its first execution are gone
@@ -325,37 +391,40 @@ def _elements(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
             continue
         value = inputs[position]
         if isinstance(value, (list, tuple)):
-            holders = [parameter_store(one).owner(one) for one in value]
+            holders = [parameter_store(tensor).owner(tensor) for tensor in value]
         else:
             holders = [context.get_variable(position)]
         for holder in holders:
-            size = None if holder is None else _size(context, holder, value)
+            size = None if holder is None else _element_count(context, holder, value)
             if size is not None:
                 yield parameter_store(holder).identity(holder), size
 
 
-def _operands(context: amanda.OpContext) -> list[Any]:
+def _einsum_parameters(context: amanda.OpContext) -> list[Any]:
     """Return the parameters that an einsum of PyTorch reads, whole or in part."""
-    lists = [one for one in context.get_inputs() if isinstance(one, (list, tuple))]
-    owners = [parameter_store(one).owner(one) for group in lists for one in group]
-    return [one for one in owners if one is not None]
+    lists = [operand for operand in context.get_inputs() if isinstance(operand, (list, tuple))]
+    owners = [parameter_store(operand).owner(operand) for group in lists for operand in group]
+    return [operand for operand in owners if operand is not None]
 
 
-def _size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
+def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
     """Return the number of elements of a holder, or of the value where the holder is a handle."""
-    for one in (holder, value):
-        extents: Sequence[int] | None = None if isinstance(one, (list, tuple)) else context["shape"](one)
+    for candidate in (holder, value):
+        extents: Sequence[int] | None = (
+            None if isinstance(candidate, (list, tuple)) else context["shape"](candidate)
+        )
         if extents and None not in extents:
             return prod(extents)
     return None
 
 
-def _weakly(holder: Any) -> Callable[[], Any]:
+def _weak_reference(holder: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(holder)
     except TypeError:
+        # Some holders have no weak references, such as the tuple of an ONNX initializer.
         return lambda: None
 
 
-def _named(context: amanda.OpContext) -> str:
+def _describe_op(context: amanda.OpContext) -> str:
     return f"{context['type']} of {context.get_scope() or context.get_source()}"

@@ -73,6 +73,7 @@ class Extraction:
         rows = np.arange(samples) * classes + np.asarray(labels)
         scores = start.op.outputs[0]
         assert isinstance(scores, int)
+        # The keys of one element for each sample: its label's score.
         self._active = {scores: [np.arange(samples) * samples * classes + rows]}
         ops_on_path: list[_OpOnPath] = []
         # Backwards in execution order, so all readers of a tensor have added their keys before its producer.
@@ -115,6 +116,7 @@ class Extraction:
             return
         step, output = op_on_path.step, op_on_path.output
         size, rule = step.outputs[output].size, self._rules[step.type]
+        # The terms of one element show how many terms the elements have, for the size of chunks.
         first_terms = rule(step, keys[:1] % size, output)
         op_on_path.fan_in = max(indices.shape[1] for indices in first_terms.sources.values())
         op_on_path.synapses = first_terms.synapses
@@ -146,7 +148,7 @@ class Extraction:
         if terms.weighted:
             values, scale = self._fold_constants(step, rows, output)
             contributions = contributions * scale[:, None]
-        if is_head:
+        if is_head:  # for NaN `leading` takes the positive terms, so that a negative score has a path too
             values = np.where(values > 0, values, np.nan)
         else:
             signs = np.nan_to_num(np.sign(values), nan=1)
@@ -166,6 +168,7 @@ class Extraction:
         while isinstance(tensor, int):
             readers = [index for index in self._graph.tensors[tensor].consumers if index in self._steps]
             reader = self._steps[readers[0]] if len(readers) == 1 else None
+            # With a second reader the values before the op are used too, and are no part of a sum.
             if reader is None or len(reader.varying) != 1 or reader.outputs[0].size != size:
                 break
             if reader.type not in _SHAPE_ONLY_TYPES:

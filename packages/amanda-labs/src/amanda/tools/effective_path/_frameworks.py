@@ -125,6 +125,8 @@ class OpValues:
         dtype = self.dtype(value)
         if dtype is None or dtype.startswith(_NON_NUMERIC_DTYPES):
             return value
+        # A view of one zero instead of a copy: rules of moved elements read nothing but shapes.  Smaller
+        # tensors may be scores or indices, which are read.
         if self.shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
         return array(value)
@@ -218,7 +220,7 @@ _ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
     **dict.fromkeys(("mean", "sum", "amax"), lambda op: {"axes": _reduced_axes(op)}),
     "cat": lambda op: {"axis": int(op.attribute_or_input("dim", "axis", at=1, default=0))},
     "stack": lambda op: {"axis": int(op.attribute_or_input("dim", "axis", default=0))},
-    "einsum": lambda op: {"equation": _text(op.attribute_or_input("equation", at=0))},
+    "einsum": lambda op: {"equation": _decode_text(op.attribute_or_input("equation", at=0))},
     "linear": lambda op: {"transposed": (False, op.weight_layout != "IO")},
     "matmul": lambda op: {"transposed": are_transposed(op.attributes)},
     "scaled_dot_product_attention": _attention_arguments,
@@ -260,7 +262,7 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
     def pad(a: NDArray[Any]) -> NDArray[Any]:
         widths = attributes["pad"]
         pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
-        return _pad(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
+        return _pad_indices(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
 
     def permute(a: NDArray[Any]) -> NDArray[Any]:
         if "source" in attributes:
@@ -297,7 +299,7 @@ def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
     return _all_moves(op, {
         "permute": lambda a: a.transpose(op.integers(at=1)), "getitem": slice_input,
         "split": lambda a: np.split(a, op.attributes["num_split"], axis=int(op.inputs[0])),
-        **dict.fromkeys(("pad", "Pad", "PadV2"), lambda a: _pad(a, op.inputs[1].tolist(), {})),
+        **dict.fromkeys(("pad", "Pad", "PadV2"), lambda a: _pad_indices(a, op.inputs[1].tolist(), {})),
     })  # fmt: skip
 
 
@@ -319,16 +321,18 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
         pairs, count = [(0, 0)] * a.ndim, len(widths) // 2
         for i, axis in enumerate(op.integers(at=3) or range(count)):
             pairs[axis] = (widths[i], widths[i + count])
-        return _pad(a, pairs, op.attributes)
+        return _pad_indices(a, pairs, op.attributes)
 
     return _all_moves(op, {
         "permute": lambda a: a.transpose(op.attributes.get("perm")), "getitem": slice_input, "pad": pad
     })  # fmt: skip
 
 
-def _pad(a: NDArray[Any], pairs: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> NDArray[Any]:
+def _pad_indices(
+    a: NDArray[Any], pairs: Sequence[Sequence[int]], attributes: Mapping[str, Any]
+) -> NDArray[Any]:
     """Pad an array of flat indices with -1; raise NotImplementedError for other modes, and for crops."""
-    mode = _text(attributes.get("mode", "constant"))
+    mode = _decode_text(attributes.get("mode", "constant"))
     if mode != "constant" or min(map(min, pairs), default=0) < 0:
         raise NotImplementedError(f"a pad in mode {mode} by {pairs}")
     return np.pad(a, pairs, constant_values=-1)
@@ -354,6 +358,7 @@ def _strided_slice_index(
 
     def index(i: int) -> Any:
         masks = ("ellipsis", "new_axis", "shrink_axis", "begin", "end")
+        # Bit i of each mask is about entry i of the slice.
         masks_set = {mask for mask in masks if int(attributes.get(f"{mask}_mask", 0)) >> i & 1}
         if "ellipsis" in masks_set:
             return ...
@@ -368,7 +373,7 @@ def _strided_slice_index(
     return tuple(map(index, range(len(begin))))
 
 
-def _text(value: Any) -> str:
+def _decode_text(value: Any) -> str:
     """Return a text, decoded if it is bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 

@@ -128,19 +128,21 @@ class EffectivePath:
 
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
         """
-        common = self._common(other, which)
-        return {name: _share(common[name], len(layer.part(which))) for name, layer in self.layers.items()}
+        common = self._count_common(other, which)
+        return {
+            name: _overlap_share(common[name], len(layer.part(which))) for name, layer in self.layers.items()
+        }
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
         """Return the share of this path that is also on the other, of all layers together."""
-        return _share(sum(self._common(other, which).values()), self.count(which))
+        return _overlap_share(sum(self._count_common(other, which).values()), self.count(which))
 
     def jaccard(self, other: EffectivePath, which: Part = "synapses") -> float:
         """Return the size of the intersection over that of the union."""
-        common = sum(self._common(other, which).values())
-        return _share(common, self.count(which) + other.count(which) - common)
+        common = sum(self._count_common(other, which).values())
+        return _overlap_share(common, self.count(which) + other.count(which) - common)
 
-    def _common(self, other_path: EffectivePath, part: Part) -> dict[str, int]:
+    def _count_common(self, other_path: EffectivePath, part: Part) -> dict[str, int]:
         """Return by layer the size of the intersection of both paths."""
         other_parts = {name: layer.part(part) for name, layer in other_path.layers.items()}
         return {
@@ -193,5 +195,5 @@ def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     return reduce(or_, all_paths)
 
 
-def _share(part: int, whole: int) -> float:
+def _overlap_share(part: int, whole: int) -> float:
     return part / whole if whole else 1.0

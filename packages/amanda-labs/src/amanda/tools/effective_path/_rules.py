@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def _products(
+def _product_terms(
     rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], labels: Sequence[Sequence[Any]]
 ) -> tuple[list[Indices], Numbers, int]:
     """Return the terms of a product of two tensors, summed over the labels that the output lacks.
@@ -33,10 +33,10 @@ def _products(
     return indices, first.astype(np.float64) * second, prod(shape) * prod(summed.values())
 
 
-def _matrices(
+def _matmul_terms(
     rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], transposed: Sequence[bool]
 ) -> tuple[list[Indices], Numbers, int]:
-    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`.
+    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_product_terms`.
 
     Axes of a batch that the output lacks are summed over too.
     """
@@ -47,14 +47,14 @@ def _matrices(
 
     matrix_axes = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
     batch = range(len(matrix_axes) - len(shape), 0)
-    return _products(rows, shape, factors, [*labels, [*batch, *matrix_axes]])
+    return _product_terms(rows, shape, factors, [*labels, [*batch, *matrix_axes]])
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
     """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
     inputs: list[InputIndex] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
     transposed = step.arguments.get("transposed", (False, False))
-    read, values, count = _matrices(
+    read, values, count = _matmul_terms(
         rows, step.outputs[output].shape, [step.tensor(index) for index in inputs], transposed
     )
     return Terms(dict(zip(inputs, read, strict=True)), values, count, weighted=True)
@@ -76,7 +76,7 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
     if len(names) != 2 or len(inputs) != 2 or "." in equation or not arrow:
         raise NotImplementedError(f"einsum {equation!r}")
     factors = [step.tensor(index) for index in inputs]
-    read, values, count = _products(rows, step.outputs[output].shape, factors, [*names, out])
+    read, values, count = _product_terms(rows, step.outputs[output].shape, factors, [*names, out])
     return Terms(dict(zip(inputs, read, strict=True)), values, count, weighted=True)
 
 
@@ -94,7 +94,7 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
     # Only values are on the path: the softmax of query and key is taken as constant weights.
-    read, values, count = _matrices(rows, step.outputs[output].shape, (shares, value), (False, False))
+    read, values, count = _matmul_terms(rows, step.outputs[output].shape, (shares, value), (False, False))
     return Terms({(2, 0): read[1]}, values, count, weighted=True)
 
 

@@ -182,6 +182,7 @@ def _varying_tensors(graph: Graph) -> set[int]:
     varying: set[int] = set()
     for tensor in graph.tensors:  # in the order of their first use
         producer_reads = None if tensor.producer is None else graph.ops[tensor.producer].reads
+        # Inputs of the model and random numbers: no op made the tensor from tensors.
         from_outside = not producer_reads and tensor.kind not in STATE and tensor.shape != ()
         if (from_outside or not varying.isdisjoint(producer_reads or ())) and not _is_shape(tensor):
             varying.add(tensor.index)

@@ -76,6 +76,7 @@ def in_order(work: StepWork, request: Request) -> Stages:
     ]
     slowest = [order.slowest() for order in orders]
     least = min(slowest)
+    # The order of execution is preferred: its stages are ranges of the program.
     if slowest[0] <= least * (1 + request.tolerance):
         least, orders = slowest[0], orders[:1]
     if np.isinf(least):
@@ -137,11 +138,13 @@ class _OrderedOps:
         return crossing, stages
 
     def _stage_memory(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
+        """Return the bytes of a stage that ends ahead of a position, for each start."""
         activations = self._activation_ends[end] - self._activation_ends[:end]
         memory: Floats = self._copies * parameter_bytes + self._request.in_flight(stage) * activations
         return memory
 
     def _stage_load(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
+        """Return the cost of a stage or of the link ahead of it, for each start; inf if it does not fit."""
         load: Floats = np.maximum(
             self._cost_ends[end] - self._cost_ends[:end], self._request.byte_cost * self._crossing[:end]
         )
@@ -164,7 +167,7 @@ def _best_cut(
     start_of = np.zeros((stages + 1, count + 1), np.int64)
     best[0, 0] = 0.0
     for end, parameter_bytes in enumerate(work.parameter_bytes_by_start(), 1):
-        for stage in range(min(stages, end)):
+        for stage in range(min(stages, end)):  # a stage has one op at least
             values = combine(best[stage, :end], value(stage, end, parameter_bytes))
             start_of[stage + 1, end] = values.argmin()
             best[stage + 1, end] = values[start_of[stage + 1, end]]
@@ -215,6 +218,7 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     """
     count, ends = len(work.ops), np.cumsum(work.total)
     max_load = 0.5 * (1 + tolerance) * float(ends[-1])
+    # In this order, the ops that are on the first side of every balanced cut, and on the second.
     first_side = {0, *range(int(np.searchsorted(ends, ends[-1] - max_load, "right")))}
     second_side = {count - 1, *range(int(np.searchsorted(ends, max_load)) + 1, count)}
     flow = _flow_network(work)

@@ -17,8 +17,8 @@ def serve(settings: Mapping[str, Any]) -> None:
     """Answer the messages of the one program that knows the key, until it hangs up."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(settings["threads"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which hangs up when it ends
+    torch.set_num_threads(settings["threads"])  # as many threads as the program, for the same bits
     listener = Listener(settings["address"], "AF_UNIX", authkey=bytes.fromhex(settings["key"]))
     try:
         connection: Any = listener.accept()
@@ -142,7 +142,7 @@ class Enclave:
         gradients = self._torch.autograd.grad(
             [results[i] for i in outputs], [*trained_arguments, *parameters],
             [unpack_tensor(*packed_tensor) for packed_tensor in tensors],
-            retain_graph=True, allow_unused=True,
+            retain_graph=True, allow_unused=True,  # the program may differentiate again; `dropped` ends it
         )  # fmt: skip
         for path, gradient in zip(trained_paths, gradients[len(trained_arguments) :], strict=True):
             if gradient is not None:
@@ -174,7 +174,9 @@ class Enclave:
         self, tensors: PackedTensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """Step the optimizer of this number, which begins without state."""
-        options = [{key: _tuples(value) for key, value in group["options"].items()} for group in groups]
+        options = [
+            {key: _list_to_tuple(value) for key, value in group["options"].items()} for group in groups
+        ]
         if optimizer not in self._optimizers:
             parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
             pairs = zip(parameters, options, strict=True)
@@ -220,5 +222,5 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     return function(*inputs[:num_positional], **{argument.name: value for argument, value in keyword_pairs})
 
 
-def _tuples(value: Any) -> Any:
+def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value

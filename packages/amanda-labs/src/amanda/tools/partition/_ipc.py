@@ -55,6 +55,7 @@ def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: P
     """Send a message, wipe the memory that it was put together in, and return its bytes."""
     header_bytes = json.dumps({**header, "tensors": [tensor_header for tensor_header, _ in tensors]}).encode()
     size = 4 + len(header_bytes) + sum(tensor_header.size for tensor_header, _ in tensors)
+    # One buffer for all, so that there is one place to wipe: a copy could stay readable in freed memory.
     message = bytearray(max(size, _MIN_MESSAGE_BYTES))
     message[:4], message[4 : 4 + len(header_bytes)] = len(header_bytes).to_bytes(4, "little"), header_bytes
     view, offset = np.frombuffer(message, np.uint8), 4 + len(header_bytes)
@@ -113,6 +114,7 @@ class ProcessLink:
             folder.cleanup()
 
     def _connect(self, address: str, key: bytes) -> Connection[Any, Any]:
+        """Return a connection once the process listens; raise ProtectError if it ends or takes too long."""
         deadline = monotonic() + _START_TIMEOUT
         while self._process.poll() is None and monotonic() < deadline:
             try:
@@ -155,6 +157,7 @@ class ProcessLink:
         self._wait_or_kill(10.0)
 
     def _wait_or_kill(self, timeout: float) -> None:
+        """Wait for the end of the process, and kill it after so many seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -97,6 +97,7 @@ def assign_parts(
     for op, is_protected in zip(graph.ops, is_selected, strict=True):
         producers = [graph.producer_of[name] for name in op.reads if name in graph.producer_of]
         min_part = max((part_of_op[i] for i in producers), default=0)
+        # The part of the producers if it is of the op's kind, otherwise the next one.
         part_of_op.append(min_part + (min_part % 2 != is_protected))
     used_parts = sorted(set(part_of_op))
     kinds = ["protected" if level % 2 else "public" for level in used_parts]
@@ -139,6 +140,7 @@ def _shared_constants(
             public |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
     passed_through = [name for name in graph.outputs if name not in graph.producer_of]
     public |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
+    # Exporters store the same values under several names; a public twin would give a protected one away.
     copies = {
         _constant_bytes(graph, name, folder): name
         for name in protected_names

@@ -155,6 +155,7 @@ def _set_open_dims(value: ValueInfoProto, extent: int | None) -> bool:
 
 
 def _known_shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    """Yield the values of a graph and its bodies whose shapes the model tells."""
     for value in (*graph.value_info, *graph.output, *graph.input):
         if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
             dims = value.type.tensor_type.shape.dim
@@ -207,6 +208,7 @@ class FileFactsTool(amanda.Tool):
         context["shape"] = shape
 
     def _record_op(self, context: amanda.OpContext) -> None:
+        """Record the facts of an op, or add its FLOPs to those of the op whose body it is in."""
         first_output = first_output_of(context.get_op().node)
         if first_output in self.graph.producer_of or first_output in self.graph.constants:
             self._current_op = self.ops[first_output] = FileOpFacts(

@@ -36,8 +36,6 @@ class CutGraph:
 
         Raises PartitionError for a graph of another model than the plan's, and for values that cannot cross.
         """
-        from torch.distributed.pipelining._IR import aten_pipe_split_alias
-
         self._graph = module.graph
         check_blocks(module)
         remove_copies_onto_themselves(self._graph)
@@ -60,25 +58,32 @@ class CutGraph:
         for node in list(self._position):
             if node.op != "get_attr":
                 self._send_to_later_stages(node)
+        # PyTorch takes the model's outputs from ops of the last stage.
         for node in output.all_input_nodes:
-            if self._stage(node) != self._stage(output) or node.op != "call_function":
-                output.replace_input_with(node, self._add_node("alias", node, self._stage(output)))
-        stage = 0
-        ordered = sorted(self._position, key=self._position.__getitem__)
-        ordered = [node for node in ordered if node.op == "call_function"]
-        for node in ordered:
-            for _ in range(stage, self._stage(node)):
-                with self._graph.inserting_before(output):
-                    self._graph.call_function(aten_pipe_split_alias)
-            stage = self._stage(node)
-            output.prepend(node)
-        for stage in range(self._plan.stages):
-            set_module_frames(node for node in ordered if self._stage(node) == stage)
+            if self._stage_of(node) != self._stage_of(output) or node.op != "call_function":
+                output.replace_input_with(node, self._add_node("alias", node, self._stage_of(output)))
+        self._order_by_stages()
         self._graph.lint()
         module.recompile()
         return module
 
-    def _stage(self, node: Any) -> int:
+    def _order_by_stages(self) -> None:
+        """Move the nodes into the order of their stages, with a split mark between two stages."""
+        from torch.distributed.pipelining._IR import aten_pipe_split_alias
+
+        stage, output = 0, self._output
+        ordered = sorted(self._position, key=self._position.__getitem__)
+        ordered = [node for node in ordered if node.op == "call_function"]
+        for node in ordered:
+            for _ in range(stage, self._stage_of(node)):
+                with self._graph.inserting_before(output):
+                    self._graph.call_function(aten_pipe_split_alias)
+            stage = self._stage_of(node)
+            output.prepend(node)  # moves the node to the end
+        for stage in range(self._plan.stages):
+            set_module_frames(node for node in ordered if self._stage_of(node) == stage)
+
+    def _stage_of(self, node: Any) -> int:
         return self._position[node][0]
 
     def _add_node(self, op: str, value: Any, stage: int, before: Any = None) -> Any:
@@ -99,34 +104,34 @@ class CutGraph:
         """Pass a value from its stage to the next, and so on to the last stage that reads it."""
         import torch
 
-        first = self._stage(node)
-        readers = [user for user in node.users if self._stage(user) > first]
+        first = self._stage_of(node)
+        readers = [user for user in node.users if self._stage_of(user) > first]
         if not readers:
             return
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise PartitionError(
                 f"stage {first} makes {node.name} ({type(value).__name__}), which {readers[0].name} of "
-                f"stage {self._stage(readers[0])}, in module {module_of(readers[0])!r}, reads; tensors alone "
-                "cross"
+                f"stage {self._stage_of(readers[0])}, in module {module_of(readers[0])!r}, reads; tensors "
+                "alone cross"
             )
         sent = node
         if node in self._in_buffers:  # the next micro-batch may write to the buffer before this value is read
             sent = self._add_node("clone", node, first)
         elif not value.is_contiguous() or node.op == "placeholder":
             sent = self._add_node("alias" if value.is_contiguous() else "contiguous", node, first)
-        for stage in range(first + 1, max(map(self._stage, readers)) + 1):
+        for stage in range(first + 1, max(map(self._stage_of, readers)) + 1):
             for reader in readers:
-                if self._stage(reader) == stage:
+                if self._stage_of(reader) == stage:
                     reader.replace_input_with(node, sent)
-            if any(self._stage(reader) > stage for reader in readers):
+            if any(self._stage_of(reader) > stage for reader in readers):
                 sent = self._add_node("alias", sent, stage)
 
     def _clone_written_inputs(self, node: Any) -> None:
         """Clone each value of an earlier stage that an op writes to; the op and later ones use the clone."""
         stage, order = self._position[node]
         for value in written_inputs(node):
-            if value.op != "get_attr" and self._stage(value) != stage:
+            if value.op != "get_attr" and self._stage_of(value) != stage:
                 copy = self._add_node("clone", value, stage, node)
                 for user in list(value.users):
                     if self._position[user][1] >= order:
@@ -160,7 +165,7 @@ class CutGraph:
                         raise PartitionError(
                             f"{node.name} in module {module_of(node)!r} of stage {stage} writes to "
                             f"{name}, which {user.name} in module {module_of(user)!r} of stage "
-                            f"{self._stage(user)} reads; a write reaches no other stage: cut elsewhere, "
+                            f"{self._stage_of(user)} reads; a write reaches no other stage: cut elsewhere, "
                             "with other `stages` or `tolerance`, or write to a copy in the model"
                         )
 
@@ -176,7 +181,7 @@ class CutGraph:
             return user_stage > stage
         # A read after the write: of the value itself it uses the stage's clone, but an alias from another
         # stage is not in the clone's memory.
-        stages = {self._stage(alias_read), self._stage(value), stage}
+        stages = {self._stage_of(alias_read), self._stage_of(value), stage}
         return user_stage < stage or (alias_read is not value and len(stages) > 1)
 
 

@@ -47,19 +47,19 @@ class Pipeline:
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees
             self.pipe = export_pipe(model, mb_args, dict(mb_kwargs), CutGraph(plan))
         self._stages = [self.pipe.get_stage_module(i) for i in range(plan.stages)]
-        self._stage_tensors = [dict(self._bind(module)) for module in self._stages]
+        self._stage_tensors = [dict(self._bind_model_tensors(module)) for module in self._stages]
         self._check_parameters()
         self._bind_remaining_paths()
 
-    def _bind(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def _bind_model_tensors(self, module: Any) -> Iterator[tuple[str, Any]]:
         """Put the model's parameters and buffers into a stage instead of copies, and yield them by path.
 
         PyTorch copies a tensor that several stages read, and makes each buffer persistent.
         """
-        paths, persistent = dict(_tensors(self._model)), self._model.state_dict()
-        for name, tensor in list(_tensors(module)):
+        paths, persistent = dict(_tensors_by_name(self._model)), self._model.state_dict()
+        for name, tensor in list(_tensors_by_name(module)):
             tensor = paths.get(name, tensor)
-            _register(module, name, tensor, name in persistent)
+            _register_tensor(module, name, tensor, name in persistent)
             yield name, tensor
 
     def _bind_remaining_paths(self) -> None:
@@ -69,18 +69,18 @@ class Pipeline:
         """
         persistent = self._model.state_dict()
         placed_ids = {id(tensor) for tensors in self._stage_tensors for tensor in tensors.values()}
-        for name, tensor in _tensors(self._model):
-            depths = [_depth(module, name) for module in self._stages]
+        for name, tensor in _tensors_by_name(self._model):
+            depths = [_num_existing_modules(module, name) for module in self._stages]
             for stage, tensors in enumerate(self._stage_tensors):
                 is_unread = id(tensor) not in placed_ids and stage == depths.index(max(depths))
                 if name not in tensors and (is_unread or any(value is tensor for value in tensors.values())):
-                    _register(self._stages[stage], name, tensor, name in persistent)
+                    _register_tensor(self._stages[stage], name, tensor, name in persistent)
                     tensors[name] = tensor
             placed_ids.add(id(tensor))
 
     def _check_parameters(self) -> None:
         """Raise PartitionError for a stage whose parameters differ from the plan's."""
-        paths = dict(_tensors(self._model))
+        paths = dict(_tensors_by_name(self._model))
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         for stage, tensors in enumerate(self._stage_tensors):
             planned = {
@@ -102,8 +102,8 @@ class Pipeline:
     @property
     def shared(self) -> Mapping[str, Mapping[int, str]]:
         """Return for each parameter that several stages hold, by path, its path in each of these stages."""
-        paths = dict(_tensors(self._model))
-        holders = defaultdict[int, dict[int, str]](dict)
+        paths = dict(_tensors_by_name(self._model))
+        holders = defaultdict[int, dict[int, str]](dict)  # by id: a tied parameter has several paths
         for stage, tensors in enumerate(self._stage_tensors):
             for name in tensors:
                 if name in paths:
@@ -169,7 +169,7 @@ class Pipeline:
         import torch.distributed as dist
 
         parent: Any = stage.group or dist.group.WORLD
-        parameters, groups = dict(_tensors(stage.submod)), dict[tuple[int, ...], Any]()
+        parameters, groups = dict(_tensors_by_name(stage.submod)), dict[tuple[int, ...], Any]()
         pairs = []
         for names_by_stage in self.shared.values():
             stages = tuple(sorted(names_by_stage))
@@ -177,6 +177,7 @@ class Pipeline:
                 continue
             if stages not in groups:
                 ranks = [dist.get_global_rank(parent, stage_number) for stage_number in stages]
+                # Only the holders create the group; without this option all processes would have to.
                 groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
             pairs.append((parameters[names_by_stage[stage.stage_index]], groups[stages]))
         return pairs
@@ -187,8 +188,8 @@ class Pipeline:
         import torch.distributed as dist
 
         parent: Any = stage.group or dist.group.WORLD
-        paths = dict(_tensors(self._model))
-        stage_tensors = dict(_tensors(stage.submod))
+        paths = dict(_tensors_by_name(self._model))
+        stage_tensors = dict(_tensors_by_name(stage.submod))
         with amanda.disabled(), torch.no_grad():
             for number, tensors in enumerate(self._stage_tensors):
                 source = dist.get_global_rank(parent, number)
@@ -204,13 +205,13 @@ class Pipeline:
                     target.copy_(value)
 
 
-def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
+def _tensors_by_name(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield parameters and buffers by each of their paths."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _depth(module: Any, path: str) -> int:
+def _num_existing_modules(module: Any, path: str) -> int:
     """Return the number of leading names of a path that are modules of a stage."""
     names = path.split(".")
     for depth, name in enumerate(names):
@@ -220,7 +221,7 @@ def _depth(module: Any, path: str) -> int:
     return len(names)
 
 
-def _register(module: Any, path: str, tensor: Any, is_persistent: bool) -> None:
+def _register_tensor(module: Any, path: str, tensor: Any, is_persistent: bool) -> None:
     """Register a parameter or buffer in a stage, and add the modules on its path that are missing."""
     from torch import nn
 
@@ -304,6 +305,7 @@ class _SumsSharedGradients:
             parameter.grad = None
         step_output = super().step(*args, **kwargs)  # type: ignore[misc]
         for (parameter, group), earlier_gradient in zip(shared, earlier_gradients, strict=True):
+            # A stage without a gradient takes part with zeros: the others would wait for it.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=group)
             parameter.grad = gradient if earlier_gradient is None else earlier_gradient + gradient

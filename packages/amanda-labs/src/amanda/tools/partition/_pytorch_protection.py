@@ -22,7 +22,7 @@ from amanda.tools.partition._ipc import (
     pack_tensor,
     unpack_tensor,
 )
-from amanda.tools.partition._pytorch_stand_ins import PLAIN_TYPES, ProtectedOptimizers, StandIns
+from amanda.tools.partition._pytorch_stand_ins import PLAIN_TYPES, ParameterStandIns, ProtectedOptimizers
 
 _REQUIRED = RequiredNames(
     "amanda.tools.partition",
@@ -46,7 +46,7 @@ class Protection:
         _REQUIRED.check()
         self.traffic: dict[tuple[str, int], OpTraffic] = {}
         self.dropped: list[int] = []
-        self.stand_ins, self.passes = StandIns(), BackwardPasses()
+        self.stand_ins, self.passes = ParameterStandIns(), BackwardPasses()
         self._optimizers = ProtectedOptimizers(self.stand_ins)
         self._numbers = itertools.count()
         self._process: weakref.finalize[Any, Any] | None = None
@@ -187,7 +187,7 @@ class MessageInputs:
     encoded: all inputs, with references to these.  Raises ProtectError for an input that cannot be sent.
     """
 
-    def __init__(self, values: Sequence[Any], stand_ins: StandIns, op_text: str) -> None:
+    def __init__(self, values: Sequence[Any], stand_ins: ParameterStandIns, op_text: str) -> None:
         self._stand_ins, self._op_text = stand_ins, op_text
         self.tensors: list[Any] = []
         self.parameters: list[Any] = []
@@ -287,6 +287,7 @@ class ProtectedExecution:
             yield unpack_tensor(*next(remaining)) if has_gradient else None
 
     def __del__(self) -> None:
+        # Autograd has dropped the node.  No message is sent here: this may run on any thread, at any time.
         self.protection.dropped.append(self.number)
 
 
@@ -370,6 +371,7 @@ class _PassEnd:
                 stand_ins[path].fill_gradient()
 
     def __del__(self) -> None:
+        # After `end` the pass is not there any more; if autograd did not call it, the pass has failed.
         passes = self._protection.passes
         if passes.paths.pop(self._number, None) is not None:
             passes.failed.append(self._number)

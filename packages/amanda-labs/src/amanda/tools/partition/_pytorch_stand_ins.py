@@ -24,7 +24,7 @@ HoldTensor = Callable[[str, Any, TensorHeader, RawBytes], None]
 
 
 @dataclass(eq=False)
-class StandIn:
+class ParameterStandIn:
     """A tensor of the program whose values lie in the protected process; NaN is in their place.
 
     trained: `requires_grad` of the tensor when it was moved.
@@ -65,22 +65,22 @@ class StandIn:
         self.gradient, self.version = self.tensor.grad, self.tensor.grad._version
 
 
-class StandIns:
+class ParameterStandIns:
     """The stand-ins of a program, and the parameters that its other ops have read."""
 
     def __init__(self) -> None:
         # By address of the memory, so that `find` returns a stand-in for its views too.
-        self._by_address: dict[int, StandIn] = {}
+        self._by_address: dict[int, ParameterStandIn] = {}
         self._read_openly: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def __iter__(self) -> Iterator[StandIn]:
+    def __iter__(self) -> Iterator[ParameterStandIn]:
         return iter(self._by_address.values())
 
     def clear(self) -> None:
         """Forget all stand-ins."""
         self._by_address.clear()
 
-    def find(self, value: Any) -> StandIn | None:
+    def find(self, value: Any) -> ParameterStandIn | None:
         """Return the stand-in in whose memory a value lies."""
         return self._by_address.get(value.untyped_storage().data_ptr())
 
@@ -131,9 +131,12 @@ class StandIns:
                 f"{path} shares its memory with other tensors; protect needs parameters of their own"
             )
         hold(path, value, header, content)
+        # NaN shows in results if an op reads the stand-in unseen; buffers of integers have no NaN.
         with torch.no_grad():
             value.detach().fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
-        self._by_address[value.untyped_storage().data_ptr()] = StandIn(path, value, value.requires_grad)
+        self._by_address[value.untyped_storage().data_ptr()] = ParameterStandIn(
+            path, value, value.requires_grad
+        )
 
     def check(self, context: amanda.OpContext) -> None:
         """Raise ProtectError where an op that is not selected reads a stand-in."""
@@ -158,7 +161,7 @@ class StandIns:
 class ProtectedOptimizers:
     """The optimizers that have stepped stand-ins, numbered in the order of their first step."""
 
-    def __init__(self, stand_ins: StandIns) -> None:
+    def __init__(self, stand_ins: ParameterStandIns) -> None:
         self._stand_ins = stand_ins
         self._numbers = itertools.count()
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -197,7 +200,7 @@ class ProtectedOptimizers:
         return {"kind": "step", "optimizer": self._stepped[optimizer], "name": name, "groups": group_messages}
 
 
-def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[StandIn]) -> Mapping[str, Any]:
+def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[ParameterStandIn]) -> Mapping[str, Any]:
     """Return the options of a parameter group, and the paths of its stand-ins.
 
     Raises ProtectError for a gradient that the program has written, and for an option that cannot be sent.

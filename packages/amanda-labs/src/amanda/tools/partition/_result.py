@@ -111,6 +111,7 @@ class Plan:
 
     @classmethod
     def _from_json(cls, content: Any) -> Plan:
+        """Return the plan in the content of a file; raise ValueError for other content."""
         schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
         if schema != "amanda.partition" or "parameters" not in content:
             raise ValueError(f"it holds {schema!r}")
@@ -212,6 +213,7 @@ class PartitionResult(PlottedResult):
         )
 
     def _describe_stage(self, number: int, stage_of: Stages) -> Stage:
+        """Return the costs, the bytes and the ops of a stage."""
         work = self.work
         in_stage = stage_of == number
         ops = [op for op, is_in in zip(work.ops, in_stage, strict=True) if is_in]
@@ -235,6 +237,7 @@ class PartitionResult(PlottedResult):
         return [] if self.stage_of is None else list(self._find_crossings(self.stage_of))
 
     def _find_crossings(self, stage_of: Stages) -> Iterator[Crossing]:
+        """Yield each tensor that another stage reads, once for each of these stages."""
         graph = self.work.graph
         for span in self.work.spans:
             source = int(stage_of[span.produced_at])
@@ -373,6 +376,7 @@ class PartitionResult(PlottedResult):
         }  # fmt: skip
 
     def _op_stages(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the names and the stage of each op, for the saved plan."""
         for op in self.work.graph.ops:
             position = self.work.position(op)
             if position is not None and self.stage_of is not None:

@@ -60,6 +60,7 @@ class StepWork:
         for op in graph.ops:
             if op.phase == "backward" and self.ops:
                 forward_position = self._position.get(-1 if op.forward is None else op.forward)
+                # Without a forward op, such as the gradient of the loss, it counts at the end of the pass.
                 self._position[op.index] = len(self.ops) - 1 if forward_position is None else forward_position
         self.forward, self.backward = (
             self._sum_by_position(costs, "forward"),
@@ -85,6 +86,7 @@ class StepWork:
                     yield producer_position, self._position[op.index]
 
     def _sum_by_position(self, costs: Mapping[int, float], phase: str) -> Floats:
+        """Return the cost of a phase at the position of each forward op."""
         sums = np.zeros(len(self.ops))
         for op in self.graph.ops:
             if op.phase == phase and op.index in self._position:
@@ -175,8 +177,8 @@ def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
 
     FLOPs are counted by phase, type, module and line; ops that agree in these divide them by their calls.
     """
-    sums = ((_identity(place), (place.flops or 0) * place.calls) for place in flops.places)
-    return StepWork(graph, _cost_by_op(graph, sums, _identity, steps), "FLOPs", list(flops.notes()[1:]))
+    sums = ((_op_key(place), (place.flops or 0) * place.calls) for place in flops.places)
+    return StepWork(graph, _cost_by_op(graph, sums, _op_key, steps), "FLOPs", list(flops.notes()[1:]))
 
 
 def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWork:
@@ -188,7 +190,7 @@ def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWor
     return StepWork(graph, costs, "s", remarks)
 
 
-def _identity(op: Op | OpCost) -> Hashable:
+def _op_key(op: Op | OpCost) -> Hashable:
     return op.phase, op.type, op.module, op.source
 
 

@@ -17,7 +17,7 @@ from amanda.tools.remat._storage import (
     InputRef,
     Ledger,
     OpCounts,
-    Operation,
+    RecordedOp,
     RematError,
     ScratchInput,
     Storage,
@@ -107,6 +107,7 @@ class Eviction:
         self._victims_left = self._victims_per_order
 
     def _score(self, storage: Storage) -> float:
+        # Above 0, since heuristics divide by the staleness.
         return self._heuristic(storage, self.ledger.clock - storage.last_read + 1e-9)
 
     def _is_candidate(self, storage: Storage, refused: set[Storage]) -> bool:
@@ -137,6 +138,7 @@ class Eviction:
     def _evict(self, storage: Storage) -> bool:
         """Drop the tensors by which this tool holds a storage; return True if its memory was freed."""
         maker = storage.maker
+        # First of all, since the inputs of the op must be held before memory goes away.
         if maker is None or not self.commit(maker):
             return False
         filled_handles = [handle for handle in storage.handles.alive() if handle.tensor is not None]
@@ -158,12 +160,12 @@ class Eviction:
         """Revoke all commitments, since memory is about to be written that recomputations may read."""
         self._generation += 1
 
-    def commit(self, target: Operation) -> bool:
+    def commit(self, target: RecordedOp) -> bool:
         """Ensure that an op can be run again, now and later, and hold its inputs that could be freed.
 
         Return False for an op that depends on memory that is gone and cannot be made again.
         """
-        recomputable: set[Operation] = set()
+        recomputable: set[RecordedOp] = set()
         for operation in self._uncommitted_ancestors(target):
             if all(self._is_recoverable(ref.storage, recomputable) for ref in operation.refs):
                 recomputable.add(operation)
@@ -180,7 +182,7 @@ class Eviction:
                     self._keep_alive(ref)
         return True
 
-    def _uncommitted_ancestors(self, target: Operation) -> list[Operation]:
+    def _uncommitted_ancestors(self, target: RecordedOp) -> list[RecordedOp]:
         """Return an op and the ops that its inputs need, without committed ones, in execution order."""
         ancestors, waiting = {target}, [target]
         while waiting:
@@ -191,7 +193,7 @@ class Eviction:
                     waiting.append(maker)
         return sorted(ancestors, key=lambda operation: operation.number)
 
-    def _is_recoverable(self, storage: Storage, recomputable: set[Operation]) -> bool:
+    def _is_recoverable(self, storage: Storage, recomputable: set[RecordedOp]) -> bool:
         maker = storage.maker
         if maker is None:
             return storage.live_memory is not None
@@ -211,7 +213,7 @@ class Eviction:
             self.ledger.keep_alive(storage, self.torch.byte_tensor(storage.live_memory))
 
 
-class Recomputation:
+class StorageRecomputation:
     """Recomputation of evicted storages, within the budget."""
 
     def __init__(self, torch: TorchRuntime, ledger: Ledger, eviction: Eviction) -> None:
@@ -233,7 +235,7 @@ class Recomputation:
                 storage, locked = pending[-1]
                 if storage.live_memory is not None:
                     pending.pop()
-                    _unlock(locked)
+                    _unlock_storages(locked)
                     continue
                 maker = storage.maker
                 if maker is None:
@@ -249,11 +251,12 @@ class Recomputation:
                 self._recompute(maker, storage)
         finally:
             for _, locked in pending:
-                _unlock(locked)
+                _unlock_storages(locked)
         target.last_read = self.ledger.clock
         return target.live_memory
 
-    def _recompute(self, operation: Operation, target: Storage) -> None:
+    def _recompute(self, operation: RecordedOp, target: Storage) -> None:
+        """Run an op again, and restore the storage that is needed and those that autograd still holds."""
         counts = operation.counts
         begin = perf_counter()
         inputs = tree_map(self._materialise_input, operation.inputs)
@@ -282,6 +285,7 @@ class Recomputation:
         self._eviction.recomputed.add(storage)
 
     def _materialise_input(self, value: Any) -> Any:
+        """Return an input for a repeated run; raise RematError if it was written without instrumentation."""
         if isinstance(value, ScratchInput):
             geometry = value.geometry
             return self.torch.torch.zeros(geometry.size, dtype=geometry.dtype, device=value.device)
@@ -300,7 +304,7 @@ class Recomputation:
         return view.requires_grad_() if value.requires_grad else view
 
 
-def _lock_inputs(operation: Operation, locked: set[Storage]) -> Storage | None:
+def _lock_inputs(operation: RecordedOp, locked: set[Storage]) -> Storage | None:
     """Lock the inputs of an op that have memory; return the first evicted one, or None."""
     missing = None
     for ref in operation.refs:
@@ -312,6 +316,6 @@ def _lock_inputs(operation: Operation, locked: set[Storage]) -> Storage | None:
     return missing
 
 
-def _unlock(storages: set[Storage]) -> None:
+def _unlock_storages(storages: set[Storage]) -> None:
     for storage in storages:
         storage.locks -= 1

@@ -82,6 +82,7 @@ class TorchRuntime:
         available = [pair for pair in _SWITCHES if all(hasattr(native, name) for name in pair)]
         self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in available]
         self._last_settings = Settings(None, [])
+        # The use count includes references that are no tensors; a sample with one tensor shows how many.
         sample = torch.empty(1)
         address = sample.untyped_storage()._cdata
         self._extra_uses: int = native._storage_Use_Count(address) - 1
@@ -234,6 +235,7 @@ class TorchRuntime:
         return sizes[0] if sizes else None
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
+        """Return the bytes of the storages that a run of an op adds to those of its inputs."""
         results, saved = self._run_observed(compute, inputs)
         storages_made = {
             tensor.untyped_storage()._cdata: tensor for tensor in (*saved, *self.tensors(results))
@@ -245,6 +247,7 @@ class TorchRuntime:
         )
 
     def _on_meta_device(self, value: Any) -> Any:
+        """Return a tensor without memory like this one; other values as they are."""
         torch = self.torch
         if not isinstance(value, torch.Tensor):
             return torch.device("meta") if isinstance(value, torch.device) else value

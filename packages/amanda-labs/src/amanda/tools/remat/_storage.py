@@ -88,10 +88,10 @@ class Storage(_WeaklyReferenced):
     size: int
     address: int = 0
     memory: weakref.ref[Any] | None = None
-    maker: Operation | None = None
+    maker: RecordedOp | None = None
     slot: tuple[int, bool] = (0, False)
     handles: WeakList[Handle] = field(default_factory=WeakList)
-    consumers: WeakList[Operation] = field(default_factory=WeakList)
+    consumers: WeakList[RecordedOp] = field(default_factory=WeakList)
     copy: Any = None
     version: int | None = None
     last_read: float = 0.0
@@ -150,7 +150,7 @@ class ScratchInput:
 
 
 @dataclass(eq=False, slots=True)
-class Operation(_WeaklyReferenced):
+class RecordedOp(_WeaklyReferenced):
     """An execution of an op, which can run again.
 
     compute: function of the inputs that returns the op's result.  inputs: with an InputRef for each tensor.

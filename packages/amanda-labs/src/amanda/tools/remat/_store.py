@@ -11,7 +11,7 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.tools.mapping import undisturbed
-from amanda.tools.remat._eviction import Eviction, Recomputation
+from amanda.tools.remat._eviction import Eviction, StorageRecomputation
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours
 from amanda.tools.remat._pytorch import TorchRuntime
 from amanda.tools.remat._storage import (
@@ -20,7 +20,7 @@ from amanda.tools.remat._storage import (
     Ledger,
     MemoryTotals,
     OpCounts,
-    Operation,
+    RecordedOp,
     ScratchInput,
     Storage,
 )
@@ -36,7 +36,7 @@ class RematStore:
     def __init__(self, totals: MemoryTotals, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
         self.torch, self.ledger, self.lock = TorchRuntime(), Ledger(totals), threading.RLock()
         self.eviction = Eviction(self.torch, self.ledger, budget, heuristic, strict)
-        self.recomputation = Recomputation(self.torch, self.ledger, self.eviction)
+        self.recomputation = StorageRecomputation(self.torch, self.ledger, self.eviction)
         self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._has_handles = False
@@ -61,7 +61,7 @@ class RematStore:
         inputs: Sequence[Any],
         tensors: Sequence[Any],
         scratch: Sequence[int],
-    ) -> Operation:
+    ) -> RecordedOp:
         """Record an op that is about to run.
 
         tensors: among its inputs.  scratch: indices of inputs that the op writes and does not read.
@@ -69,7 +69,7 @@ class RematStore:
         self._release_after_backward()
         recorded_inputs = [self._record_input(value, i in scratch) for i, value in enumerate(inputs)]
         self._numbers += 1
-        return Operation(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
+        return RecordedOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
 
     def _release_after_backward(self) -> None:
         """Drop copies and histories once autograd holds no handle any more."""
@@ -98,7 +98,7 @@ class RematStore:
             self.storage_of(value), geometry, value.requires_grad, value._version, weakref.ref(value)
         )
 
-    def saving_handles(self, operation: Operation) -> AbstractContextManager[Any]:
+    def saving_handles(self, operation: RecordedOp) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves handles instead of an op's tensors."""
         reference, indices = (
             weakref.ref(operation),
@@ -113,7 +113,7 @@ class RematStore:
 
         return self.torch.saved_tensors_context(pack, self.unpack)
 
-    def _save_handle(self, operation: Operation, tensor: Any, index: int) -> Handle:
+    def _save_handle(self, operation: RecordedOp, tensor: Any, index: int) -> Handle:
         """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
         version = None if tensor.is_inference() else tensor._version
         if not self.torch.is_plain(tensor):
@@ -130,7 +130,7 @@ class RematStore:
         self._handles.add(handle)
         return handle
 
-    def finish(self, operation: Operation, result: Any, pure: bool) -> None:
+    def finish(self, operation: RecordedOp, result: Any, pure: bool) -> None:
         """Record the storages that an op has made.  pure: False if the op cannot be run again."""
         for index, value in enumerate(self.torch.results_in_order(result)):
             if isinstance(value, self.torch.torch.Tensor) and self.torch.is_plain(value):
@@ -145,7 +145,7 @@ class RematStore:
         if not pure:
             operation.cut_history()
 
-    def _add_product(self, operation: Operation, memory: Any, slot: tuple[int, bool]) -> Storage:
+    def _add_product(self, operation: RecordedOp, memory: Any, slot: tuple[int, bool]) -> Storage:
         storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
         return storage
@@ -160,7 +160,7 @@ class RematStore:
             tensor = handle.tensor
             if tensor is None:
                 assert storage is not None
-                with self._exclusive():
+                with self._with_lock():
                     return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
             if storage is not None:
                 storage.last_read = self.ledger.clock
@@ -173,14 +173,14 @@ class RematStore:
             return tensor
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _with_lock(self) -> Iterator[None]:
         """Hold the lock, with instrumentation and the user's modes switched off."""
         with interceptor.Suspension(), self.lock, undisturbed():
             yield
 
     def before_write(self, tensors: Sequence[Any]) -> None:
         """Recompute the evicted storages that depend on tensors, before the program writes these tensors."""
-        with self._exclusive():
+        with self._with_lock():
             self._release_after_backward()
             self.ledger.process_deaths()
             for tensor in filter(self.torch.is_plain, tensors):
@@ -210,7 +210,7 @@ class RematStore:
 
     def restore(self) -> None:
         """Recompute all evicted storages, set the tensor of each handle, and forget all records."""
-        with self._exclusive():
+        with self._with_lock():
             for handle in list(self._handles):
                 if handle.tensor is None and handle.storage is not None:
                     self.torch.refill(handle, self.recomputation.materialise(handle.storage, bounded=False))

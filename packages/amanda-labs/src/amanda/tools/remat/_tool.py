@@ -140,6 +140,7 @@ class RematTool(amanda.Tool):
                 if need is None:  # the first run with such inputs: an estimate, which is not an upper bound
                     need = store.torch.expected_bytes(compute, inputs) or 0
                 store.eviction.make_room(need, counts, is_exact)
+        # An op that writes its inputs, or draws random numbers unexpectedly, cannot be run again.
         before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
         try:

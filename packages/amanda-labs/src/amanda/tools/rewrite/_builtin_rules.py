@@ -195,6 +195,7 @@ def expand_rules(rules: Sequence[str | Rule] | str | Rule) -> Iterator[Rule]:
 
 
 def _builtin_rules(name: str) -> Sequence[Rule]:
+    """Return the built-in rules of a name; raise PatternError for an unknown name."""
     if name not in _BUILTIN_RULES:
         near = get_close_matches(name, _BUILTIN_RULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -36,7 +36,7 @@ class OpExecution:
         return bool(self.reader)
 
 
-class Executions:
+class OpExecutions:
     """Records of executions by their outputs, in a framework whose ops cannot be delayed.
 
     on_read: called with each execution whose output is read outside of the match.

@@ -17,6 +17,7 @@ from amanda.tools.rewrite._pattern import Maybe, Op, Pattern, Rule
 Edge = tuple[int, int]
 """An input of an op: the op's id, and the position."""
 
+# Ops that read nothing but a shape, which an intermediate has without being computed.
 _SHAPE_READERS = frozenset({"size", "dim", "numel", "Shape", "ShapeN", "Size", "Rank"})
 
 
@@ -49,7 +50,7 @@ class ProgramNode:
     readers: set[int] = field(default_factory=set)
 
 
-class Binding(NamedTuple):
+class PatternBinding(NamedTuple):
     """The ids of ops by pattern, captured inputs by name, and the producer of each input within a match."""
 
     ops: dict[Op, int]
@@ -68,7 +69,7 @@ class MatchSite:
     """
 
     rule: Rule
-    binding: Binding
+    binding: PatternBinding
     members: tuple[int, ...]
     order: tuple[int, int, int]
     replaced: int = 0
@@ -82,7 +83,7 @@ class MatchSite:
         return self.members[-1]
 
 
-class Program:
+class ProgramMatches:
     """The analysed ops, and their matches; of overlapping matches the earliest, then longest is replaced."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -107,14 +108,15 @@ class Program:
         node.fits = frozenset(op for op in self._patterns if op.fits(context))
         if node.fits and not node.is_eager:
             node.compute = context.get_computation()
+            # Weakly: a symbol holds its graph, which may be as large as the model.
             node.values = [_weak_reference(value) for value in context.get_inputs()]
         for number in flow.reads:
-            producer = self._producer(number)
+            producer = self._producer_node(number)
             if producer is not None:
                 producer.readers.add(op_id)
         for rank, rule in enumerate(self._rules):
             binding = max(
-                self._match_op(rule.pattern, node, [], Binding({}, {}, {})), key=_num_ops, default=None
+                self._match_op(rule.pattern, node, [], PatternBinding({}, {}, {})), key=_num_ops, default=None
             )
             if binding is not None:
                 members = sorted(
@@ -131,18 +133,18 @@ class Program:
 
     def record_output(self, node: ProgramNode, value: Any) -> None:
         """Record a tensor as the output of an op, unless it is recorded already."""
-        if self._producer(self._flow.number(value)) is not node:
+        if self._producer_node(self._flow.number(value)) is not node:
             self._flow.made(node.flow, [value])
 
-    def _producer(self, number: int | None) -> ProgramNode | None:
+    def _producer_node(self, number: int | None) -> ProgramNode | None:
         producer = self._flow.maker(number)
         return None if producer is None else self.nodes.get(producer.op_id)
 
     def _match_op(
-        self, pattern: Op, node: ProgramNode, pending: Sequence[tuple[Pattern, Edge]], binding: Binding
-    ) -> Iterator[Binding]:
+        self, pattern: Op, node: ProgramNode, pending: Sequence[tuple[Pattern, Edge]], binding: PatternBinding
+    ) -> Iterator[PatternBinding]:
         """Yield the bindings in which a pattern is this op, and pending patterns fit their inputs."""
-        if pattern in binding.ops:
+        if pattern in binding.ops:  # a pattern that occurs twice fits one op, not two equal ones
             if binding.ops[pattern] == node.id:
                 yield from self._match_inputs(pending, binding)
         elif pattern in node.fits and node.id not in binding.ops.values():
@@ -153,7 +155,9 @@ class Program:
                 ]
                 yield from self._match_inputs([*input_patterns, *pending], binding)
 
-    def _match_inputs(self, pending: Sequence[tuple[Pattern, Edge]], binding: Binding) -> Iterator[Binding]:
+    def _match_inputs(
+        self, pending: Sequence[tuple[Pattern, Edge]], binding: PatternBinding
+    ) -> Iterator[PatternBinding]:
         """Yield the bindings in which pending patterns fit their inputs.
 
         Only None fits an input that the op lacks: an Op needs a producer, and a Capture an input.
@@ -167,7 +171,7 @@ class Program:
             for option in (pattern.op, pattern.op.first_input):
                 yield from self._match_inputs([(option, edge), *remaining], binding)
         elif isinstance(pattern, Op):
-            producer = self._producer(number)
+            producer = self._producer_node(number)
             if producer is not None:
                 binding = binding._replace(edges={**binding.edges, edge: producer.id})
                 yield from self._match_op(pattern, producer, remaining, binding)
@@ -227,7 +231,7 @@ class Program:
         return outcomes
 
 
-def _num_ops(binding: Binding) -> int:
+def _num_ops(binding: PatternBinding) -> int:
     return len(binding.ops)
 
 

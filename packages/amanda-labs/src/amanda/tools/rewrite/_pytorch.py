@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
-from amanda.tools.rewrite._executions import Executions, OpExecution
+from amanda.tools.rewrite._executions import OpExecution, OpExecutions
 from amanda.tools.rewrite._program import ProgramNode
 
 if TYPE_CHECKING:
@@ -55,12 +55,13 @@ class OutputForm(NamedTuple):
     owns_memory: bool
 
 
-class TorchExecutions(Executions):
+class TorchOpExecutions(OpExecutions):
     """Executions that delay ops once the form of their outputs is known; first executions compute."""
 
     def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
         super().__init__(on_read)
         self._forms: dict[Hashable, OutputForm | None] = {}
+        # Weakly: an output that nobody refers to any more is never computed.
         self.delayed: weakref.WeakSet[DelayedExecution] = weakref.WeakSet()
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
@@ -69,6 +70,7 @@ class TorchExecutions(Executions):
         key = (node.op, _input_signature(inputs), delay.modes)
         is_known = key in self._forms
         form = self._forms.get(key)
+        # A view of a tensor of the program is computed at once, since writes to it must reach the tensor.
         if form is not None and (form.owns_memory or any(delay_of(value) for value in inputs)):
             self.delayed.add(delay)
             return delay.stand_in(form)
@@ -77,7 +79,7 @@ class TorchExecutions(Executions):
             if len(self._forms) >= _MAX_FORMS:
                 self._forms.clear()
             self._forms[key] = _form_of(value, inputs)
-        for tensor in _tensors([value]):
+        for tensor in _tensors_in([value]):
             self._by_output[tensor] = delay
         return value
 
@@ -90,7 +92,7 @@ class TorchExecutions(Executions):
         for delay in list(self.delayed) if self.delayed else ():
             if not written:
                 delay.value()
-            elif _storages(written) & _storages(delay.inputs):
+            elif _storage_ids(written) & _storage_ids(delay.inputs):
                 delay.value()
                 delay.is_written = True
 
@@ -113,14 +115,14 @@ class DelayedExecution(OpExecution):
     def __post_init__(self) -> None:
         import torch
 
-        devices = sorted({tensor.device.type for tensor in _tensors(self.inputs)})
+        devices = sorted({tensor.device.type for tensor in _tensors_in(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
               for device in devices if torch.amp.is_autocast_available(device)),
         )  # fmt: skip
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        self._versions = _versions(self.inputs)
+        self._versions = _tensor_versions(self.inputs)
         self._arguments: Sequence[Any] = ()
         self._random: Any = None
         self._value: Any = None
@@ -129,11 +131,11 @@ class DelayedExecution(OpExecution):
     @property
     def is_intact(self) -> bool:
         """True if no input was written since the op was called."""
-        return not self.is_written and _versions(self.inputs) == self._versions
+        return not self.is_written and _tensor_versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
         """Return True if the output was read, or if it was computed and has hooks."""
-        if any(tensor._backward_hooks or tensor.retains_grad for tensor in _tensors([self._value])):
+        if any(tensor._backward_hooks or tensor.retains_grad for tensor in _tensors_in([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
 
@@ -142,7 +144,7 @@ class DelayedExecution(OpExecution):
         if not form.requires_grad:
             return _make_stand_in(self, form)
         self.has_stand_in = True
-        stand_in = _torch_classes()[1].apply(self, form, *_tensors(self.inputs))
+        stand_in = _torch_classes()[1].apply(self, form, *_tensors_in(self.inputs))
         stand_in._amanda_delay = self
         return stand_in
 
@@ -157,7 +159,7 @@ class DelayedExecution(OpExecution):
 
         with self._lock:
             if self._value is None:
-                self._random = torch.get_rng_state(), get_device_states(*_tensors(self.inputs))
+                self._random = torch.get_rng_state(), get_device_states(*_tensors_in(self.inputs))
                 self._value, self._arguments = self._compute_output()
             return self._value, self._arguments
 
@@ -174,6 +176,7 @@ class DelayedExecution(OpExecution):
             return self._compute_output()
 
     def _compute_output(self) -> tuple[Any, Sequence[Any]]:
+        """Compute the op in the modes of its call; return the output and the inputs that it read."""
         import torch
 
         grad, *autocast = self.modes
@@ -217,20 +220,20 @@ def _differentiable_alias(value: Any) -> Any:
     return _torch_classes()[2].apply(value, _computed_value(value).detach())
 
 
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors among values and in their lists."""
     from torch import Tensor
 
     return [tensor for tensor in leaves(values) if isinstance(tensor, Tensor)]
 
 
-def _storages(values: Sequence[Any]) -> set[int]:
+def _storage_ids(values: Sequence[Any]) -> set[int]:
     """Return the storages of tensors."""
-    return {tensor.untyped_storage()._cdata for tensor in _tensors(values) if delay_of(tensor) is None}
+    return {tensor.untyped_storage()._cdata for tensor in _tensors_in(values) if delay_of(tensor) is None}
 
 
-def _versions(values: Sequence[Any]) -> list[int | None]:
-    return [None if tensor.is_inference() else tensor._version for tensor in _tensors(values)]
+def _tensor_versions(values: Sequence[Any]) -> list[int | None]:
+    return [None if tensor.is_inference() else tensor._version for tensor in _tensors_in(values)]
 
 
 def _input_signature(value: Any) -> Hashable:
@@ -251,7 +254,7 @@ def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
 
     if type(value) not in (torch.Tensor, _torch_classes()[0]) or value.layout is not torch.strided:
         return None
-    owns_memory = delay_of(value) is not None or not _storages([value]) & _storages(
+    owns_memory = delay_of(value) is not None or not _storage_ids([value]) & _storage_ids(
         tree_map(_computed_value, inputs)
     )
     return OutputForm(
@@ -278,7 +281,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
     _REQUIRED.check()
 
-    class StandIn(torch.Tensor):
+    class StandInTensor(torch.Tensor):
         # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -306,13 +309,13 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            inputs, create_graph = _tensors(ctx.delay.inputs), torch.is_grad_enabled()
+            inputs, create_graph = _tensors_in(ctx.delay.inputs), torch.is_grad_enabled()
             # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
             # this function needs a value with a graph of its own.
             value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.differentiable()
             trained_arguments = [
                 argument
-                for tensor, argument in zip(inputs, _tensors(arguments), strict=True)
+                for tensor, argument in zip(inputs, _tensors_in(arguments), strict=True)
                 if tensor.requires_grad
             ]
             input_gradients = iter(
@@ -337,8 +340,8 @@ def _torch_classes() -> tuple[Any, Any, Any]:
             return *gradients, None
 
     for name in (*_READING_METHODS, *HOOKS):
-        setattr(StandIn, name, _reader_method(name, getattr(torch.Tensor, name)))
-    return StandIn, DelayedFunction, ComputedFunction
+        setattr(StandInTensor, name, _reader_method(name, getattr(torch.Tensor, name)))
+    return StandInTensor, DelayedFunction, ComputedFunction
 
 
 def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,10 +18,10 @@ from amanda.tools.rewrite._builtin_rules import (
     fold_in_tensorflow,
     fused_attention,
 )
-from amanda.tools.rewrite._executions import Executions, Match, OpExecution
+from amanda.tools.rewrite._executions import Match, OpExecution, OpExecutions
 from amanda.tools.rewrite._pattern import PatternError, Rule
-from amanda.tools.rewrite._program import Edge, MatchSite, Program, ProgramNode, RewriteResult
-from amanda.tools.rewrite._pytorch import HOOKS, TorchExecutions
+from amanda.tools.rewrite._program import Edge, MatchSite, ProgramMatches, ProgramNode, RewriteResult
+from amanda.tools.rewrite._pytorch import HOOKS, TorchOpExecutions
 
 logger = logging.getLogger("amanda")
 
@@ -61,8 +61,8 @@ class RewriteTool(amanda.Tool):
     def clear(self) -> None:
         """Forget the matches, and analyse the ops again."""
         self.load_state_dict({})
-        self._program = Program(self.rules)
-        self._executions: dict[str, Executions] = {}
+        self._program = ProgramMatches(self.rules)
+        self._executions: dict[str, OpExecutions] = {}
 
     def scope_left(self) -> None:
         """Compute the delayed ops whose outputs are still referred to, before their inputs change."""
@@ -134,7 +134,7 @@ class RewriteTool(amanda.Tool):
 
     @staticmethod
     def _delay_op(
-        *inputs: Any, node: ProgramNode, executions: Executions, original: Callable[..., Any]
+        *inputs: Any, node: ProgramNode, executions: OpExecutions, original: Callable[..., Any]
     ) -> Any:
         return executions.run_or_delay(node, inputs, original)
 
@@ -143,9 +143,10 @@ class RewriteTool(amanda.Tool):
         *inputs: Any,
         node: ProgramNode,
         site: MatchSite,
-        executions: Executions,
+        executions: OpExecutions,
         original: Callable[..., Any],
     ) -> Any:
+        # The executions of the match, back from this one: the same ops may have run in another order.
         by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
         reason = _collect_executions(site, node.id, by_op)
         read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
@@ -176,7 +177,7 @@ class RewriteTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
-    def _compute_readers(written: Any, executions: Executions) -> None:
+    def _compute_readers(written: Any, executions: OpExecutions) -> None:
         executions.compute_delayed(leaves([written]))
 
     def _on_read(self, execution: OpExecution) -> None:
@@ -255,12 +256,12 @@ def framework_rules() -> MappingTool:
 
 
 def _map_all(context: amanda.OpContext) -> None:
-    context["executions"], context["rewrites"] = Executions, {}
+    context["executions"], context["rewrites"] = OpExecutions, {}
     context["channels_last"], context["reads_other_ops"] = False, True
 
 
 def _map_pytorch(context: amanda.OpContext) -> None:
-    context["executions"], context["reads_other_ops"] = TorchExecutions, False
+    context["executions"], context["reads_other_ops"] = TorchOpExecutions, False
     context["rewrites"] = {"fold_batch_norm": fold_in_pytorch, "fuse_attention": fused_attention}
 
 

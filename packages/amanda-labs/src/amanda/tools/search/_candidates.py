@@ -87,6 +87,7 @@ class SkipCandidate(Candidate):
 
     @staticmethod
     def _keeps_shape(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
+        """Return True for a product whose output has the shape of its first input."""
         extents = site.weight_shape
         product = product_of(context)
         if product is None or product.factors != (0, site.weight):  # the first input takes the op's place
@@ -201,8 +202,8 @@ class ConvolutionCandidate(WeightCandidate):
 
     def _initial_weight(self, context: amanda.OpContext, site: Site, channels: int) -> Any:
         weight = self.original_weight(context, site)
-        dense = _regrouped(weight, channels // weight.shape[1], 1)
-        regrouped = _regrouped(_resized(dense, self.kernel), 1, self.groups)
+        dense = _regroup_weight(weight, channels // weight.shape[1], 1)
+        regrouped = _regroup_weight(_resize_window(dense, self.kernel), 1, self.groups)
         return restored(regrouped, site.layout, regrouped.shape)
 
     def weight(self, value: Any, site: Site) -> Any:
@@ -233,10 +234,11 @@ class WidthCandidate(WeightCandidate):
         """Create the mask of output channels."""
         reason = super().fit(context, site) or site.library.weight_obstacle(context, site)
         if not reason:
-            site.keep_state(self.label, lambda: self._mask(context, site), False)
+            site.keep_state(self.label, lambda: self._channel_mask(context, site), False)
         return reason
 
-    def _mask(self, context: amanda.OpContext, site: Site) -> Any:
+    def _channel_mask(self, context: amanda.OpContext, site: Site) -> Any:
+        """Return 1 for the output channels with the largest weights, and 0 for the rest."""
         weight = self.original_weight(context, site)
         norms = np.abs(weight).reshape(len(weight), -1).sum(1)
         mask = np.zeros(len(weight), np.float32)
@@ -284,7 +286,7 @@ class BitsCandidate(WeightCandidate):
         return 1.0, self._grid.bits / (8 * site.itemsize)
 
 
-def _regrouped(weight: Any, groups: int, target_groups: int) -> Any:
+def _regroup_weight(weight: Any, groups: int, target_groups: int) -> Any:
     """Return a weight (O, I, ...) with another number of groups: fewer add zeros, more drop elements."""
     outputs, inputs, *window = weight.shape
     dense = np.zeros((outputs, inputs * groups, *window), weight.dtype)
@@ -296,7 +298,7 @@ def _regrouped(weight: Any, groups: int, target_groups: int) -> Any:
     return np.stack([dense[i, start : start + size] for i, start in enumerate(starts)])
 
 
-def _resized(weight: Any, kernel: int) -> Any:
+def _resize_window(weight: Any, kernel: int) -> Any:
     """Return a weight (O, I, ...) with a window of another size around the same centre."""
     for axis in range(2, weight.ndim):
         margin = (kernel - weight.shape[axis]) // 2

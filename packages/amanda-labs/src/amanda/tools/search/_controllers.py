@@ -67,13 +67,13 @@ class Evolution(Random):
             return super().ask(space, numbers)
         drawn = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
         sample = [self._alive[i] for i in drawn]
-        parent, _ = min(sample, key=lambda member: self._dominators(member[1], sample))
+        parent, _ = min(sample, key=lambda member: self._count_dominators(member[1], sample))
         name = list(space)[numbers.integers(len(space))]
         other_labels = [label for label in space[name] if label != parent[name]]
         return {**parent, name: other_labels[numbers.integers(len(other_labels))]}
 
     @staticmethod
-    def _dominators(scores: Sequence[float], sample: Sequence[tuple[Any, Sequence[float]]]) -> int:
+    def _count_dominators(scores: Sequence[float], sample: Sequence[tuple[Any, Sequence[float]]]) -> int:
         return sum(dominates(rival, scores) for _, rival in sample)
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
@@ -82,7 +82,9 @@ class Evolution(Random):
             self._alive.append((dict(architecture), tuple(scores)))
         if len(self._alive) > self._population:
             ages = enumerate(self._alive) if len(scores) > 1 else ()
-            del self._alive[next((i for i, member in ages if self._dominators(member[1], self._alive)), 0)]
+            del self._alive[
+                next((i for i, member in ages if self._count_dominators(member[1], self._alive)), 0)
+            ]
 
 
 class PolicyGradient:
@@ -119,6 +121,7 @@ class PolicyGradient:
         if not scores:
             return
         reward = scores[0]
+        # The first reward is its own baseline, and changes nothing.
         advantage = 0.0 if self._baseline is None else reward - self._baseline
         for name, chances in self.probabilities(space).items():
             drawn = np.zeros(len(chances))
@@ -192,6 +195,7 @@ class StudyTrials:
         return [trial for _, trial in sorted(self._evaluated.items())]
 
     def _read_trial(self, frozen: FrozenTrial) -> Trial:
+        """Return a trial of the study; raise SearchError if it is over another space."""
         if frozen.distributions != self._distributions:
             space = {
                 name: getattr(distribution, "choices", distribution)

@@ -72,7 +72,7 @@ class Decision:
     def mixture_shares(self, like: Any, library: Library) -> Mapping[str, Any]:
         """Return softmax of the mixture weights, in the element type of a tensor, by label."""
         alpha = self.sites[0].read("alpha", like, library)
-        if self._mixture_labels != self.labels:
+        if self._mixture_labels != self.labels:  # -inf gives a label that was dropped the share 0
             mask = np.array(
                 [0.0 if label in self.labels else -np.inf for label in self._mixture_labels], np.float32
             )

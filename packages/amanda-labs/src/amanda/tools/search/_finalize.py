@@ -186,6 +186,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
 
     clone = keras.models.clone_model(model, clone_function=clone_layer)
     clone.build(model.input_shape)
+    # The clone's layers have the same names, by which they find their weights.
     for layer in clone._flatten_layers(include_self=False, recursive=True):
         original_layer = layers[layer.name]
         if layer.name in replaced:

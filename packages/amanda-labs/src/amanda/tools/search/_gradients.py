@@ -98,6 +98,7 @@ def _refuse_differentiated_branches(op: str) -> None:
     """
     from jax._src.lax.control_flow.conditionals import _cond_jvp, _cond_linearize
 
+    # JAX lets no write to a reference out of a branch, so the gradients would be lost.
     codes, frame = (_cond_jvp.__code__, _cond_linearize.__code__), sys._getframe()
     while frame.f_back is not None and frame.f_code not in codes:
         frame = frame.f_back

@@ -154,7 +154,7 @@ class Search:
             trials = [*self._trials, *self._unwritten]
             self._unwritten = []
         else:
-            while self._unwritten:
+            while self._unwritten:  # one by one, so that a storage that fails loses none
                 self._study.add(self._unwritten[0])
                 del self._unwritten[0]
             trials = self._study.read()
@@ -201,6 +201,7 @@ class Search:
             raise SearchError(f"Search: {call_text}; give a dict from each name of {self._space} to a label")
 
     def _run_trial(self, architecture: Mapping[str, str]) -> Trial:
+        """Train and evaluate an architecture, and return its trial, with an error if it failed."""
         self._tool.architecture = architecture
         begin, numbers = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
 

@@ -143,6 +143,7 @@ class Site:
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
             is_input = not self.in_place and any(output is value for value in inputs)
+            # Autodiff, and ops in place after this one, expect an output that is no input.
             return self.library.as_output(output) if is_input else output
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
         shares = self.decision.mixture_shares(next(iter(outputs.values())), self.library)

@@ -269,7 +269,7 @@ class SearchTool(amanda.Tool):
         if library.no_gradient_reason and site.parameters:
             self._untrained = library.no_gradient_reason
         context.insert_before_op(site.executions, inputs=[])
-        context.replace_op(self._compute, site=site.within(library.for_op(context)))
+        context.replace_op(self._compute_site, site=site.within(library.for_op(context)))
 
     def _add_site(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         """Add an op with a choice to its decision, or record why fewer than two candidates fit."""
@@ -310,7 +310,7 @@ class SearchTool(amanda.Tool):
             self._flow.made(node, leaves(context.get_outputs() or []))
 
     @amanda.differentiable
-    def _compute(self, *inputs: Any, site: Site, original: Original) -> Any:
+    def _compute_site(self, *inputs: Any, site: Site, original: Original) -> Any:
         return site.compute(inputs, original, self.mixture)
 
 

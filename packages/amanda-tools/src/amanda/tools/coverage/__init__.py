@@ -1,4 +1,4 @@
-"""Coverage of a run: the ops that it executed, and those of them that the hooks of modules would have seen.
+"""Coverage of a run: the ops that ran, and those that hooks at leaf modules would see.
 
 coverage = CoverageTool()
 with amanda.apply(coverage):

@@ -18,9 +18,8 @@ _COUNTS = ("calls", "whole", "entered", "left")
 class OpCoverage:
     """One op, forward or backward.
 
-    model: class of the outermost module that calls it.  calls: how often it was executed.  whole: how often
-    hooks of modules would have seen what enters it and what leaves it.  entered, left: how often at least
-    the one, and the other.
+    model: class of the outermost module that calls the op.  calls: number of executions.  entered: executions
+    whose inputs a hook would have seen.  left: those whose outputs.  whole: those with both.
     """
 
     phase: str
@@ -37,7 +36,7 @@ class OpCoverage:
 class CoverageResult(PlacesResult[OpCoverage]):
     """Executions of ops, and those that hooks of modules would have seen.
 
-    places: each op apart.  by: the keys of a row, of `KEYS`.
+    places: one entry for each op.  by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "coverage"
@@ -58,7 +57,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
         return sum(getattr(place, what) for place in self.places if phase in (None, place.phase))
 
     def share(self, phase: str | None = None) -> float:
-        """Return how much of what was executed hooks see whole, from 0 to 1; 1 where nothing was."""
+        """Return the share of executions that hooks see whole, from 0 to 1; 1 if nothing was executed."""
         calls = self.total("calls", phase)
         return self.total("whole", phase) / calls if calls else 1.0
 
@@ -80,14 +79,14 @@ class CoverageResult(PlacesResult[OpCoverage]):
         """Return rows by their keys, those with most executions first."""
         rows = []
         for key, places in self.grouped(self.places).items():
-            sums = [sum(getattr(place, what) for place in places) for what in _COUNTS]
+            sums = [sum(getattr(place, count) for place in places) for count in _COUNTS]
             rows.append((*key, *sums, sums[1] / sums[0]))
         return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
 
     def facts(self) -> Mapping[str, Any]:
-        """Totals of each phase, the types of ops, and each op."""
+        """Return totals of each phase, the types of ops, and each op."""
         totals = {
-            phase: {what: self.total(what, phase) for what in _COUNTS}
+            phase: {count: self.total(count, phase) for count in _COUNTS}
             for phase in dict.fromkeys(place.phase for place in self.places)
         }
         return {
@@ -95,10 +94,10 @@ class CoverageResult(PlacesResult[OpCoverage]):
         }  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """Return the share of each phase, what counts as seen, and types without a word."""
+        """Return the share of each phase, and types for which StandardMapping has no word."""
         notes = [
             f"Hooks at leaf modules see {self.total('whole', phase):,} of {self.total('calls', phase):,} "
-            f"{phase} ops ({self.share(phase):.1%}): those that are alone in the call of one."
+            f"{phase} ops ({self.share(phase):.1%}): the ops that are alone in a call of a leaf module."
             for phase in ("forward", "backward")
             if self.total("calls", phase)
         ]

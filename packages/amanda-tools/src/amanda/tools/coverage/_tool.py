@@ -1,73 +1,76 @@
-"""The tool: follows ops and the calls of modules that they belong to."""
+"""The tool, and the calls of leaf modules that it finds on the stack."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import amanda
-from amanda.tools.coverage._calls import KERAS, TORCH, Call, Modules, Span
 from amanda.tools.coverage._result import CoverageResult, OpCoverage
+from amanda.tools.kit import RequiredNames
 from amanda.tools.mapping import MappingTool, StandardMapping
 
 
 class CoverageTool(amanda.Tool):
-    """Counts what is executed in its scopes, and how much of it hooks at leaf modules would have seen.
+    """Count the ops that run, and those that hooks at leaf modules would see.
 
-    `result` tells, `clear` starts anew.  A forward op is seen whole where it is all that the call of a leaf
-    module (one without modules in it) consists of: the pre-hook has its inputs and the hook its outputs.  Of
-    several the first is entered in sight and the last is left so.  A backward op is seen where it is the only
-    one of such a call, since full backward hooks have the gradients of a module's outputs and inputs; what
-    adds gradients up in parameters never is.  Where a graph runs there are no modules any more, and name
-    scopes that have none within stand for them.
+    `result` has the counts, `clear` sets them to 0.  A leaf module has no modules in it.  Hooks see a forward
+    op whole if it is the only op in a call of a leaf module: the pre-hook sees inputs, the hook outputs.
+    Of several ops in a call, hooks see the inputs of the first and the outputs of the last.  Hooks see a
+    backward op whole if it is the only backward op of such a call; they never see the ops that accumulate
+    gradients in parameters.  In a graph no module is called, so innermost name scopes count as leaf modules.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._places: dict[int, OpCoverage] = {}
-        self._in_graphs: dict[int, OpCoverage] = {}
-        self._calls: dict[int, tuple[FrameType, Call]] = {}
-        self._number = 0
-        modules = [["pytorch", TORCH.describe], ["tensorflow/*/eager", KERAS.describe]]
+        self._eager_ops: dict[int, OpCoverage] = {}
+        self._graph_ops: dict[int, OpCoverage] = {}
+        self._open_calls: dict[int, tuple[FrameType, ModuleCall]] = {}
+        self._clears = 0
+        modules = [["pytorch", TORCH.write_finder], ["tensorflow/*/eager", KERAS.write_finder]]
         self.depends_on(StandardMapping(), MappingTool(modules))
-        self.add_inst_for_op(self._forward)
-        self.add_inst_for_op(self._backward, backward=True)
+        self.add_inst_for_op(self._instrument_forward)
+        self.add_inst_for_op(self._instrument_backward, backward=True)
 
     @property
     def result(self) -> CoverageResult:
         """The counts of what was executed so far."""
-        self._calls.clear()
-        _see_scopes(self._in_graphs.values())
-        return CoverageResult([*self._places.values(), *self._in_graphs.values()])
+        self._open_calls.clear()
+        _count_seen_in_graphs(self._graph_ops.values())
+        return CoverageResult([*self._eager_ops.values(), *self._graph_ops.values()])
 
     def clear(self) -> None:
-        """Forget what was executed; what was analysed stays."""
-        self._calls.clear()
-        self._number += 1
-        for place in (*self._places.values(), *self._in_graphs.values()):
+        """Set all counts to 0; ops that were analysed stay analysed."""
+        self._open_calls.clear()
+        self._clears += 1
+        for place in (*self._eager_ops.values(), *self._graph_ops.values()):
             place.calls = place.whole = place.entered = place.left = 0
 
-    def _forward(self, context: amanda.OpContext) -> None:
-        modules: Modules | None = context.get("modules")
+    def _instrument_forward(self, context: amanda.OpContext) -> None:
+        modules: ModuleFinder | None = context.get("modules")
         context["model"] = modules.outermost_class(sys._getframe()) if modules else ""
-        place = self._place(context, context.get_op_id(), "forward", context["type"])
+        place = self._op_coverage(context, context.get_op_id(), "forward", context["type"])
         if modules:
-            context.insert_before_op(self._enter, inputs=[], place=place, modules=modules)
+            context.insert_before_op(self._count_in_module, inputs=[], place=place, modules=modules)
         else:
-            context.insert_before_op(self._count, inputs=[], place=place)
+            context.insert_before_op(self._count_call, inputs=[], place=place)
 
-    def _backward(self, context: amanda.OpContext) -> None:
-        place = self._place(context, context.get_backward_op_id() or 0, "backward", context["backward_type"])
+    def _instrument_backward(self, context: amanda.OpContext) -> None:
+        place = self._op_coverage(
+            context, context.get_backward_op_id() or 0, "backward", context["backward_type"]
+        )
         if context.get("modules") and place.type != "accumulate_grad":
-            context.insert_before_backward_op(self._enter_backward, grad_outputs=[], place=place)
+            context.insert_before_backward_op(self._count_in_module_backward, grad_outputs=[], place=place)
         else:
-            context.insert_before_backward_op(self._count, grad_outputs=[], place=place)
+            context.insert_before_backward_op(self._count_call, grad_outputs=[], place=place)
 
-    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> OpCoverage:
-        places = self._places if context.get("modules") else self._in_graphs
+    def _op_coverage(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> OpCoverage:
+        places = self._eager_ops if context.get("modules") else self._graph_ops
         if op not in places:
             where = (context.get_scope(), context.get_source(), context.get("model", ""))
             places[op] = OpCoverage(phase, kind, *where)
@@ -75,47 +78,159 @@ class CoverageTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
-    def _count(place: OpCoverage) -> None:
+    def _count_call(place: OpCoverage) -> None:
         place.calls += 1
 
     @amanda.observer
-    def _enter(self, place: OpCoverage, modules: Modules, run: dict[str, Any]) -> None:
+    def _count_in_module(self, place: OpCoverage, modules: ModuleFinder, run: dict[str, Any]) -> None:
         place.calls += 1
-        frame = modules.innermost(sys._getframe(1))
+        frame = modules.innermost_frame(sys._getframe(1))
         if frame is None:
-            self._calls.pop(get_ident(), None)  # a frame holds on to what its call was given
+            self._open_calls.pop(get_ident(), None)  # a frame keeps the arguments of its call alive
             return
-        last = self._calls.get(get_ident())
+        last = self._open_calls.get(get_ident())
         if last is None or last[0] is not frame:
-            last = self._calls[get_ident()] = (frame, modules.call(frame, self._number))
+            last = self._open_calls[get_ident()] = (frame, modules.open_call(frame, self._clears))
         call = run["call"] = last[1]
         if call.leaf:
             call.forward.add(place)
 
     @amanda.observer
-    def _enter_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
+    def _count_in_module_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
         place.calls += 1
-        call: Call | None = run.get("call")
-        if call is not None and call.leaf and call.number == self._number:
+        call: ModuleCall | None = run.get("call")
+        if call is not None and call.leaf and call.number == self._clears:
             call.backward.add(place)
 
 
-def _see_scopes(places: Iterable[OpCoverage]) -> None:
-    """Record which ops in graphs are seen, from how many there are in each name scope."""
-    groups: dict[tuple[str, str], list[OpCoverage]] = {}
+def _count_seen_in_graphs(places: Iterable[OpCoverage]) -> None:
+    """Set the counts of ops in graphs from the number of ops in each name scope."""
+    ops_by_scope: dict[tuple[str, str], list[OpCoverage]] = {}
     for place in places:
         place.whole = place.entered = place.left = 0
         if place.calls and place.module and place.type != "accumulate_grad":
-            groups.setdefault((place.phase, place.module), []).append(place)
-    scopes = {scope for _, scope in groups}
+            ops_by_scope.setdefault((place.phase, place.module), []).append(place)
+    scopes = {scope for _, scope in ops_by_scope}
     parents = {scope[:i] for scope in scopes for i, letter in enumerate(scope) if letter in "/."}
-    for (_, scope), members in groups.items():
+    for (_, scope), members in ops_by_scope.items():
         if scope in parents:
             continue
-        span = Span()
+        span = OpSpan()
         for place in members:
             span.add(place)
         for place in members:
             place.whole, place.entered, place.left = (
-                min(seen, 1) * place.calls for seen in (place.whole, place.entered, place.left)
+                min(count, 1) * place.calls for count in (place.whole, place.entered, place.left)
             )
+
+
+_REQUIRED_KERAS = RequiredNames(
+    "amanda.tools.coverage", "keras", "keras.src.layers.layer:Layer._flatten_layers"
+)
+_REQUIRED_TORCH = RequiredNames("amanda.tools.coverage", "torch", "torch:nn.Module._call_impl")
+
+
+class OpSpan:
+    """Counts of the ops of a call in one phase: a hook sees what enters the first op and leaves the last."""
+
+    __slots__ = ("_count", "_first", "_last")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: OpCoverage
+        self._last: OpCoverage
+
+    def add(self, place: OpCoverage) -> None:
+        """Count an op, which is the last of the call so far."""
+        if self._count == 0:
+            self._first = place
+            place.entered += 1
+            place.whole += 1
+        else:
+            if self._count == 1:
+                self._first.whole -= 1
+            self._last.left -= 1
+        place.left += 1
+        self._last = place
+        self._count += 1
+
+
+class ModuleCall:
+    """One call of a module.  leaf: the module has no modules in it.  number: of clears of the tool before."""
+
+    __slots__ = ("backward", "forward", "leaf", "number")
+
+    def __init__(self, leaf: bool, number: int) -> None:
+        self.leaf = leaf
+        self.number = number
+        self.forward, self.backward = OpSpan(), OpSpan()
+
+
+class ModuleFinder:
+    """Finder of the calls of modules on the stack.
+
+    codes: return the code objects of the methods that call hooks.  is_leaf: return True for a module without
+    modules in it.
+    """
+
+    def __init__(self, codes: Callable[[], frozenset[CodeType]], is_leaf: Callable[[Any], bool]) -> None:
+        self._codes = codes
+        self._is_leaf = is_leaf
+
+    def write_finder(self, context: amanda.OpContext) -> None:
+        """Write this finder to the context, as `modules`."""
+        context["modules"] = self
+
+    def innermost_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Return the frame of the innermost call of a module; None outside of modules."""
+        codes = self._codes()
+        while frame is not None and frame.f_code not in codes:
+            frame = frame.f_back
+        return frame
+
+    def outermost_class(self, frame: FrameType | None) -> str:
+        """Return the class of the outermost module that is called; "" outside of modules."""
+        codes, name = self._codes(), ""
+        while frame is not None:
+            if frame.f_code in codes:
+                name = type(frame.f_locals["self"]).__name__
+            frame = frame.f_back
+        return name
+
+    def open_call(self, frame: FrameType, number: int) -> ModuleCall:
+        """Return a new record for the call in a frame."""
+        return ModuleCall(self._is_leaf(frame.f_locals["self"]), number)
+
+
+@cache
+def _torch_call_codes() -> frozenset[CodeType]:
+    from torch.nn import Module
+
+    _REQUIRED_TORCH.check()
+    return frozenset({Module._call_impl.__code__})
+
+
+_LAYER_CLASSES = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
+_keras_codes: dict[str, CodeType] = {}
+
+
+def _keras_call_codes() -> frozenset[CodeType]:
+    for module, name in _LAYER_CLASSES:
+        if module not in _keras_codes and (layer := getattr(sys.modules.get(module), name, None)) is not None:
+            if module.startswith("keras."):
+                _REQUIRED_KERAS.check()
+            _keras_codes[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
+    return frozenset(_keras_codes.values())
+
+
+def _is_leaf_module(module: Any) -> bool:
+    return next(module.children(), None) is None
+
+
+def _is_leaf_layer(layer: Any) -> bool:
+    return next(iter(layer._flatten_layers(include_self=False)), None) is None
+
+
+TORCH = ModuleFinder(_torch_call_codes, _is_leaf_module)
+KERAS = ModuleFinder(_keras_call_codes, _is_leaf_layer)
+"""Finders of modules, and of layers in eager mode: in a graph no layer is called."""

@@ -8,9 +8,7 @@ for entry in Dump("run"):
     ...
 """
 
-from amanda.tools.dump._entry import Entry, Op, Summary
-from amanda.tools.dump._reader import Dump
-from amanda.tools.dump._result import DumpResult
-from amanda.tools.dump._tool import DumpTool
+from amanda.tools.dump._reader import Dump, Entry, Op, Summary
+from amanda.tools.dump._tool import DumpResult, DumpTool
 
 __all__ = ["Dump", "DumpResult", "DumpTool", "Entry", "Op", "Summary"]

@@ -1,35 +1,219 @@
-"""A dump that was written, also one whose program died meanwhile."""
+"""Files of a dump: entries of the index, arrays, and the class that reads them."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
-from amanda.files import naming
+from amanda.files import naming, replacing, write_file
 from amanda.options import checked
-from amanda.tools.dump._arrays import Arrays, read_arrays, shaped
-from amanda.tools.dump._entry import Entry, Op, op_from_dict
-from amanda.tools.results import check_schema, in_words, read_json
+from amanda.tools.kit import Tensors
+from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import safetensors
+from amanda.tools.results import check_file, check_schema, in_words, made_of, parsing, read_json, read_npz
+from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+Format = Literal["safetensors", "npz"]
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+
+_SAFETENSORS_TYPES = frozenset(
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 bfloat16 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
+)
+"""Element types that safetensors has; others are kept as bytes, and the index has their names."""
+
+
+def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
+    """Write arrays into one file atomically.  Raises FileError."""
+    is_safe = form == "safetensors"
+    storable = {
+        key: array if (array.dtype.name in _SAFETENSORS_TYPES if is_safe else array.dtype.isbuiltin == 1)
+        else np.frombuffer(array.tobytes(), np.uint8)
+        for key, array in arrays.items()
+    }  # fmt: skip
+    if is_safe:
+        write_file(path, safetensors.numpy.save(storable))
+        return
+    with replacing(path) as part, part.open("wb") as file:
+        np.savez(file, allow_pickle=False, **storable)
+
+
+def read_arrays(path: Path) -> Arrays:
+    """Return the arrays of a file; bytes for element types that the file format does not have.
+
+    Raises AmandaError for a file that cannot be read.
+    """
+    with parsing(path, "file of tensors"):
+        if path.suffix == ".npz":
+            return read_npz(path)
+        check_file(path)
+        opened = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        return {key: np.frombuffer(tensor["data"], np.uint8) for key, tensor in opened}
+
+
+def restore_array(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return an array of a file with its element type and shape.
+
+    Raises AmandaError if the array has another number of bytes.
+    """
+    kind = Tensors.numpy_type(dtype)
+    if kind.hasobject or min(shape, default=0) < 0 or prod(shape) * kind.itemsize != array.nbytes:
+        raise AmandaError(f"{array.nbytes} bytes are no tensor of {dtype} and shape {list(shape)}")
+    if array.dtype != kind:
+        array = np.frombuffer(array.tobytes(), kind)
+    return array.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op, forward or backward.
+
+    id: of its place in the program.  of: id of the forward op of a backward op.  layout, weight_layout:
+    axes by StandardMapping; None where they have no fixed meaning.  in_place: True if it writes into its
+    first input.  parameters: positions of inputs that are parameters of a model, and their paths.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    namespace: str
+    id: int
+    of: int | None = None
+    layout: str | None = None
+    weight_layout: str | None = None
+    in_place: bool = False
+    parameters: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics and a sample of a tensor.
+
+    sample: numbers at even distances in row-major order; magnitudes for complex numbers.
+    """
+
+    statistics: Statistics
+    sample: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; NaN and Inf become strings, which JSON has no numbers for."""
+        sample = [number if math.isfinite(number) else str(number) for number in self.sample]
+        return {"statistics": self.statistics.to_dict(), "sample": sample}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Summary:
+        """Return the entry that `to_dict` described."""
+        return cls(Statistics.from_dict(value["statistics"]), tuple(map(float, value["sample"])))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor at one execution of an op.
+
+    op: index among the ops.  order: number of executions of ops before this one.  execution: of this op,
+    from 0.  role: "input", "weight", "output", "gradient" (output of a backward op) or "weight gradient".
+    position: among the inputs, outputs or gradients.  file, key: where its numbers are; None if they are not
+    stored, and then `left_out` names the option that excludes them.
+    """
+
+    op: int
+    order: int
+    execution: int
+    role: str
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+    summary: Summary
+    file: str | None = None
+    key: str | None = None
+    left_out: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "shape": list(self.shape),
+            "summary": self.summary.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Entry:
+        """Return the entry that `to_dict` described."""
+        fields = {name: value[name] for name in cls.__dataclass_fields__}
+        fields.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
+        if not all(type(extent) is int for extent in fields["shape"]):
+            raise ValueError(f"its shape is {value['shape']!r}")
+        return made_of(cls, fields)
+
+
+class RawEntry(NamedTuple):
+    """Fields of an `Entry` as measured: smaller and faster to create than the entry.
+
+    numbers: the fields of `Statistics`.  sample: in the tensor's element type.
+    """
+
+    op: int
+    order: int
+    execution: int
+    role: str
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: Sequence[float]
+    sample: NDArray[Any]
+    left_out: str | None = None
+    file: str | None = None
+    key: str | None = None
+
+    def entry(self) -> Entry:
+        """Return the entry of these fields."""
+        sample = self.sample
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            real = np.abs(sample) if np.iscomplexobj(sample) else sample
+            summary = Summary(Statistics.of_vector(self.numbers), tuple(real.astype(np.float64).tolist()))
+        return Entry(
+            self.op, self.order, self.execution, self.role, self.position, self.shape, self.dtype, summary,
+            self.file, self.key, self.left_out,
+        )  # fmt: skip
+
+
+def op_to_dict(op: Op) -> dict[str, Any]:
+    """Return plain values for JSON; ids as text, since 64 bits are more than some readers' numbers hold."""
+    fields = {name: getattr(op, name) for name in Op.__dataclass_fields__}
+    return {**fields, "id": f"{op.id:016x}", "of": None if op.of is None else f"{op.of:016x}"}
+
+
+def op_from_dict(value: Mapping[str, Any]) -> Op:
+    """Return the op that `op_to_dict` described."""
+    fields = {name: value[name] for name in Op.__dataclass_fields__ if name in value}
+    fields.update({name: fields[name] and int(fields[name], 16) for name in ("id", "of")})
+    fields["parameters"] = tuple((int(i), str(path)) for i, path in fields.get("parameters", ()))
+    return made_of(Op, fields)
+
 
 INDEX, NAME, VERSION = "index.json", "dump", 1
 INCOMPLETE, FAILED = ".incomplete", "a failed write"
 """An empty file in a folder that lacks what could not be written, and the reason why a tensor is left out."""
 _TENSORS = re.compile(r"tensors-\d{5,}\.(safetensors|npz)", re.ASCII)
-_OPENED = 4
+_MAX_OPEN_FILES = 4
 
 
 class Dump:
-    """The ops and entries of a folder's index; `array` reads a tensor that was kept.
+    """Read a dump: its ops and entries, and with `array` the stored tensors.
 
-    op_by_op: names and lines of compiled callables that ran as eager code.  incomplete: whether something
-    could not be written, as on a full disk.
+    op_by_op: names and lines of compiled callables that ran as eager code.  incomplete: True if
+    something could not be written, as on a full disk.
     Raises AmandaError for a folder without an index, or with one of a newer version.
 
     >>> dump = Dump("dump")  # doctest: +SKIP
@@ -46,13 +230,13 @@ class Dump:
         self.ops: list[Op]
         self.entries: list[Entry]
         self.op_by_op: list[tuple[str, str]]
-        self.ops, self.entries, self.op_by_op = read_json(path, "index of a dump", _parts)
-        self._check(path)
+        self.ops, self.entries, self.op_by_op = read_json(path, "index of a dump", _read_index)
+        self._check_entries(path)
         failed = any(entry.left_out == FAILED for entry in self.entries)
         self.incomplete = failed or (self.folder / INCOMPLETE).exists()
         self._opened: OrderedDict[str, Arrays] = OrderedDict()
 
-    def _check(self, path: Path) -> None:
+    def _check_entries(self, path: Path) -> None:
         for entry in self.entries:
             if not 0 <= entry.op < len(self.ops):
                 raise AmandaError(f"{path} has an entry of op {entry.op}, and {len(self.ops)} ops")
@@ -67,13 +251,13 @@ class Dump:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that tensors are in."""
+        """Return the names of the files with tensors."""
         return sorted({entry.file for entry in self.entries if entry.file is not None})
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
-        """The numbers of a tensor, in its element type (those that numpy lacks are of ml_dtypes).
+        """Return the numbers of a tensor in its element type (ml_dtypes has those that numpy lacks).
 
-        None where they were not kept.  Raises AmandaError for a file that cannot be read or lacks them.
+        None if they were not stored.  Raises AmandaError for a file that cannot be read or lacks them.
         """
         if entry.file is None or entry.key is None:
             return None
@@ -83,7 +267,7 @@ class Dump:
                 f"{self.folder / entry.file} has no tensor {entry.key!r}, which {INDEX} says that it has"
             )
         try:
-            return shaped(arrays[entry.key], entry.dtype, entry.shape)
+            return restore_array(arrays[entry.key], entry.dtype, entry.shape)
         except Exception as error:  # of a type that is none, or a number of bytes beyond all memory
             raise AmandaError(
                 f"{self.folder / entry.file} and {INDEX} disagree at {entry.key!r}: {in_words(error)}"
@@ -93,17 +277,17 @@ class Dump:
         if name not in self._opened:
             self._opened[name] = read_arrays(self.folder / name)
         self._opened.move_to_end(name)
-        while len(self._opened) > _OPENED:
+        while len(self._opened) > _MAX_OPEN_FILES:
             self._opened.popitem(last=False)
         return self._opened[name]
 
 
 def is_tensor_file(name: str) -> bool:
-    """Return True for the name of a file with tensors: a dump has no others, but for its index."""
+    """Return True for the name of a file with tensors, the only files of a dump besides its index."""
     return _TENSORS.fullmatch(name) is not None
 
 
-def _parts(found: Mapping[str, Any]) -> tuple[list[Op], list[Entry], list[tuple[str, str]]]:
-    check_schema(found, NAME, VERSION)
-    ops, entries = map(op_from_dict, found["ops"]), map(Entry.from_dict, found["entries"])
-    return list(ops), list(entries), [(str(what), str(where)) for what, where in found.get("op_by_op", ())]
+def _read_index(content: Mapping[str, Any]) -> tuple[list[Op], list[Entry], list[tuple[str, str]]]:
+    check_schema(content, NAME, VERSION)
+    ops, entries = map(op_from_dict, content["ops"]), map(Entry.from_dict, content["entries"])
+    return list(ops), list(entries), [(str(name), str(line)) for name, line in content.get("op_by_op", ())]

@@ -1,34 +1,90 @@
-"""The tool: brings what ops read and give into a folder."""
+"""The tool that dumps tensors of ops into a folder, and its result."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import amanda
 from amanda.backend import State
 from amanda.options import NonNegativeInt, OutputFolder, PositiveInt, checked
-from amanda.tools.dump._arrays import Format
-from amanda.tools.dump._entry import Kept, Op
-from amanda.tools.dump._result import DumpResult
-from amanda.tools.dump._values import array, measured
-from amanda.tools.dump._writer import Writer
+from amanda.tools.dump._reader import Entry, Format, Op, RawEntry
+from amanda.tools.dump._writer import Writer, exact_array, summarize
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
+from amanda.tools.results import Column, Result, amount, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+
+class DumpResult(Result):
+    """Entries of a dump, in the order of execution.
+
+    failure: why the last tensors are not in the folder; "" if all are.
+    """
+
+    name: ClassVar[str] = "dump"
+    title = "Dumped tensors"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"),
+        Column("module", show=partial(shortened, width=24)),
+        Column("source", show=partial(shortened, width=24)),
+        Column("tensor"), Column("execution", number=True, shown=False), Column("dtype"),
+        Column("shape", show=lambda shape: "x".join(map(str, shape)) or "scalar"),
+        *(Column(name, show="{:.4g}".format, number=True) for name in ("mean", "std", "min", "max")),
+        Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
+        Column("file", show=lambda name: name.removeprefix("tensors-").partition(".")[0]),
+    )  # fmt: skip
+
+    def __init__(
+        self, folder: Path, ops: Sequence[Op], entries: Sequence[Entry], stored_bytes: int, failure: str = ""
+    ) -> None:
+        self.folder, self.ops, self.entries = folder, list(ops), list(entries)
+        self._stored_bytes, self.failure = stored_bytes, failure
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each tensor."""
+        return [self._row(self.ops[entry.op], entry) for entry in self.entries]
+
+    def _row(self, op: Op, entry: Entry) -> tuple[Any, ...]:
+        stats = entry.summary.statistics
+        moments = (stats.mean, stats.std, stats.least, stats.most) if stats.count else (None,) * 4
+        return (
+            op.phase, op.type, op.module, op.source, f"{entry.role} {entry.position}", entry.execution,
+            entry.dtype, list(entry.shape), *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
+        )  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return where the dump is, and how many bytes of tensors it has."""
+        return {"folder": str(self.folder), "bytes": self._stored_bytes}
+
+    def notes(self) -> Sequence[str]:
+        """Return where the tensors are, and which were left out."""
+        stored = sum(entry.file is not None for entry in self.entries)
+        size = amount(self._stored_bytes, "B")
+        notes = [f"{stored:,} of {len(self.entries):,} tensors, {size}, in {self.folder}."]
+        omitted: dict[str, int] = {}
+        for entry in self.entries:
+            if entry.left_out is not None:
+                omitted[entry.left_out] = omitted.get(entry.left_out, 0) + 1
+        notes += [f"{count:,} more have summaries only because of {why}." for why, count in omitted.items()]
+        if self.failure:
+            notes.append(f"The folder lacks the last tensors: {self.failure}.")
+        return notes
+
+
 Keep = Literal["no", "summary", "full"]
 
 _Facts = tuple[int, int, int, str, int, tuple[int, ...], str]
-"""The first fields of `Kept`."""
-_SMALL = 1 << 18
+"""The first fields of `RawEntry`."""
+_HOST_BYTES = 1 << 18
 """Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 
 
@@ -40,19 +96,19 @@ class _IndexedOp(OpRecord):
 
 
 class DumpTool(TensorTool[_IndexedOp]):
-    """Writes summaries of tensors, or the tensors themselves, with an index, into a folder.
+    """Write inputs, outputs, weights and gradients of ops, or summaries of them, into a folder.
 
-    folder: made when needed; in a run of several ranks, a folder for each in it.  inputs, outputs, weights,
-    gradients: of each op "no", a "summary", or "full": what it reads, what it gives, the weight among what
-    it reads, what its backward ops give.  executions: of each op, None for all.  every: of an op's
-    executions the first and each so many-th after it.  max_bytes, max_tensor_bytes: a tensor beyond them is
-    a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
+    folder: created when needed, with a subfolder for each rank of a distributed run.  inputs, outputs,
+    weights, gradients: what to write for each op: "no", "summary" or "full".  executions: number of
+    executions to write for each op; None for all.  every: write every n-th execution, beginning with the
+    first.  max_bytes, max_tensor_bytes: limits of all tensors and of one; a tensor beyond them is written as
+    a summary.  format: of the files with tensors.  overwrite: replace an older dump in the folder.
 
-    What waits is written now and then, at the end of a scope, at `result`, and when the program ends.  Where
-    that fails, as on a full disk, a warning names the file, the program goes on, and later writings try
-    again; the result says what the folder lacks.
-    `amanda.tools.select` has it dump some ops alone.  Raises AmandaError for a folder that has other things
-    in it, or cannot be written to.
+    Files are written every few seconds, at the end of a scope, when `result` is read, and when the program
+    ends.  If writing fails, as on a full disk, a warning names the file, the program continues, and the next
+    write tries again; the result says what the folder lacks.
+    Use `amanda.tools.select` to dump some ops only.  Raises AmandaError for a folder that has other files in
+    it, or that is not writable.
     """
 
     is_copied_when_used = False
@@ -78,14 +134,14 @@ class DumpTool(TensorTool[_IndexedOp]):
         super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
         self._keeps: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
-        self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
+        self._writer = Writer(_rank_folder(Path(folder)), format, overwrite)
         self._order = self._bytes = 0
         self._dtype: Any = None
         weakref.finalize(self, self._writer.flush)
 
     @property
     def result(self) -> DumpResult:
-        """The entries that were dumped so far; they are written, or the remarks say why not."""
+        """Write what is pending; return the entries so far."""
         self._writer.flush()
         writer = self._writer
         result = DumpResult(writer.folder, writer.ops, writer.entries, writer.written, writer.failure)
@@ -93,89 +149,92 @@ class DumpTool(TensorTool[_IndexedOp]):
         return result
 
     def scope_left(self) -> None:
-        """Write what waits."""
+        """Write what is pending."""
         super().scope_left()
         self._writer.flush()
 
     def clear(self) -> None:
-        """Forget what was dumped, also in the folder, and start anew."""
+        """Delete all entries, also in the folder, and start again."""
         super().clear()
         self._writer.clear()
         self._order = self._bytes = 0
 
     def add_returned(self, value: Any) -> None:
-        """Keep the tensors in what a program has returned, as the outputs of an op of type "returned".
+        """Add the tensors in a value that a program returned, as outputs of an op of type "returned".
 
         value: a tensor, or lists, tuples, dicts and dataclasses of tensors; anything else is left out.
         """
         if self._dtype is not None:
-            record = self._met(Op("forward", "returned", "", "", "", 0))
+            record = self._indexed_op(Op("forward", "returned", "", "", "", 0))
             tensors = leaves([value], structures=True)
-            self._see(*tensors, record=record, role="output", dtype=self._dtype)
+            self._observe_execution(*tensors, record=record, role="output", dtype=self._dtype)
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
-        """Take an op into the index."""
+        """Add an op to the index."""
         forward, backward = context.get_op_id(), context.get_backward_op_id()
         op, of = (forward, None) if context.is_forward() else (backward or 0, forward)
-        return self._met(Op(
+        return self._indexed_op(Op(
             phase, kind, context.get_scope(), context.get_source(), str(context.namespace), op, of,
             context["layout"], context["weight_layout"], context["in_place"] and context.is_forward(),
             _parameters(context) if context.is_forward() else (),
         ))  # fmt: skip
 
-    def _met(self, op: Op) -> _IndexedOp:
+    def _indexed_op(self, op: Op) -> _IndexedOp:
         return _IndexedOp(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
         for scope in State.current().scopes:
-            if not any(scope.report is one for one in self._writer.reports):
+            if not any(scope.report is report for report in self._writer.reports):
                 self._writer.reports.append(scope.report)
         self._dtype = context["dtype"]
         return super()._record(context, phase, kind)
 
     def observe(self, record: _IndexedOp, tensors: Iterator[OpTensor], execution: int) -> None:
-        """Take in what is kept of the tensors of an execution."""
+        """Add the tensors of an execution."""
         self.observe_all([(record, tensors, execution)])
 
     def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
-        """Take in what is kept of the tensors of executions of many ops."""
-        taken: list[tuple[Any, NDArray[Any] | None, str | None, _Facts]] = []
+        """Add the tensors of executions of many ops."""
+        pending: list[tuple[Any, NDArray[Any] | None, str | None, _Facts]] = []
         for record, tensors, execution in observed:
-            for one in tensors:
-                keep = self._keeps[one.role.split()[-1]]
+            for op_tensor in tensors:
+                keep = self._keeps[op_tensor.role.split()[-1]]
                 if keep != "no":
-                    seen, shape, kept, left_out = self._taken(one, keep)
-                    tensor = one.role, one.position, shape, one.dtype
-                    taken.append((seen, kept, left_out, (record.index, self._order, execution, *tensor)))
+                    source, shape, stored, left_out = self._select_data(op_tensor, keep)
+                    tensor = op_tensor.role, op_tensor.position, shape, op_tensor.dtype
+                    pending.append(
+                        (source, stored, left_out, (record.index, self._order, execution, *tensor))
+                    )
             self._order += 1
-        found = measured([seen for seen, *_ in taken])
-        for (_, kept, left_out, facts), (numbers, sample) in zip(taken, found, strict=True):
-            self._writer.add(Kept(*facts, numbers, sample, left_out), kept)
+        summaries = summarize([source for source, *_ in pending])
+        for (_, stored, left_out, facts), (numbers, sample) in zip(pending, summaries, strict=True):
+            self._writer.add(RawEntry(*facts, numbers, sample, left_out), stored)
 
-    def _taken(
-        self, one: OpTensor, keep: Keep
+    def _select_data(
+        self, op_tensor: OpTensor, keep: Keep
     ) -> tuple[Any, tuple[int, ...], NDArray[Any] | None, str | None]:
-        """Return what to measure, its shape, the numbers if they are kept, and why they are not."""
-        tensors = tensors_of(one.tensor)
-        seen = tensors.shared(one.tensor)
-        if seen is not None and keep == "summary":  # a hot path
-            return seen, seen.shape, None, None
-        shape = tensors.extents(one.tensor) if seen is None else seen.shape
-        size = prod(shape) * (itemsize(one.dtype) or 8)
-        left_out = self._left_out(size) if keep == "full" else None
-        is_kept = keep == "full" and left_out is None
-        kept = array(one.tensor) if is_kept or (seen is None and size <= _SMALL) else None
-        if is_kept and kept is None:
+        """Return the tensor to summarize, its shape, its numbers if they are stored, and why they are not."""
+        tensors = tensors_of(op_tensor.tensor)
+        source = tensors.shared(op_tensor.tensor)
+        if source is not None and keep == "summary":  # a hot path
+            return source, source.shape, None, None
+        shape = tensors.extents(op_tensor.tensor) if source is None else source.shape
+        size = prod(shape) * (itemsize(op_tensor.dtype) or 8)
+        left_out = self._exceeded_limit(size) if keep == "full" else None
+        is_stored = keep == "full" and left_out is None
+        on_host = is_stored or (source is None and size <= _HOST_BYTES)
+        stored = exact_array(op_tensor.tensor) if on_host else None
+        if is_stored and stored is None:
             left_out = "its layout"
-        if seen is None:
-            seen = one.tensor if kept is None else kept
-        if not is_kept:
-            kept = None
-        self._bytes += 0 if kept is None else kept.nbytes
-        return seen, shape, kept, left_out
+        if source is None:
+            source = op_tensor.tensor if stored is None else stored
+        if not is_stored:
+            stored = None
+        self._bytes += 0 if stored is None else stored.nbytes
+        return source, shape, stored, left_out
 
-    def _left_out(self, size: int) -> str | None:
-        """The option by which a tensor of so many bytes is not kept."""
+    def _exceeded_limit(self, size: int) -> str | None:
+        """Return the option that excludes a tensor of this many bytes; None if the tensor fits."""
         if size > self._max_tensor_bytes:
             return "max_tensor_bytes"
         return "max_bytes" if self._bytes + size > self._max_bytes else None
@@ -187,7 +246,7 @@ def _parameters(context: amanda.OpContext) -> tuple[tuple[int, str], ...]:
     return tuple((i, path) for i, path in paths if path)
 
 
-def _of_rank(folder: Path) -> Path:
-    """A folder of its own for each rank that a launcher has started."""
+def _rank_folder(folder: Path) -> Path:
+    """Return the folder of this rank in a run with several ranks, else the folder itself."""
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     return folder / f"rank{os.environ.get('RANK', '0')}" if several else folder

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
@@ -14,15 +17,72 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
 from amanda.files import check_folder_to_write, is_part, naming, write_file
-from amanda.tools.dump._arrays import Format, write_arrays
-from amanda.tools.dump._entry import Entry, Kept, Op, op_to_dict
-from amanda.tools.dump._reader import FAILED, INCOMPLETE, INDEX, NAME, VERSION, Dump, is_tensor_file
+from amanda.tools.dump._reader import (
+    FAILED,
+    INCOMPLETE,
+    INDEX,
+    NAME,
+    VERSION,
+    Dump,
+    Entry,
+    Format,
+    Op,
+    RawEntry,
+    is_tensor_file,
+    op_to_dict,
+    write_arrays,
+)
+from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.results import is_lock, locked, to_json
+from amanda.tools.stats import Accumulator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amanda import Report
+
+SAMPLE_SIZE = 32
+"""Numbers in a sample."""
+
+
+def summarize(tensors: Sequence[Any]) -> list[tuple[Sequence[float], NDArray[Any]]]:
+    """Return the fields of `Statistics` of each tensor, and a sample in its element type."""
+    accumulators = [Accumulator(None) for _ in tensors]
+    Accumulator.add_all(zip(accumulators, tensors, strict=True))
+    vectors = (accumulator.vector() for accumulator in accumulators)
+    return [(vector, _sample(tensor)) for vector, tensor in zip(vectors, tensors, strict=True)]
+
+
+def exact_array(tensor: Any) -> NDArray[Any] | None:
+    """Return a copy of all numbers; None for a tensor that is not one array, or has no numbers."""
+    tensors = tensors_of(tensor)
+    dense = tensors.dense(tensor)
+    return None if dense is None else tensors.exact(dense)
+
+
+def _sample(tensor: Any) -> NDArray[Any]:
+    """Return numbers at even distances in the order of indexing."""
+    dense = tensor
+    if not isinstance(dense, np.ndarray):
+        tensors = tensors_of(tensor)
+        dense = tensors.shared(tensor)
+        if dense is None:
+            dense = tensors.dense(tensor)
+        size = 0 if dense is None else prod(tensors.extents(dense))
+        if not size:
+            return np.empty(0)
+        if not isinstance(dense, np.ndarray):
+            return tensors.exact(tensors.at(dense, _sample_positions(size).tolist()))
+    sample: NDArray[Any] = dense.reshape(-1)[_sample_positions(dense.size)]
+    return sample
+
+
+@lru_cache(maxsize=1024)
+def _sample_positions(size: int) -> NDArray[np.int64]:
+    count = min(size, SAMPLE_SIZE)
+    return np.arange(count) * (size - 1) // max(count - 1, 1)
+
 
 logger = logging.getLogger("amanda")
 
@@ -34,7 +94,7 @@ _LOCK = Lock()
 
 
 class Writer:
-    """Ops, entries and tensors, written now and then: the tensors first, then the index that has them.
+    """Writer of a dump: every few seconds it writes the tensors, then the index that names them.
 
     The index is written anew each time, and so seldom that this takes a small share of the time.  Nothing
     is made in the folder before the first writing; where another process has written by then, this one has
@@ -53,19 +113,19 @@ class Writer:
         self._process = os.getpid()
         self.ops: list[Op] = []
         self.reports: list[Report] = []
-        self.failure, self._has_told = "", False
-        self._check(overwrite)
-        self._replaced, self._own = _stamp(folder / INDEX), False
+        self.failure, self._has_warned = "", False
+        self._check_folder(overwrite)
+        self._replaced, self._owns_folder = _file_stamp(folder / INDEX), False
         self.clear()
 
-    def _check(self, overwrite: bool) -> None:
-        """Raises AmandaError where something is in the way, or the folder cannot be written to."""
+    def _check_folder(self, overwrite: bool) -> None:
+        """Raise AmandaError for a folder with other files, or one that is not writable."""
         check_folder_to_write(self.folder)
         if not self.folder.exists():
             return
         with naming(self.folder, "read"):
             names = sorted(path.name for path in self.folder.iterdir())
-        there = [name for name in names if not _is_left(name)]
+        there = [name for name in names if not _is_leftover(name)]
         if there and INDEX not in there:
             raise AmandaError(f"{self.folder} has {there[0]} in it; give a folder that is empty or not there")
         if there and not overwrite:
@@ -74,81 +134,82 @@ class Writer:
             Dump(self.folder)  # raises for an index.json of something else, which is not overwritten
 
     def clear(self) -> None:
-        """Forget the entries; those that were written go with the next writing."""
-        self._kept: list[Kept] = []
+        """Delete all entries; the next write removes those in the folder."""
+        self._raw_entries: list[RawEntry] = []
         self._texts: list[str] = []  # of the entries that have been written
         self._waiting: dict[str, NDArray[Any]] = {}
         self._bytes = self._shards = self.written = 0
-        self._due = monotonic() + _SECONDS
+        self._next_write = monotonic() + _SECONDS
         self._changed = self._begun = False
         self.failure = ""
 
     def add_op(self, op: Op) -> int:
-        """Take an op in; its index."""
+        """Add an op; return its index."""
         with _LOCK:
             self.ops.append(op)
             return len(self.ops) - 1
 
     @property
     def entries(self) -> list[Entry]:
-        """Return all entries, in order; those whose tensors wait to be written are without."""
+        """Return all entries, in order; without their tensors while these are not written."""
         with _LOCK:
-            shard = self._shard() if self._waiting else ""
-            return [(_without(one) if one.file == shard else one).entry() for one in self._kept]
+            shard = self._shard_name() if self._waiting else ""
+            written = (_without_tensor(e) if e.file == shard else e for e in self._raw_entries)
+            return [entry.entry() for entry in written]
 
-    def add(self, kept: Kept, array: NDArray[Any] | None = None) -> None:
-        """Take an entry in, with its tensor if that is kept."""
+    def add(self, entry: RawEntry, array: NDArray[Any] | None = None) -> None:
+        """Add an entry, with its tensor if that is stored."""
         with _LOCK:
-            self._kept.append(kept if array is None else self._with_file(kept, array))
+            self._raw_entries.append(entry if array is None else self._add_tensor(entry, array))
             self._changed = True
-            full = self._bytes >= SHARD or monotonic() >= self._due
+            full = self._bytes >= SHARD or monotonic() >= self._next_write
         if full:
             self.flush()
 
-    def _with_file(self, kept: Kept, array: NDArray[Any]) -> Kept:
-        op = self.ops[kept.op]
-        name = f"{len(self._kept):06d}.{op.module}.{op.type}.{kept.role}.{kept.position}"
+    def _add_tensor(self, entry: RawEntry, array: NDArray[Any]) -> RawEntry:
+        op = self.ops[entry.op]
+        name = f"{len(self._raw_entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
         key = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
         self._waiting[key] = array
         self._bytes += array.nbytes
-        return kept._replace(dtype=array.dtype.name, file=self._shard(), key=key)
+        return entry._replace(dtype=array.dtype.name, file=self._shard_name(), key=key)
 
-    def _shard(self) -> str:
+    def _shard_name(self) -> str:
         return f"tensors-{self._shards:05d}.{self._form}"
 
     def flush(self) -> None:
-        """Write what waits, if this is the process that the dump belongs to."""
+        """Write what is pending, unless this is a forked process."""
         if self._changed and os.getpid() == self._process:
             with _LOCK:
                 try:
                     self._write()
                 except (OSError, AmandaError) as error:
-                    self._fail(error)
+                    self._note_failure(error)
 
-    def _fail(self, error: Exception) -> None:
-        """Note that nothing could be written; drop what waits if it is more than one file has."""
+    def _note_failure(self, error: Exception) -> None:
+        """Note that writing failed; drop the pending tensors if they fill a file."""
         self.failure = str(error)
         if self._begun:
             with suppress(OSError):
                 (self.folder / INCOMPLETE).touch()  # an empty file needs no space
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("dump: %s; the program goes on, and the next writing tries again", error)
         if self._bytes >= SHARD:
-            shard = self._shard()
-            self._kept = [_without(one) if one.file == shard else one for one in self._kept]
+            shard = self._shard_name()
+            self._raw_entries = [_without_tensor(e) if e.file == shard else e for e in self._raw_entries]
             self._waiting, self._bytes = {}, 0
-        self._due = monotonic() + _SECONDS
+        self._next_write = monotonic() + _SECONDS
 
     def _write(self) -> None:
         start = monotonic()
-        self._make_room()
+        self._claim_folder()
         if self._waiting:
-            write_arrays(self.folder / self._shard(), self._waiting, self._form)
+            write_arrays(self.folder / self._shard_name(), self._waiting, self._form)
             self.written += self._bytes
             self._waiting, self._bytes = {}, 0
             self._shards += 1
-        self._texts += [to_json(one.entry().to_dict()) for one in self._kept[len(self._texts) :]]
+        self._texts += [to_json(entry.entry().to_dict()) for entry in self._raw_entries[len(self._texts) :]]
         index = to_json({
             "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],
@@ -160,30 +221,30 @@ class Writer:
             (self.folder / INCOMPLETE).unlink(missing_ok=True)
         self._changed, self.failure = False, ""
         took = monotonic() - start
-        self._due = monotonic() + max(_SECONDS, _PATIENCE * took)
+        self._next_write = monotonic() + max(_SECONDS, _PATIENCE * took)
 
     def _op_by_op(self) -> list[list[str]]:
-        """Names and lines of the compiled callables that ran as eager code, each once."""
-        found = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
-        return [list(one) for one in sorted(found)]
+        """Return names and lines of the compiled callables that ran as eager code, each once."""
+        callables = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
+        return [list(pair) for pair in sorted(callables)]
 
-    def _make_room(self) -> None:
-        """Ahead of the first writing: remove an older dump, and take the folder, or one in it."""
+    def _claim_folder(self) -> None:
+        """Before the first write, remove an older dump, and claim the folder or a new subfolder."""
         if self._begun:
             return
         index = self.folder / INDEX
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._own:
+            if self._owns_folder:
                 self._remove()
-            elif self._replaced is not None and _stamp(index) == self._replaced:
+            elif self._replaced is not None and _file_stamp(index) == self._replaced:
                 with locked(index):
-                    if _stamp(index) == self._replaced:
+                    if _file_stamp(index) == self._replaced:
                         self._remove()
-            if not self._own and not _is_taken(index):  # another process has come first
+            if not self._owns_folder and not _claim_index(index):  # another process has come first
                 self.folder = self.folder / f"process{self._process}-{token_hex(4)}"
                 self.folder.mkdir()
-        self._own = self._begun = True
+        self._owns_folder = self._begun = True
 
     def _remove(self) -> None:
         """Remove an older dump: its index, and what else has a name that a dump gives to files."""
@@ -192,17 +253,17 @@ class Writer:
             INDEX,
             INCOMPLETE,
             *filter(is_tensor_file, names),
-            *(name for name in names if _is_left(name, part=True)),
+            *(name for name in names if _is_leftover(name, part=True)),
         ):
             (self.folder / name).unlink(missing_ok=True)
 
 
-def _without(kept: Kept) -> Kept:
+def _without_tensor(entry: RawEntry) -> RawEntry:
     """Return an entry whose tensor is not written."""
-    return kept._replace(file=None, key=None, left_out=FAILED)
+    return entry._replace(file=None, key=None, left_out=FAILED)
 
 
-def _is_left(name: str, part: bool = False) -> bool:
+def _is_leftover(name: str, part: bool = False) -> bool:
     """Return True for hidden files that dumps leave: those that a killed process had begun, and locks.
 
     part: leave out locks, which others may hold.
@@ -212,17 +273,17 @@ def _is_left(name: str, part: bool = False) -> bool:
     return is_begun or name == INCOMPLETE or (is_lock(name) and not part)
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _file_stamp(path: Path) -> tuple[int, int] | None:
     """Return size and times of a file, by which another file in its place is noticed."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
-def _is_taken(index: Path) -> bool:
-    """Make an index without entries; False if there is one."""
+def _claim_index(index: Path) -> bool:
+    """Create an index without entries; return False if there is one."""
     try:
         with index.open("x") as file:
             file.write(to_json({"schema": f"amanda.{NAME}", "version": VERSION, "ops": [], "entries": []}))

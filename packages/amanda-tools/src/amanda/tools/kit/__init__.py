@@ -4,6 +4,10 @@ A tool that observes tensors derives from `TensorTool`; one that changes weights
 `amanda.tools.weights.WeightTool`.
 """
 
+from importlib import import_module
+from typing import Any
+
+from amanda.options import warn_deprecated
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._inputs import leaves, parameter_inputs, remarks_on_packed_inputs
 from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored
@@ -19,3 +23,28 @@ __all__ = [
     "canonical_extents", "check_number", "leaves", "op_tensors", "parameter_inputs",
     "remarks_on_packed_inputs", "restored", "tensors_of", "windows_of",
 ]  # fmt: skip
+
+_MOVED = {
+    **dict.fromkeys(("BitField", "bits_of", "from_bytes", "to_bytes"), "amanda.tools.inject"),
+    **dict.fromkeys(("Rerun", "rerun", "spatial_axes", "undisturbed"), "amanda.tools.mapping"),
+    **dict.fromkeys(
+        ("Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightTool", "weight_input"),
+        "amanda.tools.weights",
+    ),
+    "Globs": "amanda.tools.select", "TensorMap": "amanda.backend", "read_onnx": "amanda.tools.onnx_graph",
+}  # fmt: skip
+"""Names that were here, by the package that has them now."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name that was here from the package that has it now, and warn."""
+    package = _MOVED.get(name)
+    if package is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_deprecated(f"{__name__}.{name}", f"{package}.{name}", "amanda-tools 0.2", "0.4")
+    try:
+        return getattr(import_module(package), name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ImportError(f"{name} is in {package}: pip install amanda-compress") from error

@@ -6,8 +6,8 @@ with amanda.apply(finder):
 print(finder.result)
 """
 
+from amanda.tools.nan._floats import Summary
 from amanda.tools.nan._result import Entered, Finding, NanResult
-from amanda.tools.nan._summary import Summary
 from amanda.tools.nan._tool import NanTool, NotFiniteError
 
 __all__ = ["Entered", "Finding", "NanResult", "NanTool", "NotFiniteError", "Summary"]

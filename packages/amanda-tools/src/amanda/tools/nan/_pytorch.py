@@ -31,17 +31,17 @@ def roles(context: amanda.OpContext) -> None:
     saved: of a backward op, returns the tensors that the node under way has saved.
     unread: of a forward op, returns the positions of inputs that an execution writes and does not read.
     """
-    context["are_finite"] = _sums()
+    context["are_finite"] = _sum_test()
     if context.is_backward():
         context["saved"] = saved
     if context.is_forward():
         scales = context["type"] == "mul" and _is_called_by_scaler()
         is_check = context.get_op_type() == _CHECK
         context["loss_scale"] = "check" if is_check else "scale" if scales else None
-        context["unread"] = partial(_running_statistics, context.get_input_names())
+        context["unread"] = partial(_running_statistics_positions, context.get_input_names())
 
 
-def _running_statistics(names: Sequence[str], values: Sequence[Any]) -> tuple[int, ...]:
+def _running_statistics_positions(names: Sequence[str], values: Sequence[Any]) -> tuple[int, ...]:
     """Return where the running statistics are that a normalization updates from its batch."""
     is_updated = any(
         name in ("training", "train", "use_input_stats") and value is True
@@ -75,7 +75,7 @@ def _is_called_by_scaler() -> bool:
 
 
 @cache
-def _sums() -> Callable[[Sequence[Any]], bool]:
+def _sum_test() -> Callable[[Sequence[Any]], bool]:
     """Return a function that returns True if values are plain tensors of float32, each with a finite sum."""
     _REQUIRED.check()
     import torch
@@ -85,12 +85,12 @@ def _sums() -> Callable[[Sequence[Any]], bool]:
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
 
     def are_finite(values: Sequence[Any]) -> bool:
-        for one in values:
-            if type(one) not in kinds or one.dtype is not float32 or one.layout is not strided:
+        for tensor in values:
+            if type(tensor) not in kinds or tensor.dtype is not float32 or tensor.layout is not strided:
                 return False
-            if one.is_meta or one.is_nested or is_wrapped(one) or is_batched(one):
+            if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
                 return False
-            if not isfinite(one.sum().item()):
+            if not isfinite(tensor.sum().item()):
                 return False
         return True
 

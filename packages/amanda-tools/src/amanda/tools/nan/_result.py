@@ -1,4 +1,4 @@
-"""The ops that made NaN or Inf."""
+"""The result: ops that produced NaN or Inf, and findings that a scaled loss defers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.nan._summary import Summary
+from amanda.tools.nan._floats import Summary
 from amanda.tools.results import Column, Result, check_schema, made_of, shortened
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One op at which NaN or Inf begins: it gave what nothing was that it was given.
+    """One op whose outputs have NaN or Inf while its inputs have none.
 
-    phase: "forward", "backward" or "optimizer".  execution: how many ops had been executed in the scope
-    before it.
-    inputs, outputs: a summary for each tensor that went in or came out, by its position.
+    phase: "forward", "backward" or "optimizer".  execution: number of ops executed in the scope before it.
+    inputs, outputs: summaries of the tensors, by position.
     """
 
     phase: str
@@ -30,35 +29,36 @@ class Finding:
 
     @property
     def makes_nan(self) -> bool:
-        """True if the op gave NaN, not only Inf."""
+        """True if an output has NaN, not only Inf."""
         return any(summary.nan for summary in self.outputs.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         sides = {side: getattr(self, side).items() for side in ("inputs", "outputs")}
-        told = {side: {i: summary._asdict() for i, summary in each} for side, each in sides.items()}
-        return {**asdict(self), **told}
+        summaries = {side: {i: summary._asdict() for i, summary in items} for side, items in sides.items()}
+        return {**asdict(self), **summaries}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Finding:
+    def from_dict(cls, content: Mapping[str, Any]) -> Finding:
         """Return the finding that `to_dict` described."""
-        sides = {side: found[side].items() for side in ("inputs", "outputs")}
-        read = {side: {int(i): Summary.from_dict(one) for i, one in each} for side, each in sides.items()}
-        return made_of(cls, {**found, **read})
+        sides = {side: content[side].items() for side in ("inputs", "outputs")}
+        summaries = {
+            side: {int(i): Summary.from_dict(fields) for i, fields in items} for side, items in sides.items()
+        }
+        return made_of(cls, {**content, **summaries})
 
     def __str__(self) -> str:
         module = f" in {self.module}" if self.module else ""
-        given = "; ".join(f"{i}: {summary}" for i, summary in self.inputs.items()) or "no tensor"
-        made = "; ".join(f"{i}: {summary}" for i, summary in self.outputs.items())
-        return f"{self.type} ({self.phase}){module}, {self.source}\n  given {given}\n  gave {made}"
+        inputs = "; ".join(f"{i}: {summary}" for i, summary in self.inputs.items()) or "no tensor"
+        outputs = "; ".join(f"{i}: {summary}" for i, summary in self.outputs.items())
+        return f"{self.type} ({self.phase}){module}, {self.source}\n  inputs {inputs}\n  outputs {outputs}"
 
 
 @dataclass(frozen=True)
 class Entered:
-    """An input or a parameter that held NaN, which no op that was seen had given.
+    """An input or a parameter that has NaN which no instrumented op produced.
 
-    what: "input 0 of linear", "parameter encoder.weight".  The op that read it first: phase, module, source,
-    execution.
+    what: "input 0 of linear", "parameter encoder.weight".  phase to execution: of the first op that read it.
     """
 
     what: str
@@ -73,18 +73,18 @@ class Entered:
 
 
 class NanResult(Result):
-    """The inputs and parameters that held NaN, and the ops at which NaN and Inf begin, as they were executed.
+    """Inputs and parameters that have NaN, and ops that produce NaN or Inf, in the order of execution.
 
-    inf: whether Inf was looked for.  skipped: how many steps of a GradScaler were left out that overflowed.
+    inf: True if the tool looked for Inf too.  skipped: number of overflowed steps that a GradScaler skipped.
     """
 
     name: ClassVar[str] = "nan"
-    title = "Where NaN and Inf begin"
+    title = "First NaN and Inf"
     columns: ClassVar[Sequence[Column]] = (
         Column("execution", show="{:,}".format, number=True), Column("phase"), Column("type"),
         Column("module", show=partial(shortened, width=40)),
         Column("source", show=partial(shortened, width=40)),
-        Column("given"), Column("gave"),
+        Column("inputs"), Column("outputs"),
     )  # fmt: skip
 
     def __init__(
@@ -105,72 +105,112 @@ class NanResult(Result):
 
     @property
     def first(self) -> Finding | None:
-        """The first op that made NaN; the first that made Inf, which may be meant, where none did."""
-        return next((one for one in self.findings if one.makes_nan), next(iter(self.findings), None))
+        """Return the first op that produced NaN, else the first that produced Inf, which may be intended."""
+        return next(
+            (finding for finding in self.findings if finding.makes_nan), next(iter(self.findings), None)
+        )
 
     def __bool__(self) -> bool:
         return bool(self.findings or self.entered)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each input and parameter, then for each op."""
+        """Return a row for each input and parameter, then for each op."""
         entered = [
-            (one.execution, one.phase, one.what, one.module, one.source, str(one.summary), "")
-            for one in self.entered
+            (entry.execution, entry.phase, entry.what, entry.module, entry.source, str(entry.summary), "")
+            for entry in self.entered
         ]
         return entered + [
-            (one.execution, one.phase, one.type, one.module, one.source,
-             "; ".join(map(str, one.inputs.values())), "; ".join(map(str, one.outputs.values())))
-            for one in self.findings
+            (finding.execution, finding.phase, finding.type, finding.module, finding.source,
+             "; ".join(map(str, finding.inputs.values())), "; ".join(map(str, finding.outputs.values())))
+            for finding in self.findings
         ]  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """Counts, and the findings with their summaries."""
+        """Return counts, and the findings with their summaries."""
         return {
             "executions": self.executions, "passed_on": self.passed_on, "dropped": self._dropped,
-            "findings": [one.to_dict() for one in self.findings], "skipped": self._skipped, "inf": self._inf,
-            "entered": [{**asdict(one), "summary": one.summary._asdict()} for one in self.entered],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "entered": [{**asdict(entry), "summary": entry.summary._asdict()} for entry in self.entered],
+            "skipped": self._skipped, "inf": self._inf,
         }  # fmt: skip
 
-    def merged(self, *others: NanResult) -> NanResult:
-        """This and other runs or ranks as one; `execution` counts in each of them apart."""
-        every = (self, *others)
+    def merged(self, *results: NanResult) -> NanResult:
+        """Return this and other runs or ranks as one result; `execution` is a number within each run."""
+        every = (self, *results)
         return NanResult(
-            [finding for one in every for finding in one.findings],
-            sum(one.executions for one in every),
-            sum(one.passed_on for one in every),
-            sum(one._dropped for one in every),
-            [entered for one in every for entered in one.entered],
-            sum(one._skipped for one in every),
-            any(one._inf for one in every),
+            [finding for result in every for finding in result.findings],
+            sum(result.executions for result in every),
+            sum(result.passed_on for result in every),
+            sum(result._dropped for result in every),
+            [entered for result in every for entered in result.entered],
+            sum(result._skipped for result in every),
+            any(result._inf for result in every),
         )
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> NanResult:
+    def from_dict(cls, content: Mapping[str, Any]) -> NanResult:
         """Return the result that `to_dict` described; raises ValueError for another schema or version."""
-        check_schema(found, cls.name, cls.version)
-        findings = [Finding.from_dict(one) for one in found["findings"]]
+        check_schema(content, cls.name, cls.version)
+        findings = [Finding.from_dict(finding) for finding in content["findings"]]
         entered = [
-            made_of(Entered, {**one, "summary": Summary.from_dict(one["summary"])})
-            for one in found.get("entered", ())
+            made_of(Entered, {**fields, "summary": Summary.from_dict(fields["summary"])})
+            for fields in content.get("entered", ())
         ]
-        counts = found["executions"], found["passed_on"], found.get("dropped", 0)
-        return cls(findings, *counts, entered, found.get("skipped", 0), found.get("inf", True))
+        counts = content["executions"], content["passed_on"], content.get("dropped", 0)
+        return cls(findings, *counts, entered, content.get("skipped", 0), content.get("inf", True))
 
     def notes(self) -> Sequence[str]:
         """Return sentences about NaN in inputs, the number of ops, and ops that are not in the table."""
-        notes = [f"{one.what} holds {one.summary.nan:,} NaN." for one in self.entered]
+        notes = [f"{entry.what} holds {entry.summary.nan:,} NaN." for entry in self.entered]
         sought = "NaN or Inf" if self._inf else "NaN"
         if self:
             notes.append(
-                f"{self.passed_on:,} of {self.executions:,} executed ops passed on what they were given."
+                f"{self.executions:,} ops ran; {self.passed_on:,} only passed on {sought} from their inputs."
             )
         else:
-            notes.append(f"All of {self.executions:,} executed ops gave no {sought}.")
-        if not self._inf and any(one.inf for found in self.findings for one in found.inputs.values()):
-            notes.append("Some were given Inf; where that begins, the option `inf` tells.")
+            notes.append(f"{self.executions:,} ops ran; none produced {sought}.")
+        inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
+        if not self._inf and any(summary.inf for summary in inputs):
+            notes.append("Some inputs were Inf. Use `nan:inf` to find where Inf starts.")
         if self._dropped:
-            notes.append(f"{self._dropped:,} more ops made {sought}; `limit` says how many are kept.")
+            notes.append(f"{self._dropped:,} more ops produced {sought}; raise `limit` to see them.")
         if self._skipped:
             steps = f"{self._skipped:,} steps that a GradScaler skipped"
             notes.append(f"Not in the table: ops of {steps}, whose gradients overflowed.")
         return notes
+
+
+class ScaledBackward:
+    """Findings of a scaled backward pass, deferred until the scaler has checked the gradients.
+
+    pending: findings that a scale which is too large would explain.  skipped: number of steps with such
+    findings that the scaler skipped.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.pending: list[Finding | Entered] = []
+        self.skipped = 0
+
+    def defer(self, finding: Finding | Entered) -> bool:
+        """Defer a finding that an overflow would explain; return True if it was deferred.
+
+        Accumulation of gradients adds Inf to -Inf, which is NaN, between two ops.
+        """
+        if not self.is_open or finding.phase != "backward":
+            return False
+        overflow = (
+            isinstance(finding, Entered)
+            or not finding.makes_nan
+            or any(summary.inf for summary in finding.inputs.values())
+        )
+        if overflow:
+            self.pending.append(finding)
+        return overflow
+
+    def end(self, is_skipped: bool) -> list[Finding | Entered]:
+        """Return the findings that no overflow of a skipped step explains."""
+        pending, self.pending, self.is_open = self.pending, [], False
+        if is_skipped and pending:
+            self.skipped += 1
+        return [] if is_skipped else pending

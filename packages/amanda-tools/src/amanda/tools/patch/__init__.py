@@ -9,7 +9,6 @@ with amanda.apply(PatchTool("model.layers.1", set=clean, positions=-1)):
 
 from amanda.tools.patch._region import PatchError, Region
 from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
-from amanda.tools.patch._sweep import patch_sweep
-from amanda.tools.patch._tool import PatchTool
+from amanda.tools.patch._tool import PatchTool, patch_sweep
 
 __all__ = ["PatchError", "PatchResult", "PatchSweep", "PatchTool", "Patched", "Region", "patch_sweep"]

@@ -1,8 +1,9 @@
-"""Points of modules: identity ops through which modules pass what they are given and what they return.
+"""Points of modules: identity ops through which modules pass their inputs and outputs.
 
-Amanda instruments ops, and a module is none.  While a tool watches, each module that may be selected calls
-an identity op on each tensor, inside of its own call, so that the op belongs to the module in eager mode and
-in graphs that are traced meanwhile.  Rules write `point`, the side and the index, into contexts of these ops.
+Amanda instruments ops, and a module is not an op.  While a tool watches, each module that
+may be selected calls an identity op on each tensor, inside of its own call, so that the op belongs to the
+module in eager mode and in graphs that are traced meanwhile.  Rules write `point`, the side and the index,
+into contexts of these ops.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def point_rules() -> MappingTool:
     point: side and index of a point of a module, None at other ops.
     reaches_values: whether a gradient reaches what a differentiable routine holds.
     """
-    return MappingTool([["*", _any], ["pytorch", _pytorch], ["tensorflow", _tensorflow]])
+    pytorch, tensorflow = _write_pytorch_point, _write_tensorflow_point
+    return MappingTool([["*", _write_defaults], ["pytorch", pytorch], ["tensorflow", tensorflow]])
 
 
 def copied(tensor: Any) -> Any:
@@ -68,37 +70,37 @@ def requires_gradient(value: Any) -> bool:
     return bool(getattr(value, "requires_grad", getattr(value, "trainable", False)))
 
 
-def _any(context: amanda.OpContext) -> None:
+def _write_defaults(context: amanda.OpContext) -> None:
     context["point"], context["reaches_values"] = None, True
 
 
-def _pytorch(context: amanda.OpContext) -> None:
+def _write_pytorch_point(context: amanda.OpContext) -> None:
     if context.get_op_type() in ("amanda_tools::point", "amanda_tools::copied_point"):
         attributes = context.get_attrs()
         context["point"] = SIDES[attributes["side"]], attributes["index"]
 
 
-def _tensorflow(context: amanda.OpContext) -> None:
+def _write_tensorflow_point(context: amanda.OpContext) -> None:
     context["reaches_values"] = context.is_eager()
     if context.get_op_type() == "Identity":
-        found = _NAME.search(getattr(context.get_op(), "name", None) or "")
-        context["point"] = (found[1], int(found[2])) if found else _present.point
+        match = _NAME.search(getattr(context.get_op(), "name", None) or "")
+        context["point"] = (match[1], int(match[2])) if match else _current.point
 
 
 class Points:
-    """The points at one side of modules, made while at least one tool watches."""
+    """The points at one side of modules, which exist while at least one tool watches."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
         self._lock, self._stack = threading.Lock(), ExitStack()
         self._watched: list[tuple[Collection[str], bool]] = []
-        self._wanted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._has_points: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self.by_keyword: set[str] = set()
         """Paths of modules whose calls gave no tensor by position."""
 
     @property
     def copies(self) -> bool:
-        """True if a value may be changed: points give copies then, and views of the value else."""
+        """True if a tool may change values: points then return copies, otherwise views."""
         return any(changes for _, changes in self._watched)
 
     def open(self, ends: Collection[str], changes: bool) -> None:
@@ -107,108 +109,109 @@ class Points:
             if not self._watched:
                 self.by_keyword.clear()
                 with ExitStack() as stack:
-                    for framework, watch in _WATCHED.items():
+                    for framework, watch in _WATCHERS.items():
                         if framework in sys.modules:
                             watch(stack, self)
                     self._stack = stack.pop_all()
             self._watched.append((ends, changes))
-            self._wanted.clear()
+            self._has_points.clear()
 
     def close(self, ends: Collection[str], changes: bool) -> None:
-        """Watch the modules of one call of `open` no more."""
+        """Stop watching the modules of one call of `open`."""
         with self._lock:
             self._watched.remove((ends, changes))
-            self._wanted.clear()
+            self._has_points.clear()
             if not self._watched:
                 self._stack.close()
 
-    def wants(self, module: Any) -> bool:
-        """Return whether the call under way, of a module of PyTorch, has points."""
+    def has_points(self, module: Any) -> bool:
+        """Return True if the current call of a PyTorch module has points."""
         if interceptor.active() is None:
             return False
-        found = self._wanted.get(module)
-        if found is None:
+        has_points = self._has_points.get(module)
+        if has_points is None:
             ends = {path.rpartition(".")[2] for path in _paths(module)}
-            patterns = [one for ends, _ in self._watched for one in ends]
-            found = (
+            patterns = [pattern for ends, _ in self._watched for pattern in ends]
+            has_points = (
                 not ends
                 or not ends.isdisjoint(_WRAPPED)
-                or any(fnmatchcase(end, one) for end in ends for one in patterns)
+                or any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
             )
-            self._wanted[module] = found
-        return found
+            self._has_points[module] = has_points
+        return has_points
 
 
 def _paths(module: Any) -> list[str]:
     """Return the paths of a module of PyTorch in the model that is being called."""
     root = next(iter(interceptor.subjects()), module)
-    return [path for path, one in root.named_modules(remove_duplicate=False) if one is module]
+    return [path for path, submodule in root.named_modules(remove_duplicate=False) if submodule is module]
 
 
-class _Present(threading.local):
+class _CurrentPoint(threading.local):
     point: tuple[Side, int] | None = None
 
 
-_present = _Present()
+_current = _CurrentPoint()
 
 
-def _passed(value: Any, kind: Any, point: Callable[[Any, int], Any], count: list[int]) -> Any:
+def _pass_through(value: Any, kind: Any, point: Callable[[Any, int], Any], count: list[int]) -> Any:
     """Return a value with each tensor in it passed through a point; count: of tensors so far, in a list."""
     if isinstance(value, kind):
         count[0] += 1
         return point(value, count[0] - 1)
     if isinstance(value, (list, tuple)):
         values = []
-        for one in value:  # no comprehension: a compiler would take the comprehension for a function
-            values.append(_passed(one, kind, point, count))
+        for item in value:  # no comprehension: a compiler would take the comprehension for a function
+            values.append(_pass_through(item, kind, point, count))
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     if isinstance(value, dict):
-        made = {}
-        for key, one in value.items():
-            made[key] = _passed(one, kind, point, count)
-        return made if type(value) is dict else type(value)(**made)  # an output of transformers
+        items = {}
+        for key, item in value.items():
+            items[key] = _pass_through(item, kind, point, count)
+        return items if type(value) is dict else type(value)(**items)  # an output of transformers
     return value
 
 
 def _watch_pytorch(stack: ExitStack, points: Points) -> None:
-    """Put hooks on all modules, which the compiler traces too; there every module has points."""
+    """Register hooks on all modules; in code that the compiler traces every module has points."""
     import torch
     from torch.nn.modules import module as modules
 
     (point_op, copied_op), number = _pytorch_ops(), SIDES.index(points.side)
-    compiling, wrappers = torch.compiler.is_compiling, tuple(_heirs(torch.nn.Module))
+    compiling, wrappers = torch.compiler.is_compiling, tuple(_wrapper_classes(torch.nn.Module))
 
     def point(tensor: Any, index: int) -> Any:
         return copied_op(tensor, index, number) if points.copies else point_op(tensor, index, number)
 
-    def passed(module: Any, value: Any) -> Any:
-        return None if isinstance(module, wrappers) else _passed(value, torch.Tensor, point, [0])
+    def pass_tensors(module: Any, value: Any) -> Any:
+        return None if isinstance(module, wrappers) else _pass_through(value, torch.Tensor, point, [0])
 
-    def passed_by_python(module: Any, value: Any) -> Any:
-        if not points.wants(module):
+    def pass_in_python(module: Any, value: Any) -> Any:
+        if not points.has_points(module):
             return None
-        if points.side == "input" and not any(isinstance(one, torch.Tensor) for one in leaves(value)):
+        if points.side == "input" and not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
             points.by_keyword.update(_paths(module))
-        return passed(module, value)
+        return pass_tensors(module, value)
 
-    def given(module: Any, args: Any) -> Any:
-        return passed(module, args) if compiling() else by_python(module, args)
+    def pre_hook(module: Any, args: Any) -> Any:
+        return pass_tensors(module, args) if compiling() else python_hook(module, args)
 
-    def returned(module: Any, args: Any, result: Any) -> Any:
-        return passed(module, result) if compiling() else by_python(module, result)
+    def forward_hook(module: Any, args: Any, result: Any) -> Any:
+        return pass_tensors(module, result) if compiling() else python_hook(module, result)
 
-    by_python = passed_by_python
+    python_hook = pass_in_python
     if "torch._dynamo" in sys.modules:  # it takes seconds to import
         _REQUIRED.check()
         dynamo = sys.modules["torch._dynamo"]
         # Around a graph Python calls hooks, of whose frames a compiler with fullgraph=True would raise.
-        by_python = dynamo.disable(passed_by_python)
-        for function in (given, returned, passed, point, _passed):  # compiled as parts of graphs, never alone
+        python_hook = dynamo.disable(pass_in_python)
+        # These are compiled as parts of graphs, never on their own.
+        for function in (pre_hook, forward_hook, pass_tensors, point, _pass_through):
             dynamo.eval_frame.skip_code(function.__code__)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
     register = modules.register_module_forward_hook if number else modules.register_module_forward_pre_hook
-    stack.callback(register(returned if number else given).remove)
+    stack.callback(register(forward_hook if number else pre_hook).remove)
 
 
 @cache
@@ -230,10 +233,10 @@ def _pytorch_ops() -> tuple[Any, Any]:
 _libraries: list[Any] = []
 
 
-def _heirs(kind: type) -> list[type]:
+def _wrapper_classes(kind: type) -> list[type]:
     heirs: list[type] = type.__subclasses__(kind)
-    below = [one for heir in heirs for one in (heir, *_heirs(heir))]
-    return [one for one in below if one.__name__ in _WRAPPERS]
+    below = [cls for heir in heirs for cls in (heir, *_wrapper_classes(heir))]
+    return [cls for cls in below if cls.__name__ in _WRAPPERS]
 
 
 def _watch_keras(stack: ExitStack, points: Points) -> None:
@@ -245,11 +248,11 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
     side = points.side
 
     def point(tensor: Any, index: int) -> Any:
-        before, _present.point = _present.point, (side, index)
+        before, _current.point = _current.point, (side, index)
         try:
             return tf.identity(tensor, name=f"amanda_{side}_{index}")
         finally:
-            _present.point = before
+            _current.point = before
 
     original = Operation.__call__
 
@@ -257,14 +260,14 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
         if not isinstance(self, Layer) or interceptor.active() is None:
             return original(self, *args, **kwargs)
         if side == "input":
-            return original(self, *_passed(args, tf.Tensor, point, [0]), **kwargs)
-        return _passed(original(self, *args, **kwargs), tf.Tensor, point, [0])
+            return original(self, *_pass_through(args, tf.Tensor, point, [0]), **kwargs)
+        return _pass_through(original(self, *args, **kwargs), tf.Tensor, point, [0])
 
     Operation.__call__ = __call__
     stack.callback(setattr, Operation, "__call__", original)
 
 
-_WATCHED: Mapping[str, Callable[[ExitStack, Points], None]] = {
+_WATCHERS: Mapping[str, Callable[[ExitStack, Points], None]] = {
     "torch": _watch_pytorch, "keras.src.layers.layer": _watch_keras,
 }  # fmt: skip
 """By the module that is imported where there is something to watch."""

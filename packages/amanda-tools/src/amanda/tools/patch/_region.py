@@ -18,7 +18,7 @@ class PatchError(AmandaError, ValueError):
 
 
 class Region(NamedTuple):
-    """Token positions along one axis, and heads: equal parts of the last axis.
+    """Token positions along an axis, and attention heads, which are equal parts of the last axis.
 
     positions, heads: None for all; negative numbers count from the end.  num_heads: of the last axis.
     """
@@ -34,15 +34,15 @@ class Region(NamedTuple):
         axis: int,
     ) -> Region:  # fmt: skip
         """Return the region of these options; raise PatchError for contradictory options."""
-        region = cls(_listed(positions), _listed(heads), num_heads, axis)
+        region = cls(_as_tuple(positions), _as_tuple(heads), num_heads, axis)
         if region.heads is not None:
             if num_heads is None or num_heads < 1:
                 raise PatchError(
                     f"heads is {heads}, num_heads is {num_heads}; give num_heads, the number of all heads"
                 )
-            wrong = [one for one in region.heads if not -num_heads <= one < num_heads]
-            if wrong:
-                raise PatchError(f"heads has {wrong[0]}; there are {num_heads}, counted from 0")
+            invalid = [head for head in region.heads if not -num_heads <= head < num_heads]
+            if invalid:
+                raise PatchError(f"heads has {invalid[0]}; there are {num_heads}, counted from 0")
         return region
 
     @property
@@ -60,25 +60,25 @@ class Region(NamedTuple):
             if not -len(shape) <= self.axis < len(shape):
                 raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
             size = shape[self.axis]
-            chosen = [one for one in self.positions if -size <= one < size]
-            if not chosen:
+            existing = [position for position in self.positions if -size <= position < size]
+            if not existing:
                 return None
-            mask = mask & _along(self.axis, size, chosen, len(shape))
+            mask = mask & _axis_mask(self.axis, size, existing, len(shape))
         if self.heads is not None:
             assert self.num_heads is not None
-            width, rest = divmod(shape[-1] if shape else 0, self.num_heads)
-            if rest or not width:
+            width, remainder = divmod(shape[-1] if shape else 0, self.num_heads)
+            if remainder or not width:
                 raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
             columns = [
-                (one % self.num_heads) * width + column for one in self.heads for column in range(width)
+                (head % self.num_heads) * width + column for head in self.heads for column in range(width)
             ]
-            mask = mask & _along(-1, shape[-1], columns, len(shape))
+            mask = mask & _axis_mask(-1, shape[-1], columns, len(shape))
         return mask
 
 
-def _along(axis: int, size: int, chosen: Sequence[int], rank: int) -> NDArray[np.bool_]:
+def _axis_mask(axis: int, size: int, indices: Sequence[int], rank: int) -> NDArray[np.bool_]:
     row = np.zeros(size, bool)
-    row[list(chosen)] = True
+    row[list(indices)] = True
     extents = [1] * rank
     extents[axis] = size
     return row.reshape(extents)
@@ -88,7 +88,7 @@ def is_value(value: Any, depth: int = 0) -> bool:
     """Return True for a number, a tensor, or lists and dicts of these, as `set`, `add` and `scale` take."""
     if isinstance(value, (Mapping, list)) and depth < 2:
         parts = list(value.values()) if isinstance(value, Mapping) else value
-        return bool(parts) and all(is_value(one, depth + 1) for one in parts)
+        return bool(parts) and all(is_value(part, depth + 1) for part in parts)
     if isinstance(value, np.generic) or not hasattr(value, "shape"):
         return isinstance(value, Real) and not isinstance(value, bool)
     return (
@@ -98,7 +98,7 @@ def is_value(value: Any, depth: int = 0) -> bool:
     )
 
 
-def _listed(given: Sequence[int] | int | None) -> tuple[int, ...] | None:
-    if given is None:
+def _as_tuple(numbers: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    if numbers is None:
         return None
-    return (given,) if isinstance(given, int) else tuple(given)
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)

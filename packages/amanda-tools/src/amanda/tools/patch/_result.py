@@ -47,11 +47,11 @@ class PatchResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each point."""
-        return [astuple(one) for one in self.patched]
+        return [astuple(point) for point in self.patched]
 
     def notes(self) -> Sequence[str]:
         """Return a sentence on executions in which no selected position existed."""
-        skipped = sum(one.skipped for one in self.patched)
+        skipped = sum(point.skipped for point in self.patched)
         return [f"At {skipped:,} executions no selected position existed."] if skipped else []
 
 
@@ -85,14 +85,14 @@ class PatchSweep(PlottedResult):
         """Draw a heat map: a row for each module, a column for each position or head."""
         modules = list(dict.fromkeys(row[0] for row in self._rows))
         columns = list(dict.fromkeys(row[1] for row in self._rows))
-        found = {row[:2]: row[2] for row in self._rows}
-        table = [[found[module, column] for column in columns] for module in modules]
+        metrics = {row[:2]: row[2] for row in self._rows}
+        table = [[metrics[module, column] for column in columns] for module in modules]
         reach = max((abs(row[2] - self.baseline) for row in self._rows), default=0.0) or 1.0
         image = axes.imshow(
             table, cmap="RdBu", aspect="auto", vmin=self.baseline - reach, vmax=self.baseline + reach
         )
         axes.set_yticks(range(len(modules)), modules)
-        axes.set_xticks(range(len(columns)), [str(one) if self._along else "" for one in columns])
+        axes.set_xticks(range(len(columns)), [str(column) if self._along else "" for column in columns])
         axes.set_xlabel(self._along.removesuffix("s") if self._along else "")
         assert axes.figure is not None
         axes.figure.colorbar(image, ax=axes, label=f"metric; white: {self.baseline:.6g}")

@@ -1,15 +1,15 @@
-"""The tool: saves and changes the tensors at selected points."""
+"""The tool that saves or changes tensors at selected points, and sweeps over many points."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import amanda
 from amanda.options import AnyFloat, NonNegativeInt, PositiveInt, Where, checked
-from amanda.tools.kit import leaves, tensors_of
+from amanda.tools.kit import check_number, leaves, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.patch._frameworks import (
@@ -22,12 +22,12 @@ from amanda.tools.patch._frameworks import (
     requires_gradient,
 )
 from amanda.tools.patch._region import PatchError, Region, is_value
-from amanda.tools.patch._result import Patched, PatchResult
+from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 
 logger = logging.getLogger("amanda")
-_SHOWN = 40
+_MAX_MODULES = 40
 _VALUES = "a tensor, a list with a value for each execution, a dict of these by point, a PatchTool"
 Value: TypeAlias = (
     AnyFloat
@@ -44,9 +44,9 @@ class PatchTool(amanda.Tool):
         positional arguments.  index: number of the tensor, counted through nested tuples and dicts; None for
         all.
     type: words of StandardMapping or names of the framework.  The points are then the ops of these types, in
-        the modules of `points`, where given, and in what lies in them.
+        the modules of `points` and in their submodules.
     module, exclude: globs of paths of modules: points, or ops, that are of a module or lie in it, and those
-        that are left.  Without `points` and `type` the points are the calls of all modules in `module`.
+        to leave out.  Without `points` and `type` the points are the calls of all modules in `module`.
     set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
         are saved.  A value is a number, nan and inf too, a tensor that broadcasts, a list with a value for
         each execution, a dict of these by point name, or a `PatchTool` that has saved values.
@@ -82,13 +82,13 @@ class PatchTool(amanda.Tool):
         if points is None and module is None and type is None:
             raise PatchError("no points and no type; give a module such as 'model.layers.1', a type, or both")
         edits = {"set": set, "add": add, "scale": scale}
-        given = {name: value for name, value in edits.items() if value is not None}
-        if len(given) > 1:
+        edit_values = {name: value for name, value in edits.items() if value is not None}
+        if len(edit_values) > 1:
             raise PatchError(
-                f"{' and '.join(given)} are given; an intervention has one of set, add and scale"
+                f"{' and '.join(edit_values)} are given; an intervention has one of set, add and scale"
             )
-        self._edit: str = next(iter(given), "save")
-        self._value: Any = given.get(self._edit)
+        self._edit: str = next(iter(edit_values), "save")
+        self._value: Any = edit_values.get(self._edit)
         self.region = Region.of(positions, heads, num_heads, axis)
         if self._edit == "save" and not self.region.is_all:
             raise PatchError("positions and heads are for set, add and scale; values are saved whole")
@@ -99,20 +99,20 @@ class PatchTool(amanda.Tool):
         self._is_point = type is None
         self._points = (ModulePaths if self._is_point else Paths)("points", points)
         self._selection = Selection(type, module, exclude=exclude)
-        self._ends = tuple(one.rpartition(".")[2] for one in self._points.patterns or ("*",))
+        self._ends = tuple(path.rpartition(".")[2] for path in self._points.patterns or ("*",))
         self._differentiable = differentiable
         self._paths: dict[str, None] = {}
         self._is_placed = False
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = {}
-        self._is_trained = any(map(requires_gradient, _values(self._value)))
+        self._is_trained = any(map(requires_gradient, _tensors_in(self._value)))
         if self._is_trained and not differentiable:
             self._warn(
                 f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
             )
         self.depends_on(StandardMapping(), point_rules())
-        self.add_inst_for_op(self._analyse)
+        self.add_inst_for_op(self._analyze_op)
 
     @property
     def is_copied_when_used(self) -> bool:  # type: ignore[override]
@@ -127,7 +127,7 @@ class PatchTool(amanda.Tool):
         return result
 
     def unmatched(self) -> list[str]:
-        """Return a sentence for each pattern that no point fitted; an error tells of no point at all."""
+        """Return a sentence for each pattern that no point fitted; none if no point ran, an error."""
         if not self._records:
             return super().unmatched()
         points = unmatched([self._points], noun="point")
@@ -141,13 +141,13 @@ class PatchTool(amanda.Tool):
 
     def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
         """Return the mean of each saved point over axes and executions, as a value for `set`."""
-        found = {}
+        means = {}
         for name, values in self.saved.items():
-            arrays = [np.asarray(tensors_of(one).to_numpy(one), np.float64) for one in values]
-            moved = [one.sum(tuple(axes), keepdims=True) for one in arrays]
-            count = sum(one.size // some.size for one, some in zip(arrays, moved, strict=True))
-            found[name] = tensors_of(values[0]).cast(sum(moved) / count, values[0])
-        return found
+            arrays = [np.asarray(tensors_of(value).to_numpy(value), np.float64) for value in values]
+            sums = [array.sum(tuple(axes), keepdims=True) for array in arrays]
+            count = sum(array.size // total.size for array, total in zip(arrays, sums, strict=True))
+            means[name] = tensors_of(values[0]).cast(sum(sums) / count, values[0])
+        return means
 
     def scope_entered(self) -> None:
         """Make the selected modules call their points."""
@@ -159,23 +159,25 @@ class PatchTool(amanda.Tool):
         if self._is_point:
             POINTS[self._side].close(self._ends, self._edit != "save")
         if not self._records and self._paths and sys.exc_info()[0] is None:
-            raise PatchError(self._nothing())
+            raise PatchError(self._nothing_selected())
 
-    def _nothing(self) -> str:
+    def _nothing_selected(self) -> str:
         options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
-        wanted = " and ".join(filter(None, options))
-        paths = sorted({path[:end] for path in self._paths for end in _ends(path)} - {""})
-        shown = ", ".join(paths[:_SHOWN]) + f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
+        selection = " and ".join(filter(None, options))
+        paths = sorted({path[:end] for path in self._paths for end in _prefix_ends(path)} - {""})
+        more = f" and {len(paths) - _MAX_MODULES} more" * (len(paths) > _MAX_MODULES)
+        modules = ", ".join(paths[:_MAX_MODULES]) + more
         side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
         hint = NOT_A_POINT if self._is_point and self._is_placed else ""
         if self._is_point and any(map(self._has_path, POINTS[self._side].by_keyword)):
             hint = BY_KEYWORD
-        return f"PatchTool selected nothing: no op is at {wanted}{side}{hint}; there are the modules {shown}"
+        place = f"{selection}{side}{hint}"
+        return f"PatchTool selected nothing: no op is at {place}; there are the modules {modules}"
 
     def _has_path(self, path: str) -> bool:
         return self._points(path) and self._selection.has_path(path)
 
-    def _analyse(self, context: amanda.OpContext) -> None:
+    def _analyze_op(self, context: amanda.OpContext) -> None:
         paths = context.get_scopes()
         self._paths.update(dict.fromkeys(paths))
         is_selected = self._points(*paths) and self._selection.fits(context)
@@ -185,15 +187,15 @@ class PatchTool(amanda.Tool):
         if self._is_point:
             side, index = context["point"] or ("", 0)
             if side == self._side and self._index in (None, index):
-                self._insert(context, context.get_scope(), index, 0)
+                self._insert_routine(context, context.get_scope(), index, 0)
         elif context["point"] is None:
             values = context.get_inputs() if self._side == "input" else [None] * ((self._index or 0) + 1)
-            chosen = range(len(values)) if self._index is None else [self._index]
-            for position in chosen:
+            positions = range(len(values)) if self._index is None else [self._index]
+            for position in positions:
                 if self._side == "output" or context["dtype"](values[position]) is not None:
-                    self._insert(context, self.place(context), position, position)
+                    self._insert_routine(context, self.place(context), position, position)
 
-    def _insert(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
+    def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
         if key not in self._records:
@@ -204,28 +206,28 @@ class PatchTool(amanda.Tool):
                 f"no gradient reaches the value of {self._edit} in graphs of {context.namespace[0]}, as at "
                 f"{name}: run the model eagerly"
             )
-        routine: Any = self._save if self._edit == "save" else self._change
+        routine: Any = self._save_value if self._edit == "save" else self._change_value
         if self._differentiable:
-            routine = amanda.differentiable(_unbound(routine))
+            routine = amanda.differentiable(_unbind(routine))
         elif self._edit == "save":
-            routine = amanda.observer(_unbound(routine))
-        given: dict[str, Any] = {"record": self._records[key]}
+            routine = amanda.observer(_unbind(routine))
+        keywords: dict[str, Any] = {"record": self._records[key]}
         if not context.is_eager():
-            given["run"] = None
+            keywords["run"] = None
         if self._is_point or self._side == "output":
-            context.insert_after_op(routine, outputs=[position], **given)
+            context.insert_after_op(routine, outputs=[position], **keywords)
         else:
-            context.insert_before_op(routine, inputs=[position], **given)
+            context.insert_before_op(routine, inputs=[position], **keywords)
 
-    def _save(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
+    def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
         step = execution_number(record, run, recomputed)
         if not recomputed and (self._steps is None or step in self._steps):
-            kept = value if self._differentiable else tensors_of(value).detach(value)
-            self.saved.setdefault(record.point, []).append(copied(kept))
+            tensor = value if self._differentiable else tensors_of(value).detach(value)
+            self.saved.setdefault(record.point, []).append(copied(tensor))
 
-    def _change(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+    def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
         step = execution_number(record, run, recomputed)
-        if (self._steps is not None and step not in self._steps) or not self._is_chosen(record):
+        if (self._steps is not None and step not in self._steps) or not self._is_active(record):
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
@@ -233,22 +235,24 @@ class PatchTool(amanda.Tool):
         if mask is None:
             record.skipped += not recomputed
             return None
-        given = self._given(record.point, step)
-        self._check_fits(given, shape, record)
+        operand = self._operand_at(record.point, step)
+        self._check_fits(operand, shape, record)
         record.changed += not recomputed
-        changed = self._edited(value, given)
+        changed = self._apply_edit(value, operand)
         if self._edit == "set" or not self.region.is_all:
             changed = tensors.where(tensors.beside(mask, value), changed, value)
         if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
         return changed
 
-    def _check_fits(self, given: Any, shape: Sequence[int], record: Patched) -> None:
+    def _check_fits(self, operand: Any, shape: Sequence[int], record: Patched) -> None:
         """Raise PatchError for a value that does not broadcast to a shape, and for a saved one of another.
 
         Saved values may have one row for all rows of a batch, but a prompt of one token is not all tokens.
         """
-        extents = tuple(tensors_of(given).extents(given)) if hasattr(given, "shape") else np.shape(given)
+        extents = (
+            tuple(tensors_of(operand).extents(operand)) if hasattr(operand, "shape") else np.shape(operand)
+        )
         try:
             fits = np.broadcast_shapes(extents, tuple(shape)) == tuple(shape)
         except ValueError:
@@ -270,16 +274,16 @@ class PatchTool(amanda.Tool):
             f"at {op}; {advice}"
         )
 
-    def _is_chosen(self, record: Patched) -> bool:
+    def _is_active(self, record: Patched) -> bool:
         return self.only is None or record.point in self.only
 
-    def _edited(self, value: Any, given: Any) -> Any:
+    def _apply_edit(self, value: Any, operand: Any) -> Any:
         if self._edit == "scale":
-            return value * (tensors_of(value).cast(given, value) if hasattr(given, "shape") else given)
-        made = tensors_of(value).cast(given, value)
-        return value + made if self._edit == "add" else made
+            return value * (tensors_of(value).cast(operand, value) if hasattr(operand, "shape") else operand)
+        cast = tensors_of(value).cast(operand, value)
+        return value + cast if self._edit == "add" else cast
 
-    def _given(self, point: str, step: int) -> Any:
+    def _operand_at(self, point: str, step: int) -> Any:
         """Return the value for an execution of a point."""
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
         if isinstance(value, Mapping):
@@ -304,19 +308,56 @@ class PatchTool(amanda.Tool):
             logger.warning("PatchTool: %s", text)
 
 
-def _ends(path: str) -> list[int]:
+def _prefix_ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
 
 
-def _values(given: Any) -> list[Any]:
+def _tensors_in(value: Any) -> list[Any]:
     """Return the tensors in a value of an option."""
-    return leaves([given.saved if isinstance(given, PatchTool) else given], structures=True)
+    return leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
 
 
-def _unbound(method: Any) -> Any:
+def _unbind(method: Any) -> Any:
     """Return a function that calls a method, to be marked for this tool alone."""
 
     def routine(value: Any, record: Patched, run: dict[Any, Any] | None, *, recomputed: bool) -> Any:
         return method(value, record, run, recomputed)
 
     return routine
+
+
+@checked(error=PatchError)
+def patch_sweep(
+    metric: Callable[[], Any],
+    points: Sequence[str] | str | None = None,
+    *,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    num_heads: PositiveInt | None = None,
+    axis: int = 1,
+    **options: Any,
+) -> PatchSweep:
+    """Return the metric with an intervention at one module at a time, and at one position or head of it.
+
+    metric: function that runs the model and returns a number.  points: paths of modules, as of `PatchTool`.
+    positions, heads: places within each module; None for the whole module.  options: of `PatchTool`, such as
+    `set=clean`.
+    Raises PatchError if both positions and heads are given, or if nothing is selected.
+    """
+    if positions is not None and heads is not None:
+        raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
+    along = "positions" if positions else "heads" if heads else None
+    places: Sequence[int | None] = positions or heads or [None]
+    tool = PatchTool(points, **options)
+    tool.only = frozenset()
+    rows = []
+    with amanda.apply(tool):
+        baseline = check_number(metric(), metric, PatchError)
+        names = [*dict.fromkeys(record.point for record in tool.result.patched)]
+        for name in names:
+            for place in places:
+                positioned, headed = (place, None) if along == "positions" else (None, place)
+                tool.only, tool.region = frozenset([name]), Region.of(positioned, headed, num_heads, axis)
+                tool.clear()
+                rows.append((name, place, check_number(metric(), metric, PatchError)))
+    return PatchSweep(rows, along, baseline)

@@ -4,8 +4,20 @@ with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear
     model(x)
 """
 
-from amanda.tools.select._patterns import Globs, ModulePaths, Paths, Patterns, as_remarks, listed, unmatched
-from amanda.tools.select._select import Phase, Selection, SelectionError, leave_construction, select
+from amanda.tools.select._select import (
+    Globs,
+    ModulePaths,
+    Paths,
+    Patterns,
+    Phase,
+    Selection,
+    SelectionError,
+    as_remarks,
+    leave_construction,
+    listed,
+    select,
+    unmatched,
+)
 
 __all__ = [
     "Globs",

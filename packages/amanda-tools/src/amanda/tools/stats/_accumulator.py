@@ -1,34 +1,106 @@
-"""Statistics of a stream of tensors, kept where the tensors are."""
+"""Statistics of a stream of tensors, computed where the tensors are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.tools.kit import Tensors, tensors_of
 from amanda.tools.libraries import astype, do, get_dtype_name
 from amanda.tools.libraries import numpy as np
-from amanda.tools.stats import _arrays
-from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
-from amanda.tools.stats._statistics import Statistics
+from amanda.tools.stats._statistics import LOWEST, Bins, Sketch, Statistics
 
-KEPT = 64
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+
+class NumpyMoments:
+    """Statistics of the numbers of arrays, computed in float64 by NumPy, and counts of their bins."""
+
+    def __init__(self, bits: int = -1) -> None:
+        self._bins = Bins(bits) if bits >= 0 else None
+        self._sums = Statistics()
+        self._counts: Array | None = None
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Return the fields of `Statistics` in their order."""
+        return tuple(vars(self._sums).values())
+
+    @property
+    def counts(self) -> bytes | None:
+        """Return how many are in each bin, int64 in bytes; None where nothing was counted."""
+        return None if self._counts is None else self._counts.tobytes()
+
+    def add(self, array: Array) -> bool:
+        """Take in the numbers of an array in one piece of memory; return False for another element type."""
+        if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
+            return False
+        row = array.reshape(-1)
+        for start in range(0, len(row), Tensors.cached_block):
+            with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN, sums of large numbers
+                self._add(row[start : start + Tensors.cached_block].astype(np.float64))
+        return True
+
+    def _add(self, block: Array) -> None:
+        finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]
+        self._sums = self._sums.merged(_block_statistics(block, finite))
+        if self._bins is not None:
+            counts = np.bincount(_bin_indices(finite, self._bins), minlength=self._bins.total)
+            self._counts = counts if self._counts is None else self._counts + counts
+
+    def merge(self, moments: NumpyMoments) -> None:
+        """Take in what another one, of the same bins, has taken in."""
+        self._sums = self._sums.merged(moments._sums)
+        if moments._counts is not None:
+            self._counts = moments._counts if self._counts is None else self._counts + moments._counts
+
+
+def _block_statistics(block: Array, finite: Array) -> Statistics:
+    """Return those of a block, of whose numbers these are finite."""
+    nan, inf, negative_inf, zeros = (
+        int(np.count_nonzero(flags))
+        for flags in (np.isnan(block), block == np.inf, block == -np.inf, finite == 0)
+    )
+    if not len(finite):
+        return Statistics(nan=nan, inf=inf, negative_inf=negative_inf)
+    mean = float(finite.mean())
+    if not math.isfinite(mean):  # the sum overflows
+        mean = float((finite / len(finite)).sum())
+    return Statistics(
+        len(finite), mean, float(np.square(finite - mean).sum()), float(np.abs(finite).sum()),
+        float(finite.min()), float(finite.max()), nan, inf, negative_inf, zeros,
+    )  # fmt: skip
+
+
+def _bin_indices(block: Array, bins: Bins) -> Array:
+    """Return the bin of each element of a block of float64."""
+    position = (np.abs(block).view(np.int64) >> (52 - bins.bits)) - (((1023 + LOWEST) << bins.bits) - 1)
+    position = np.where(block == 0, 0, np.clip(position, 0, bins.side - 1) + 1)
+    indices: Array = bins.side + np.where(np.signbit(block), -position, position)
+    return indices
+
+
+MAX_VECTORS = 64
 """Vectors that wait to be merged."""
-SHARED = 1 << 14
+MIN_SHARED_SIZE = 1 << 14
 """Numbers from which on memory that several tensors share is measured once."""
 _REAL = "fiub"
 """Kinds of element types of NumPy that hold real numbers."""
 
-Moments: Any = interceptor.Moments if interceptor.NATIVE else _arrays.Moments
+Moments: Any = interceptor.Moments if interceptor.NATIVE else NumpyMoments
 """Statistics of arrays of NumPy."""
 
 
 def numbers(tensor: Any) -> Any:
     """Return the elements of a tensor of any layout in one row, magnitudes of complex ones."""
     tensors = tensors_of(tensor)
-    found = tensors.stored_values(tensor)
-    return None if found is None else tensors.reshape(tensors.detach(found), [-1])
+    stored = tensors.stored_values(tensor)
+    return None if stored is None else tensors.reshape(tensors.detach(stored), [-1])
 
 
 class Accumulator:
@@ -53,11 +125,11 @@ class Accumulator:
         if array is not None and array.dtype.kind in _REAL:
             self._add_array(array)
             return
-        found = tensors.stored_values(tensor)
-        if found is None:
+        stored = tensors.stored_values(tensor)
+        if stored is None:
             return
-        self._unstored += tensors.unstored(tensor, found)
-        for block in tensors.blocks(found):
+        self._unstored += tensors.unstored(tensor, stored)
+        for block in tensors.blocks(stored):
             if isinstance(block, np.ndarray):
                 self._add_array(block)
             elif block.shape[0]:
@@ -74,15 +146,15 @@ class Accumulator:
     def _add_block(self, block: Any) -> None:
         finite = do("isfinite", block)
         place = str(getattr(block, "device", "cpu"))
-        self._add_vector(_vector(block, finite), place)
+        self._add_vector(_block_vector(block, finite), place)
         if self._bins is not None:
-            self._add_counts(_binned(block, finite, self._bins), place)
+            self._add_counts(_count_bins(block, finite, self._bins), place)
 
     def _add_vector(self, vector: Any, place: str) -> None:
         vectors = self._vectors.setdefault(place, [])
         vectors.append(vector)
-        if len(vectors) >= KEPT:
-            self._vectors[place] = [_folded(do("stack", vectors))]
+        if len(vectors) >= MAX_VECTORS:
+            self._vectors[place] = [_merge_rows(do("stack", vectors))]
 
     def _add_counts(self, counts: Any, place: str) -> None:
         self._counts[place] = self._counts[place] + counts if place in self._counts else counts
@@ -98,20 +170,20 @@ class Accumulator:
             array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
             if array is None or array.dtype.kind not in _REAL:
                 accumulator.add(tensor)
-            elif array.size < SHARED or array.dtype.char != "f":
+            elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
                 accumulator._add_array(array)
             else:
                 row = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
                 memory = row.__array_interface__["data"][0], row.size
                 large.setdefault(memory, []).append((accumulator, row))
-        for alike in large.values():
-            first, row = alike[0]
-            if len(alike) == 1:
+        for group in large.values():
+            first, row = group[0]
+            if len(group) == 1:
                 first._add_array(row)
                 continue
             measured = Accumulator(first._bins)
             measured._add_array(row)
-            for accumulator, _ in alike:
+            for accumulator, _ in group:
                 accumulator._on_host.merge(measured._on_host)
 
     def vector(self) -> Sequence[float]:
@@ -129,7 +201,7 @@ class Accumulator:
             total = total.merged(unstored)
         for vectors in self._vectors.values():
             table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
-            total = total.merged(Statistics.of_vector(_folded(table).tolist()))
+            total = total.merged(Statistics.of_vector(_merge_rows(table).tolist()))
         return total
 
     def sketch(self) -> Sketch | None:
@@ -144,21 +216,21 @@ class Accumulator:
             # Behind are those that are not finite.
             total += tensors_of(counts).to_numpy(counts)[: self._bins.total]
         total[self._bins.side] += self._unstored
-        used = np.flatnonzero(total)
-        return Sketch(self._bins, dict(zip(used.tolist(), total[used].tolist(), strict=True)))
+        occupied = np.flatnonzero(total)
+        return Sketch(self._bins, dict(zip(occupied.tolist(), total[occupied].tolist(), strict=True)))
 
 
-def _vector(block: Any, finite: Any) -> Any:
+def _block_vector(block: Any, finite: Any) -> Any:
     """The ten numbers of `Statistics`, of one block."""
     zeros = do("zeros_like", block)
     count = _count(finite, block)
-    kept = do("where", finite, block, zeros)
-    mean = do("sum", kept) / do("maximum", count, count * 0 + 1)
+    finite_values = do("where", finite, block, zeros)
+    mean = do("sum", finite_values) / do("maximum", count, count * 0 + 1)
     distance = do("where", finite, block - mean, zeros)
     least = do("min", do("where", finite, block, zeros + float("inf")))
     most = do("max", do("where", finite, block, zeros - float("inf")))
     return do("stack", [
-        count, mean, do("sum", distance * distance), do("sum", do("abs", kept)), least, most,
+        count, mean, do("sum", distance * distance), do("sum", do("abs", finite_values)), least, most,
         _count(block != block, block), _count(block == float("inf"), block),
         _count(block == float("-inf"), block), _count(block == 0, block),
     ])  # fmt: skip
@@ -168,7 +240,7 @@ def _count(flags: Any, like: Any) -> Any:
     return astype(do("count_nonzero", flags), get_dtype_name(like))
 
 
-def _folded(table: Any) -> Any:
+def _merge_rows(table: Any) -> Any:
     """Return the vector of several sets of numbers together, each a row; Chan's formula for many."""
     if table.shape[0] == 1:
         return table[0]
@@ -182,7 +254,7 @@ def _folded(table: Any) -> Any:
     ])  # fmt: skip
 
 
-def _binned(block: Any, finite: Any, bins: Bins) -> Any:
+def _count_bins(block: Any, finite: Any, bins: Bins) -> Any:
     """Return the number of elements of a block in each bin, and behind these the number that is not finite.
 
     finite: which are.
@@ -190,7 +262,7 @@ def _binned(block: Any, finite: Any, bins: Bins) -> Any:
     tensors = tensors_of(block)
     leading, of_one = tensors.leading_bits(block, bins.bits)
     position = do("clip", leading - (of_one + (LOWEST << bins.bits) - 1), 0, bins.side - 1) + 1
-    known = do("where", finite, block, do("zeros_like", block))
-    index = bins.side + astype(do("sign", known), "int64") * astype(position, "int64")
+    finite_values = do("where", finite, block, do("zeros_like", block))
+    index = bins.side + astype(do("sign", finite_values), "int64") * astype(position, "int64")
     index = do("where", finite, index, do("zeros_like", index) + bins.total)
     return tensors.counts(index, bins.total + 1)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json, shortened
-from amanda.tools.stats._sketch import Sketch
-from amanda.tools.stats._statistics import Statistics
+from amanda.tools.stats._statistics import Sketch, Statistics
 
 KEYS = ("phase", "type", "module", "source", "tensor")
 
@@ -34,13 +33,13 @@ class Measured:
     sketch: Sketch | None
 
     def quantile(self, q: float) -> float | None:
-        """The number below which a share q of the finite ones lies; None without numbers or bins."""
+        """Return the q-quantile of the finite numbers; None without numbers or bins."""
         if self.sketch is None:
             return None
         return self.sketch.quantile(q, self.statistics.least, self.statistics.most)
 
     def merged(self, other: Measured) -> Measured:
-        """Both together."""
+        """Return the statistics of both together."""
         both = self.sketch and other.sketch and self.sketch.merged(other.sketch)
         return replace(
             self, executions=self.executions + other.executions, sketch=both or None,
@@ -50,11 +49,11 @@ class Measured:
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
     keys = [Column(key, show=partial(shortened, width=24)) for key in KEYS]
-    told = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
+    number_names = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
     count = partial(Column, show="{:,}".format, number=True)
     return (
         *keys, Column("dtype", shown=False), count("executions", shown=False), count("elements"),
-        *(Column(name, show="{:.3g}".format, number=True, shown=name != "L1") for name in told),
+        *(Column(name, show="{:.3g}".format, number=True, shown=name != "L1") for name in number_names),
         Column("sparsity", show="{:.1%}".format, number=True, unit="share"), count("NaN"), count("Inf"),
     )  # fmt: skip
 
@@ -77,12 +76,13 @@ class StatsResult(Result):
         return iter(self.measured)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each tensor."""
+        """Return a row for each tensor."""
         return [
-            (one.phase, one.type, one.module, one.source, one.tensor, one.dtype, one.executions,
-             one.statistics.elements, *_told(one), *map(one.quantile, self.quantiles),
-             one.statistics.sparsity, one.statistics.nan, one.statistics.inf + one.statistics.negative_inf)
-            for one in self.measured
+            (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype, entry.executions,
+             entry.statistics.elements, *_shown_numbers(entry), *map(entry.quantile, self.quantiles),
+             entry.statistics.sparsity, entry.statistics.nan,
+             entry.statistics.inf + entry.statistics.negative_inf)
+            for entry in self.measured
         ]  # fmt: skip
 
     @property
@@ -94,45 +94,49 @@ class StatsResult(Result):
         """Return the number of tensors, of NaN and Inf, and the largest magnitude with its place."""
         if not self.measured:
             return NOTHING
-        told = [one.statistics for one in self.measured]
-        odd = sum(one.nan for one in told), sum(one.inf + one.negative_inf for one in told)
-        begin = f"{len(told):,} tensors: {odd[0]:,} NaN, {odd[1]:,} Inf"
-        known = [
-            (max(abs(one.statistics.least), abs(one.statistics.most)), one)
-            for one in self.measured
-            if one.statistics.count
+        statistics = [entry.statistics for entry in self.measured]
+        odd = sum(each.nan for each in statistics), sum(each.inf + each.negative_inf for each in statistics)
+        begin = f"{len(statistics):,} tensors: {odd[0]:,} NaN, {odd[1]:,} Inf"
+        magnitudes = [
+            (max(abs(entry.statistics.least), abs(entry.statistics.most)), entry)
+            for entry in self.measured
+            if entry.statistics.count
         ]
-        if not known:
+        if not magnitudes:
             return f"{begin}."
-        largest, one = max(known, key=lambda pair: pair[0])
-        place = f"{one.tensor} of {one.type}" + f" in {one.module}" * bool(one.module)
-        return f"{begin}; the largest magnitude is {largest:.3g}, {place} ({one.phase})."
+        largest, entry = max(magnitudes, key=lambda pair: pair[0])
+        place = f"{entry.tensor} of {entry.type}" + f" in {entry.module}" * bool(entry.module)
+        return f"{begin}; the largest magnitude is {largest:.3g}, {place} ({entry.phase})."
 
     def notes(self) -> Sequence[str]:
         """Return the extremes, what the numbers count, and the largest error of quantiles."""
         notes = [
             self._extremes(),
-            "Of finite numbers; of complex ones their magnitudes. NaN and Inf are counted apart.",
+            "Statistics cover finite values only (magnitudes for complex numbers); "
+            "NaN and Inf have their own columns.",
         ]
-        errors = [one.sketch.bins.error for one in self.measured if one.sketch is not None]
+        errors = [entry.sketch.bins.error for entry in self.measured if entry.sketch is not None]
         if errors and self.quantiles:
-            notes.append(f"Quantiles are within {max(errors):.1%} of the numbers that they lie between.")
+            notes.append(f"Quantiles are approximate (within {max(errors):.1%}).")
         return notes
 
     def facts(self) -> Mapping[str, Any]:
-        """Quantiles, and for each row what another run can be merged with."""
-        kept = [
-            {"statistics": one.statistics.to_dict(), "sketch": one.sketch and one.sketch.to_dict()}
-            for one in self.measured
+        """Return the quantiles, and for each row the statistics that merging needs."""
+        details = [
+            {
+                "statistics": entry.statistics.to_dict(),
+                "sketch": entry.sketch and entry.sketch.to_dict(),
+            }
+            for entry in self.measured
         ]
-        return {"quantiles": list(self.quantiles), "kept": kept}
+        return {"quantiles": list(self.quantiles), "kept": details}
 
-    def merged(self, *others: StatsResult) -> StatsResult:
-        """This and other runs or ranks as one: what has the same keys, in the same order, is put together."""
+    def merged(self, *results: StatsResult) -> StatsResult:
+        """Return this and other runs or ranks as one result: tensors with equal keys are merged in order."""
         together: dict[tuple[Any, ...], Measured] = {}
-        for result in (self, *others):
-            for key, one in _keyed(result.measured):
-                together[key] = together[key].merged(one) if key in together else one
+        for result in (self, *results):
+            for key, entry in _number_keys(result.measured):
+                together[key] = together[key].merged(entry) if key in together else entry
         return StatsResult(together.values(), self.quantiles)
 
     @classmethod
@@ -144,34 +148,34 @@ class StatsResult(Result):
         return read_json(path, "file of statistics", cls.from_dict)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:
+    def from_dict(cls, content: Mapping[str, Any]) -> StatsResult:
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
-        check_schema(found, cls.name, cls.version)
+        check_schema(content, cls.name, cls.version)
         measured = [
             made_of(
                 Measured,
                 {
                     **{key: row[key] for key in (*KEYS, "dtype", "executions")},
-                    "statistics": Statistics.from_dict(kept["statistics"]),
-                    "sketch": kept["sketch"] and Sketch.from_dict(kept["sketch"]),
+                    "statistics": Statistics.from_dict(details["statistics"]),
+                    "sketch": details["sketch"] and Sketch.from_dict(details["sketch"]),
                 },
             )
-            for row, kept in zip(found["rows"], found["kept"], strict=True)
+            for row, details in zip(content["rows"], content["kept"], strict=True)
         ]
-        return cls(measured, found["quantiles"])
+        return cls(measured, content["quantiles"])
 
 
-def _told(one: Measured) -> tuple[float | None, ...]:
-    told = one.statistics
-    if not told.count:
+def _shown_numbers(entry: Measured) -> tuple[float | None, ...]:
+    statistics = entry.statistics
+    if not statistics.count:
         return (None,) * 6
-    return told.mean, told.std, told.least, told.most, told.l1, told.l2
+    return statistics.mean, statistics.std, statistics.least, statistics.most, statistics.l1, statistics.l2
 
 
-def _keyed(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
-    """Each with its keys and how many before it had the same."""
-    seen: dict[tuple[str, ...], int] = {}
-    for one in measured:
-        key = tuple(getattr(one, name) for name in KEYS)
-        seen[key] = seen.get(key, -1) + 1
-        yield (*key, seen[key]), one
+def _number_keys(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
+    """Yield each entry with its keys, and with the number of earlier ones with the same keys."""
+    counts: dict[tuple[str, ...], int] = {}
+    for entry in measured:
+        key = tuple(getattr(entry, name) for name in KEYS)
+        counts[key] = counts.get(key, -1) + 1
+        yield (*key, counts[key]), entry

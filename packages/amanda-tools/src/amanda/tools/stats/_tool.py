@@ -1,4 +1,4 @@
-"""The tool: measures what ops read and give, without keeping it."""
+"""The tool that measures weights, activations and gradients, without storing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
-from amanda.tools.stats._sketch import Bins
+from amanda.tools.stats._statistics import Bins
 
 
 @dataclass(slots=True)
@@ -40,16 +40,16 @@ class _Stream:
 
 
 class StatsTool(TensorTool[_OpStreams]):
-    """Statistics of weights, activations and gradients, op by op, over all executions in its scopes.
+    """Compute statistics of weights, activations and gradients, op by op, over all executions.
 
-    weights, activations, gradients: what is measured: the weight that an op reads, what forward ops give,
-    what backward ops give.  every: of an op's executions the first and each so many-th after it.
-    quantiles: shown in the result.  bins: of the histogram that they come from, 0 for none; a power of
-    two from 256, and an error of at most 128 / bins of the quantile's value (3 % of 4096).
+    weights, activations, gradients: measure the weights that ops read, the outputs of forward ops, the
+    outputs of backward ops.  every: measure every n-th execution of an op, beginning with the first.
+    quantiles: shares for which the result has a column.  bins: number of bins of the histogram from which
+    quantiles are computed, a power of two from 256; the relative error is at most 128 / bins (3 % for 4096).
+    0 for no histogram.
 
-    Nothing is read from a device before `result` is asked for, or a model is dropped: models that are gone
-    are counted together.  `clear` starts anew.
-    `amanda.tools.select` has it measure some ops alone.
+    Numbers are read from a device when `result` is read or a model is deleted; the statistics of deleted
+    models are merged.  `clear` starts again.  Use `amanda.tools.select` to measure some ops only.
     """
 
     is_copied_when_used = False
@@ -65,8 +65,8 @@ class StatsTool(TensorTool[_OpStreams]):
         quantiles: Sequence[Share] = (0.01, 0.5, 0.99),
         bins: Annotated[int, Range(0, 1 << 24)] = 4096,
     ) -> None:
-        chosen: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
-        super().__init__([role for role, is_chosen in chosen.items() if is_chosen], every)
+        is_role_measured: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
+        super().__init__([role for role, is_measured in is_role_measured.items() if is_measured], every)
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
@@ -76,7 +76,10 @@ class StatsTool(TensorTool[_OpStreams]):
     def result(self) -> StatsResult:
         """Return the statistics so far; wait for the devices."""
         records = list(self._records.values())
-        measured = [*self._gone.values(), *(one for record in records for one in record.read())]
+        measured = [
+            *self._gone.values(),
+            *(entry for record in records for entry in record.read()),
+        ]
         result = StatsResult(measured, self._quantiles)
         result.remarks = self.remarks
         return result
@@ -91,9 +94,16 @@ class StatsTool(TensorTool[_OpStreams]):
     def op_gone(self, op_id: int) -> None:
         """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
         for backward in self._backward_ids.pop(op_id, ()):
-            for one in self._records.pop((op_id, backward)).read():
-                key = (one.phase, one.type, one.module, one.source, one.tensor, one.dtype)
-                self._gone[key] = self._gone[key].merged(one) if key in self._gone else one
+            for entry in self._records.pop((op_id, backward)).read():
+                key = (
+                    entry.phase,
+                    entry.type,
+                    entry.module,
+                    entry.source,
+                    entry.tensor,
+                    entry.dtype,
+                )
+                self._gone[key] = self._gone[key].merged(entry) if key in self._gone else entry
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _OpStreams:
         """Return an op, of which nothing is measured yet."""
@@ -114,11 +124,11 @@ class StatsTool(TensorTool[_OpStreams]):
     def _accumulators(
         self, record: _OpStreams, tensors: Iterator[OpTensor]
     ) -> Iterator[tuple[Accumulator, Any]]:
-        for one in tensors:
-            label = one.role if "weight" in one.role else f"{one.role} {one.flat_index}"
-            label += f" {one.slice}" * bool(one.slice) + " (partial)" * is_partial(one.tensor)
+        for tensor in tensors:
+            label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
+            label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)
             if stream is None:
-                stream = record.measured[label] = _Stream(Accumulator(self._bins), one.dtype)
+                stream = record.measured[label] = _Stream(Accumulator(self._bins), tensor.dtype)
             stream.executions += 1
-            yield stream.accumulator, one.tensor
+            yield stream.accumulator, tensor.tensor

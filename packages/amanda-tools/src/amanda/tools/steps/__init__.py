@@ -4,8 +4,6 @@ steps = Steps()
 window = Window(steps, start=10, end=20)
 """
 
-from amanda.tools.steps._executions import execution_number
-from amanda.tools.steps._steps import Steps
-from amanda.tools.steps._window import Window, WindowError
+from amanda.tools.steps._steps import Steps, Window, WindowError, execution_number
 
 __all__ = ["Steps", "Window", "WindowError", "execution_number"]

@@ -1,15 +1,41 @@
-"""Counting steps: of training, of inference, of decoding."""
+"""Steps of training, inference or decoding, and windows of steps at which a tool's routines run."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import get_ident
+from typing import Any, Protocol
 
 import amanda
 from amanda import interceptor
-from amanda.action import opening
-from amanda.options import checked, deprecated
+from amanda.action import Routine, has_run, marks, opening
+from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
+
+
+class Counted(Protocol):
+    """A record of an op that counts its executions."""
+
+    executions: int
+
+
+def execution_number(record: Counted, run: dict[Any, Any] | None, recomputed: bool) -> int:
+    """Return the number of this execution, from 0 on, and count it in `record.executions`.
+
+    A recomputation has the number of its first execution, and is not counted.
+    record: hashable.  run, recomputed: of the routine; None and False where nothing runs again.
+    """
+    if recomputed and run is not None and record in run:
+        number: int = run[record]
+        return number
+    number, record.executions = record.executions, record.executions + 1
+    if run is not None:
+        run[record] = number
+    return number
+
 
 Listener = Callable[[int], object]
 
@@ -29,19 +55,19 @@ class _Candidate:
     thread: int | None
     executions: int = 0
 
-    def leads(self, other: _Candidate | None) -> bool:
+    def leads(self, rival: _Candidate | None) -> bool:
         """Return True if this op begins steps rather than the other one."""
-        if other is None or other is self:
+        if rival is None or rival is self:
             return True
-        if self.inside != other.inside:
+        if self.inside != rival.inside:
             return self.inside
-        if (self.executions > 1) != (other.executions > 1):
+        if (self.executions > 1) != (rival.executions > 1):
             return self.executions > 1
-        return self.order < other.order
+        return self.order < rival.order
 
 
 class Steps(amanda.Tool):
-    """Counts steps from 0; tools that go by steps depend on it.
+    """Count the steps of a program from 0, such as batches of training.
 
     A step begins when the leading op executes again, on the thread on which it did first. Leading is, of
     the first ops of outermost module calls (in a graph, of its runs), the earliest that repeats: each batch
@@ -61,12 +87,12 @@ class Steps(amanda.Tool):
         self._models: set[int] = set()
         self._leader: _Candidate | None = None
         self._between_runs = True
-        self.add_inst_for_op(self._look)
+        self.add_inst_for_op(self._watch_candidate)
 
     def step(self) -> None:
-        """Begin a step here, and at no op any more."""
+        """Begin a step now; from then on only calls of `step` begin steps."""
         self._explicit = True
-        self._turn(self.number + 1)
+        self._begin_step(self.number + 1)
 
     @deprecated(use="clear", since="amanda-tools 0.2", gone="0.4")
     def restart(self) -> None:
@@ -76,9 +102,9 @@ class Steps(amanda.Tool):
     def clear(self) -> None:
         """Count from 0 again: the next step that begins is the first."""
         self._leader = None
-        for one in self._candidates.values():
-            one.executions = 0
-        self._turn(0)
+        for candidate in self._candidates.values():
+            candidate.executions = 0
+        self._begin_step(0)
 
     @checked
     def on_step(self, listener: Listener) -> None:
@@ -86,12 +112,12 @@ class Steps(amanda.Tool):
         self._listeners.append(listener)
         listener(self.number)
 
-    def _turn(self, number: int) -> None:
+    def _begin_step(self, number: int) -> None:
         self.number = number
         for listener in self._listeners:
             listener(number)
 
-    def _look(self, context: amanda.OpContext) -> None:
+    def _watch_candidate(self, context: amanda.OpContext) -> None:
         if context.is_static():  # no step of it
             return
         place = self._place(context)
@@ -123,12 +149,86 @@ class Steps(amanda.Tool):
 
     @opening
     def _execute(self, place: Hashable) -> None:
-        one = self._candidates[place]
+        candidate = self._candidates[place]
         self._between_runs = True
-        if one.thread not in (None, get_ident()):
+        if candidate.thread not in (None, get_ident()):
             return
-        one.executions += 1
-        if one.leads(self._leader) and not self._explicit:
-            self._leader = one
-            if self.number != one.executions - 1:
-                self._turn(one.executions - 1)
+        candidate.executions += 1
+        if candidate.leads(self._leader) and not self._explicit:
+            self._leader = candidate
+            if self.number != candidate.executions - 1:
+                self._begin_step(candidate.executions - 1)
+
+
+class WindowError(AmandaError, ValueError):
+    """The steps of a window are not valid: a negative start, an end before the start, a frequency below 1."""
+
+
+class Window:
+    """The steps of `range(start, end, frequency)`; `open` is True if the current step is one of them.
+
+    `let` makes a tool's routines run at these steps only. Its analysis routines still run once per op.
+    All routines of one execution, which share `run`, follow the decision of the first: otherwise a
+    backward routine could miss what its forward routine did not save.
+    """
+
+    @checked(error=WindowError)
+    def __init__(
+        self,
+        steps: Steps,
+        start: NonNegativeInt = 0,
+        end: NonNegativeInt | None = None,
+        frequency: PositiveInt = 1,
+    ) -> None:
+        if end is not None and end <= start:
+            raise WindowError(f"end is {end}, start {start}: no step is in between (end is left out)")
+        self._start, self._end, self._frequency = start, end, frequency
+        self.steps = steps
+        self.open = False
+        steps.on_step(self._update_open)
+
+    def let(self, tool: amanda.Tool) -> None:
+        """Make the tool's routines run at steps of the window alone."""
+        tool.depends_on(self.steps)
+        tool.wrap_routines(self._gate_routine)
+
+    def _update_open(self, number: int) -> None:
+        begun = number >= self._start and (self._end is None or number < self._end)
+        self.open = begun and (number - self._start) % self._frequency == 0
+
+    def _gate_routine(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+        window, skipped = self, NotImplemented if type.is_replacement else None
+        takes_run = has_run(routine)
+        # Routines that change values decide in a recomputation as they did at first; observers hear once.
+        changes = context.is_eager() and context.is_forward() and "observer" not in marks(routine)
+        signature = _add_run_keyword(routine) if changes and not takes_run else None
+
+        def gated(*values: Any, **kwargs: Any) -> Any:
+            return routine(*values, **kwargs) if window.open else skipped
+
+        def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+            is_open = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
+            if takes_run:
+                kwargs["run"] = run
+            return routine(*values, **kwargs) if is_open else skipped
+
+        wrapper: Routine = gated_with_run if takes_run or signature else gated
+        functools.update_wrapper(wrapper, routine, updated=())
+        if signature is not None:
+            wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        for mark in marks(routine) - {"traceable"}:  # inlined into a graph it would be decided for good
+            wrapper = getattr(amanda, mark)(wrapper)
+        return wrapper
+
+
+def _add_run_keyword(routine: Routine) -> inspect.Signature | None:
+    """Return the signature of a routine with a keyword `run` besides; None of one written in C."""
+    try:
+        signature = inspect.signature(routine)
+    except (TypeError, ValueError):
+        return None
+    run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
+    kinds = [*signature.parameters.values()]
+    if kinds and kinds[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=[*kinds[:-1], run, kinds[-1]])
+    return signature.replace(parameters=[*kinds, run])

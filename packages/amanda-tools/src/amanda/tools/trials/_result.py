@@ -1,4 +1,4 @@
-"""Results of trials: what was tried, its metric and costs, and the Pareto front."""
+"""Results of trials: architectures, their metrics and costs, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """One architecture that was evaluated; metric: None where that failed, which `error` tells."""
+    """One architecture that was evaluated; metric: None if `error` says why it failed."""
 
     architecture: Mapping[str, str]
     metric: float | None
@@ -25,20 +25,20 @@ class Trial:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """The metric and the costs, all of which are the better the larger they are."""
+        """Return the metric and the negated costs: larger is better for each."""
         return () if self.metric is None else (self.metric, *(-cost for cost in self.costs.values()))
 
 
 def dominates(scores: Sequence[float], rivals: Sequence[float]) -> bool:
-    """Return True if scores are nowhere lower than a rival's, and somewhere higher."""
+    """Return True if no score is lower than the rival's, and at least one is higher."""
     pairs = list(zip(scores, rivals, strict=True))
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
 class SearchResult(PlottedResult):
-    """The trials of a search, with those of the Pareto front marked.
+    """The trials of a search, with a mark for those on the Pareto front.
 
-    trials: in the order of evaluation.  metric: what its number is called.
+    trials: in the order of evaluation.  metric: its name.  stopped: why the search ended.
     """
 
     name: ClassVar[str] = "search"
@@ -56,7 +56,7 @@ class SearchResult(PlottedResult):
 
     @property
     def front(self) -> list[Trial]:
-        """The trials that no other dominates, the first of equal ones, by falling metric."""
+        """Return the trials that no other trial dominates, the highest metric first."""
         front: dict[tuple[float, ...], Trial] = {}
         scores = [trial.scores for trial in self.trials if trial.scores]
         for trial in self.trials:
@@ -66,7 +66,7 @@ class SearchResult(PlottedResult):
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the highest metric, the cheapest of several; None without any."""
+        """Return the cheapest trial among those with the highest metric; None without trials."""
         return next(iter(self.front), None)
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -99,11 +99,12 @@ class SearchResult(PlottedResult):
         """Draw the metric of each trial against the first cost, or the trials, and the front as a line."""
         done = [(number, trial) for number, trial in enumerate(self.trials) if trial.metric is not None]
         axes.scatter(
-            [_across(trial, number) for number, trial in done], [trial.metric or 0.0 for _, trial in done],
+            [_x_position(trial, number) for number, trial in done],
+            [trial.metric or 0.0 for _, trial in done],
             s=14, color="gray", label="evaluated",
         )  # fmt: skip
         if self.costs:
-            line = [(_across(trial, 0), trial.metric or 0.0) for trial in reversed(self.front)]
+            line = [(_x_position(trial, 0), trial.metric or 0.0) for trial in reversed(self.front)]
             axes.plot(
                 [x for x, _ in line],
                 [y for _, y in line],
@@ -118,6 +119,6 @@ class SearchResult(PlottedResult):
             axes.legend(frameon=False)
 
 
-def _across(trial: Trial, number: int) -> float:
+def _x_position(trial: Trial, number: int) -> float:
     """Return a trial's place on the horizontal axis: its first cost, else its number."""
     return next(iter(trial.costs.values()), float(number))

@@ -1,22 +1,25 @@
-"""Weights of PyTorch's products as integers: round to nearest, GPTQ, AWQ; and SmoothQuant before them.
+"""Quantise weights of PyTorch's products to integers: round to nearest, GPTQ, AWQ; SmoothQuant before them.
 
 gptq = GPTQTool(bits=4, group_size=128)
 with amanda.apply(gptq), gptq.calibrating():
     for batch in batches:
         model(batch)
-gptq.finalize(model)         # the weights that the integers stand for, in floating point
-convert(model, gptq)         # or integers, in torchao's tensors
-convert(model, gptq, "folder")         # or a checkpoint of integers for vLLM
+gptq.finalize(model)  # dequantised weights, in floating point
+convert(model, gptq)  # or integers, in torchao's tensors
+convert(model, gptq, "folder")  # or a checkpoint of integers for vLLM
 """
 
 from amanda.tools.quantize._convert import convert
 from amanda.tools.quantize.weights._awq import AWQTool, awq_clipped, awq_scales
-from amanda.tools.quantize.weights._compressed import save_compressed
-from amanda.tools.quantize.weights._convert import ConvertResult, model_bytes
+from amanda.tools.quantize.weights._convert import ConvertResult, model_bytes, save_compressed
 from amanda.tools.quantize.weights._gptq import GPTQTool, gptq
-from amanda.tools.quantize.weights._grouping import Codes, dequantized, quantized
-from amanda.tools.quantize.weights._integers import QuantizedWeights
-from amanda.tools.quantize.weights._nearest import NearestTool
+from amanda.tools.quantize.weights._integers import (
+    Codes,
+    NearestTool,
+    QuantizedWeights,
+    dequantized,
+    quantized,
+)
 from amanda.tools.quantize.weights._smoothquant import SmoothQuantTool, smoothing
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""AWQ: inputs with large activations are scaled up before rounding (Lin et al. 2023)."""
+"""AWQ: scale up weights of inputs with large activations before rounding (Lin et al. 2023)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from amanda.options import PositiveInt, Range, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
-from amanda.tools.quantize.weights._fold import FoldingTool, tied
-from amanda.tools.quantize.weights._grouping import dequantized, quantized
-from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, sums_of
+from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, dequantized, quantized, sums_of
+from amanda.tools.quantize.weights._scale_folding import FoldingTool, tied
 from amanda.tools.select import as_remarks
 from amanda.tools.weights import ParameterStore, SelectionOptions
 
@@ -26,18 +25,20 @@ Steps: TypeAlias = Annotated[int, Range(1, 10_000)]
 
 
 class AWQTool(IntegerTool, FoldingTool):
-    """Quantises weights by AWQ: the integers are of a weight whose inputs are scaled up by their activations.
+    """Quantise weights by AWQ: weights of inputs with large activations are scaled up before rounding.
 
-    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
-    symmetric: signed integers with zero as zero point, else unsigned ones.
-    steps: number of exponents of the activations between 0 and 1 that are tried.
-    clip: True to shrink the range of each group, too: see `awq_clipped`.  The authors' code does so for all
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None for all.
+    symmetric: True for signed integers with zero point 0, False for unsigned integers.
+    steps: number of exponents between 0 and 1 to try, for scales that are powers of activations.
+    clip: True to shrink the range of each group too: see `awq_clipped`.  The authors' code does so for all
     layers but queries and keys, which `exclude` and a second tool leave out.
-    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    type: globs of op types; None for every convolution and product.
+    module, exclude: globs of module paths to change, and to leave unchanged.
 
-    Ops read the integers' weight divided by the scales of the inputs again.  Each weight has its own scales,
-    or after `prepare` each input; `finalize` writes them into the layers that make the inputs.
-    Raises QuantizeError for options that make no sense.
+    Ops read the dequantised weight divided by the scales of its inputs.  Each weight has scales of its own;
+    after `prepare` weights of one input share scales, which `finalize` folds into the layers that compute the
+    input.
+    Raises QuantizeError for invalid options.
 
     >>> awq = AWQTool(bits=4, group_size=32)
     """
@@ -56,7 +57,7 @@ class AWQTool(IntegerTool, FoldingTool):
         self._steps, self._clip = steps, clip
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Make room for the integers of a weight and the scales of its inputs."""
+        """Create the state for the integers of a weight and the scales of its inputs."""
         misfit = super().on_weight(weight)
         if misfit is None:
             weight.keep("smoothing", np.ones(int(np.prod(weight.canonical_shape[1:])), "float32"))
@@ -71,21 +72,21 @@ class AWQTool(IntegerTool, FoldingTool):
             assert samples.gram is not None
             gram = samples.gram / samples.count
             scaled = awq_clipped(
-                scaled, gram / (scales * scales[:, None]), partial(self._rounded, size=size), size
+                scaled, gram / (scales * scales[:, None]), partial(self._round_to_integers, size=size), size
             )
         self.write(weight, matrix, quantized(scaled, self.grid, size))
 
     def factors(
-        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the scales of an input with the least error of all weights that multiply it."""
         import torch
 
-        weights, matrices, samples = zip(*given, strict=True)
-        count = sum(one.count for one in samples)
-        magnitudes = sum(one.magnitudes for one in samples) / count
-        gram = sum(one.gram for one in samples) / count
-        rounded = partial(self._rounded, size=self.size(weights[0]))
+        weights, matrices, samples = zip(*calibrated, strict=True)
+        count = sum(weight_samples.count for weight_samples in samples)
+        magnitudes = sum(weight_samples.magnitudes for weight_samples in samples) / count
+        gram = sum(weight_samples.gram for weight_samples in samples) / count
+        rounded = partial(self._round_to_integers, size=self.size(weights[0]))
         return awq_scales(torch.cat(matrices), tied(magnitudes, slots, "mean"), gram, rounded, self._steps)
 
     def on_folded(
@@ -99,13 +100,13 @@ class AWQTool(IntegerTool, FoldingTool):
         weight["sums"] = sums_of(weight.plain(value))
 
     def finalize(self, model: Any) -> Any:
-        """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
+        """Write the dequantised weights into a model, see `WeightTool.finalize`.
 
-        After `prepare` the scales of inputs go into the layers that make the inputs, if there are such;
-        remarks of the result name the weights that hold their scales themselves, and why.
+        After `prepare` the scales of inputs are folded into the layers that compute the inputs; remarks of
+        the result name the weights whose scales cannot be folded, and why.
         Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as before.
         """
-        if self._folds is None:
+        if self._fold_by_weight is None:
             return super().finalize(model)
         self.check_model(model)
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
@@ -115,7 +116,7 @@ class AWQTool(IntegerTool, FoldingTool):
         result.remarks = [*result.remarks, *as_remarks(texts)]
         return result
 
-    def _rounded(self, matrix: Tensor, size: int) -> Tensor:
+    def _round_to_integers(self, matrix: Tensor, size: int) -> Tensor:
         return dequantized(*quantized(matrix, self.grid, size))
 
 

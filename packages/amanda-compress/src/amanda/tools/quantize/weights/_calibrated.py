@@ -1,4 +1,4 @@
-"""Base of tools that change weights by what the ops that read them were given in a calibration."""
+"""Base class of tools that change weights by the inputs that their ops read in a calibration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from amanda.tools.weights import SelectionOptions
 
-UNREAD = "no op that multiplies by it ran in the calibration"
-ROWS = "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
+NOT_RUN = "no op that multiplies by it ran in the calibration"
+INDEXED_ROWS = (
+    "an index selects it out of a parameter, so that a calibration reaches a part of its inputs alone"
+)
 
 
 class Samples:
@@ -52,20 +54,20 @@ class Samples:
 
 
 class CalibratedWeight(Weight):
-    """A weight, and what its ops were given in a calibration that goes on; misfit: why nothing could be."""
+    """A weight with the inputs of its ops in a running calibration.  skip_reason: why there are none."""
 
     samples: Samples | None = None
-    misfit: str = UNREAD
+    skip_reason: str = NOT_RUN
 
     def matrix(self, value: Tensor) -> Tensor:
         """Return a value of the weight as (outputs, K), in float32 or wider.
 
         Raises QuantizeError for NaN and infinity.
         """
-        found: Tensor = self.canonical(self.plain(value)).flatten(1)
-        if not found.isfinite().all():
+        matrix: Tensor = self.canonical(self.plain(value)).flatten(1)
+        if not matrix.isfinite().all():
             raise QuantizeError(f"NaN or Inf in {self.name}: integers stand for finite numbers")
-        return found
+        return matrix
 
     def check(self, samples: Samples) -> None:
         """Raise QuantizeError for NaN and infinity in the inputs, or in their sums."""
@@ -80,15 +82,12 @@ class CalibratedWeight(Weight):
 
 
 class CalibratedTool(WeightTool[CalibratedWeight]):
-    """Changes weights of products in PyTorch by what their ops read in a calibration.
-
-    A subclass makes the state of a weight in `solve`.
-    """
+    """Change weights of products in PyTorch by the inputs of a calibration; a subclass has `solve`."""
 
     error = QuantizeError
     weight_type = CalibratedWeight
     framework = "PyTorch"
-    leaves_rows = ROWS
+    leaves_rows = INDEXED_ROWS
     calibration: str
     """Sentence on the last calibration; "" before one is complete."""
     wants_gram: ClassVar[bool] = True
@@ -98,23 +97,22 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         super().__init__(**selected)
         self.is_calibrating, self.calibration = False, ""
         self._is_finding_weights = False
-        self.settled: set[CalibratedWeight] = set()
-        self.add_inst_for_op(self._analyse)
+        self.finished: set[CalibratedWeight] = set()
+        self.add_inst_for_op(self._analyse_product)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
-        """Make the state of a weight.
+        """Compute the state of a weight from the inputs of its ops.
 
         matrix: the weight as (outputs, K), in float32 or wider.
         """
         raise NotImplementedError
 
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once on an example, so that its weights are found; return the model's result.
+        """Run `model` once on an example to find its weights; return the model's result.
 
-        Before a calibration ops compute with the weights as they are, and else with those of the calibration
-        or of the state that was loaded.
+        Before a calibration ops read unchanged weights; afterwards those of the calibration or loaded state.
         """
-        has_state = any(weight.is_ready or weight.is_left for weight in self.weights)
+        has_state = any(weight.is_ready or weight.is_skipped for weight in self.weights)
         self._is_finding_weights = not (has_state or self.waiting_state())
         try:
             return super().prepare(model, *example, **kwargs)
@@ -123,14 +121,14 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose executions calibrate, and compute with the weights as they are.
+        """Return a context in which executions calibrate, with unchanged weights.
 
-        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
+        Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
         with self._collecting():
             yield
             for weight in self.weights:
-                self.settle(weight)
+                self.finish_calibration(weight)
         self.calibration = "all weights by inputs from the model as it is"
 
     @deprecated(use="calibrating", since="amanda-compress 0.2", gone="0.4")
@@ -140,11 +138,11 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        """Return a context that begins a calibration anew; `settle` makes the states within."""
+        """Return a context of a new calibration; call `finish_calibration` for each weight within."""
         self._expire()
         for weight in self.weights:
-            weight.is_left = False
-        self.is_calibrating, self.calibration, self.settled = True, "", set()
+            weight.is_skipped = False
+        self.is_calibrating, self.calibration, self.finished = True, "", set()
         try:
             yield
         finally:
@@ -158,24 +156,24 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
-        if self.is_calibrating and weight.is_ready and weight not in self.settled:
+        if self.is_calibrating and weight.is_ready and weight not in self.finished:
             weight.updated = -1
-        if not (weight.is_ready or weight.is_left or self.is_calibrating or self._is_finding_weights):
+        if not (weight.is_ready or weight.is_skipped or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
                 f"amanda.apply(tool), tool.calibrating(): ...` of this {type(self).__name__}, or exclude it"
             )
 
-    def settle(self, weight: CalibratedWeight) -> None:
-        """Make the state of a weight of the inputs that were collected, or leave it with the reason."""
+    def finish_calibration(self, weight: CalibratedWeight) -> None:
+        """Compute the state of a weight from its collected inputs; record a reason without inputs."""
         import torch
 
         samples = weight.samples
-        self.settled.add(weight)
-        weight.is_left = samples is None or weight.misfit != UNREAD
+        self.finished.add(weight)
+        weight.is_skipped = samples is None or weight.skip_reason != NOT_RUN
         place = f"{weight.type} of {weight.module or weight.source}"
-        if samples is None or weight.is_left:
-            self.weights.reasons[place] = weight.misfit
+        if samples is None or weight.is_skipped:
+            self.weights.reasons[place] = weight.skip_reason
             return
         self.weights.reasons.pop(place, None)
         with amanda.disabled(), torch.no_grad():
@@ -184,46 +182,50 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             self.solve(weight, matrix, samples)
         weight.updated = 0
 
-    def _analyse(self, context: amanda.OpContext) -> None:
+    def _analyse_product(self, context: amanda.OpContext) -> None:
+        """Insert the routine that collects the inputs of a weight; record why an op has none."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        form, find = self.weights.at(context, read)
+        form, find = self.weights.view_of_read(context, read)
         if form is None and find is None:
             return
         data = read.multiplied_input(context)
-        misfit = _misfit(context, read, data is not None)
+        misfit = _why_unsupported(context, read, data is not None)
         if data is None or misfit:
             if isinstance(form, CalibratedWeight):
-                form.misfit = misfit
+                form.skip_reason = misfit
             return
         find = find or (lambda value, source: form)
         inputs = [data.position, read.index]
         rows_of, layout = data.rows, read.layout
-        context.insert_before_op(self._add, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
+        context.insert_before_op(self._add_samples, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
         self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
-        """Called for each op whose weight may be changed.
+        """React to an op whose weight may be changed; called at analysis.
 
         inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
-        find: returns the weight at an execution, from what the op is given and its origin.
+        find: returns the weight at an execution, from its value and the slice of a parameter that it is.
         """
 
-    def _add(self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]) -> None:
+    def _add_samples(
+        self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]
+    ) -> None:
+        """Add the rows that an execution multiplies to the samples of the weight."""
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
-        if not isinstance(weight, CalibratedWeight) or weight in self.settled or not x.numel():
+        if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
             return
-        found = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
-        if not self.takes(weight, found):
+        rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
+        if not self.takes(weight, rows):
             return
         if weight.samples is None:
-            weight.samples = Samples(value, found, self.wants_gram)
-        weight.samples.add(found)
+            weight.samples = Samples(value, rows, self.wants_gram)
+        weight.samples.add(rows)
 
 
-def _misfit(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
-    """Return why the op of a weight is no product that one matrix computes; "" where it is."""
+def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
+    """Return why an op is not a product with one matrix; "" if it is."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     if kind in MATRIX_PRODUCTS and rank != 2:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are integers in memory: torchao's tensors."""
+"""Linear layers as integers: tensors of torchao in memory, and checkpoints of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,75 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from amanda.files import naming, replacing, write_file
+from amanda.options import deprecated
 from amanda.tools.kit import RequiredNames
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
-from amanda.tools.quantize.weights._layers import linear_layers
-from amanda.tools.results import Column, Result
+from amanda.tools.results import Column, Result, to_json
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor, nn
+
+
+Layers = Mapping[str, "tuple[nn.Linear, CalibratedWeight]"]
+
+ELSEWHERE = "it is not the whole weight of torch.nn.Linear layers alone"
+COMPUTED = "it is computed at each call, so that no parameter holds it"
+
+
+def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str, str]]:
+    """Return quantised linear layers by path, each with its weight, and reasons for skipped weights.
+
+    Layers that share a parameter have the same weight.
+    Raises QuantizeError if the tool has quantised no weight of this model, and where `check_model` does.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise QuantizeError(
+            f"a {type(model).__name__} was given; give a torch.nn.Module, or the path of an ONNX file (.onnx)"
+        )
+    if not isinstance(tool, IntegerTool):
+        raise QuantizeError(
+            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
+            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
+        )
+    tool.check_model(model)
+    owners: dict[Any, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            identity = tool.identity_of(parameter, module)
+            owners.setdefault(identity, []).append((name, module if parameter_name == "weight" else None))
+    layers, skipped, quantised_count = {}, dict(tool.left), 0
+    for weight in tool.weights:
+        owners_of_weight = owners.get(weight.holder)
+        if not weight.is_ready or (owners_of_weight is None and weight.holder is not None):
+            continue
+        quantised_count += 1
+        reader = tool.other_readers.get(weight.holder)
+        linear = owners_of_weight is not None and all(
+            isinstance(module, torch.nn.Linear) for _, module in owners_of_weight
+        )
+        if owners_of_weight is not None and linear and weight.part is None and weight.layout == "OI":
+            place = f"{weight.type} of {owners_of_weight[0][0]}"
+            if reader is not None:
+                skipped[place] = reader
+            else:
+                layers.update({name: (module, weight) for name, module in owners_of_weight})
+        else:
+            place = f"{weight.type} of {weight.module or weight.source}"
+            skipped[place] = COMPUTED if weight.holder is None else ELSEWHERE
+    if not quantised_count:
+        raise QuantizeError(
+            f"{type(tool).__name__} has quantised no weight of this {type(model).__name__}: call the model "
+            "in a scope of the tool first"
+        )
+    return layers, skipped
+
 
 _REQUIRED = RequiredNames(
     "amanda.tools.quantize.weights", "torch", "torch:ops.aten._convert_weight_to_int4pack_for_cpu"
@@ -24,11 +84,11 @@ _TINYGEMM_GROUPS = (32, 64, 128)
 
 
 class ConvertResult(Result):
-    """The layers that were converted: the type of each tensor, and bytes of its weight before and after.
+    """The converted layers: the type of each tensor, and bytes of the weight before and after.
 
     model: the module, or the path of the file or folder.  before, after: bytes of the parameters and buffers
     of the module, or of the file.
-    left: weights that stay in floating point, and why: a module holds there what the integers stand for.
+    left: reasons why weights stay in floating point; a module has the dequantised weights there.
     """
 
     name: ClassVar[str] = "converted"
@@ -51,27 +111,27 @@ class ConvertResult(Result):
         return self._rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the bytes of the model, and what was left."""
+        """Return the bytes of the model, and reasons for skipped weights."""
         return {"before": self.before, "after": self.after, "left": self.left}
 
     def notes(self) -> Sequence[str]:
-        """Return the bytes of the model, and what was left."""
+        """Return the bytes of the model, and reasons for skipped weights."""
         count = len({row[0] for row in self._rows})
-        told = (
+        summary = (
             f"{count} layer{'s' * (count != 1)}: the model has {self.after:,} bytes, and had {self.before:,}."
         )
-        return [told, *(f"{place} stays in floating point: {why}." for place, why in self.left.items())]
+        return [summary, *(f"{place} stays in floating point: {why}." for place, why in self.left.items())]
 
 
 def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
-    """Put integers in the place of the weights of linear layers that a tool has quantised, in place.
+    """Replace the quantised weights of linear layers by integers, in place.
 
     The layers keep their class; their weights are tensors of torchao, whose kernels multiply by them.
     `Int4OpaqueTensor` has two weights in a byte: 4 bits in groups of 32, 64 or 128 inputs, in a layer of
     bfloat16 or float16 on the host, where it has kernels, with a multiple of 16 outputs.  `Int8Tensor` has
     one weight in a byte, of any other symmetric integers.  AWQ's scales that are not folded become the
     tensors' `act_pre_scale`.  A weight that an op reads in another way too, such as transposed, stays in
-    floating point; it and others that are left become what their integers stand for, as by `finalize`.
+    floating point; skipped weights become the dequantised weights, as by `finalize`.
 
     tool: a NearestTool, GPTQTool or AWQTool that has met the model.  Outputs are those in its scope, within
     the rounding of the kernels.  The model is for inference.
@@ -83,56 +143,58 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         from torchao.quantization import Int8Tensor
     except ImportError as error:
         raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
-    layers, left = linear_layers(model, tool)
+    layers, skipped = linear_layers(model, tool)
     before, rows = model_bytes(model), []
-    made: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
+    converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
-        if id(layer) in made:
+        if id(layer) in converted:
             continue
         size = weight_bytes(layer.weight)
         if id(weight) not in parameters:
-            tensor = _tensor(layer.weight, weight, tool, Int8Tensor)
+            tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
             if isinstance(tensor, str):
-                left[f"{weight.type} of {name}"] = tensor
+                skipped[f"{weight.type} of {name}"] = tensor
                 continue
             parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
         parameter = parameters[id(weight)]
-        made[id(layer)] = layer, parameter
+        converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
         rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
-    tool.write_rounded(model, [one for one in tool.weights if id(one) not in parameters])
-    for layer, parameter in made.values():
+    tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
+    for layer, parameter in converted.values():
         layer.weight = parameter
-    for name, one in model.named_modules():
-        if id(one) in made or not isinstance(one, torch.nn.Linear):
+    for name, module in model.named_modules():
+        if id(module) in converted or not isinstance(module, torch.nn.Linear):
             continue
-        if not tool.weights.has_met(tool.identity_of(one.weight, one)):
-            left.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
-    return ConvertResult(model, rows, before, model_bytes(model), left)
+        if not tool.weights.has_met(tool.identity_of(module.weight, module)):
+            skipped.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
+    return ConvertResult(model, rows, before, model_bytes(model), skipped)
 
 
-def _tensor(parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any) -> Tensor | str:
-    """Return the tensor of torchao for a weight, or why there is none."""
+def _torchao_tensor(
+    parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any
+) -> Tensor | str:
+    """Return the tensor of torchao for a weight, or a reason why none can be built."""
     import torch
 
-    found = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
-    codes, scale, zero_point = found["codes"], found["scale"], found["zero_point"]
+    state = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
+    codes, scale, zero_point = state["codes"], state["scale"], state["zero_point"]
     size, dtype = tool.size(weight), parameter.dtype
-    pre_scale = 1 / found["smoothing"] if has_factors(weight) else None
+    pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
-        return _int4(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
+        return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
     if not tool.grid.symmetric:
         return "torchao's tensors of 8 bits are symmetric"
-    made: Tensor = int8(
+    tensor: Tensor = int8(
         codes.to(torch.int8), scale.to(dtype), [1, size], dtype,
         act_pre_scale=None if pre_scale is None else pre_scale.to(dtype),
     )  # fmt: skip
-    return made
+    return tensor
 
 
-def _int4(
+def _int4_tensor(
     codes: Tensor, scale: Tensor, zero_point: Tensor, size: int, dtype: Any, pre_scale: Tensor | None
 ) -> Tensor:
     """Return a tensor for the host's kernel, which reads (code - 8) * scale + zero of codes from 0 to 15."""
@@ -144,11 +206,11 @@ def _int4(
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     zero = (8 - zero_point) * scale
     both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)
-    made: Tensor = Int4OpaqueTensor(
+    tensor: Tensor = Int4OpaqueTensor(
         packed, both, [1, size], codes.shape,
         act_pre_scale=None if pre_scale is None else pre_scale.to(dtype),
     )  # fmt: skip
-    return made
+    return tensor
 
 
 def weight_bytes(tensor: Any) -> int:
@@ -163,3 +225,138 @@ def weight_bytes(tensor: Any) -> int:
 def model_bytes(model: nn.Module) -> int:
     """Return the bytes of the parameters and buffers of a model; what is shared counts once."""
     return sum(map(weight_bytes, [*model.parameters(), *model.buffers()]))
+
+
+_TENSORS, _CONFIG, _FORMAT = "model.safetensors", "config.json", "pack-quantized"
+
+
+@deprecated(use="convert(model, tool, path)", since="amanda-compress 0.2", gone="0.4")
+def save_compressed(path: str | Path, model: nn.Module, tool: IntegerTool) -> Path:
+    """Write a checkpoint of integers; return the folder.  Deprecated: use `convert(model, tool, path)`."""
+    convert_checkpoint(model, tool, Path(path), force=True)
+    return Path(path)
+
+
+def convert_checkpoint(
+    model: nn.Module, tool: IntegerTool, folder: Path, force: bool = False
+) -> ConvertResult:
+    """Write a folder with the parameters of a model and its quantised weights, packed into integers.
+
+    model.safetensors has `weight_packed`, `weight_scale`, `weight_shape` and for unsymmetric integers
+    `weight_zero_point` in the place of each quantised weight; config.json has the `quantization_config`,
+    beside what `model.config` says if the model is of transformers.  The format is "pack-quantized".
+    Raises QuantizeError for a tool that has met another model, for quantised weights of others than linear
+    layers, for AWQ's scales of inputs that are not folded, for a checkpoint that is there already, and as
+    `convert` does; and FileError.
+    """
+    layers, skipped = linear_layers(model, tool)
+    unsupported = [place for place in skipped if place not in tool.left]
+    if unsupported:
+        raise QuantizeError(
+            f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
+        )
+    scaled = [name for name, (_, weight) in layers.items() if has_factors(weight)]
+    if scaled:
+        raise QuantizeError(
+            f"the layout has no place for the scales of the inputs of {', '.join(scaled)}: fold them by "
+            f"prepare(model, example) of the {type(tool).__name__} before its calibration and by "
+            "finalize(model) after it, or exclude these layers"
+        )
+    if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
+        raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
+    state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    rows = []
+    for name, (layer, weight) in layers.items():
+        prefix = f"{name}." if name else ""
+        del state[f"{prefix}weight"]
+        tensors = _packed_weight(layer, weight, tool)
+        state.update({prefix + part: value for part, value in tensors.items()})
+        bytes_after = sum(map(weight_bytes, tensors.values()))
+        rows.append(
+            (name, _FORMAT, tool.grid.bits, tool.size(weight), weight_bytes(layer.weight), bytes_after)
+        )
+    model_config: Any = getattr(getattr(model, "config", None), "to_dict", dict)
+    config = {**model_config(), "quantization_config": _quantization_config(model, tool, set(layers))}
+    state, text = _unshared(state), to_json(config, indent=2) + "\n"
+    _write_checkpoint(folder, state, text)
+    after = sum(map(weight_bytes, state.values()))
+    return ConvertResult(folder, rows, model_bytes(model), after, skipped)
+
+
+def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool) -> dict[str, Tensor]:
+    """Return the tensors of the layout for a weight, by the ends of their names."""
+    import torch
+
+    numbers = weight.numbers(("codes", "scale", "zero_point"))
+    codes = numbers["codes"].astype(np.int64) - tool.grid.low
+    tensors = {
+        "weight_packed": torch.from_numpy(packed(codes, tool.grid.bits)),
+        "weight_scale": torch.from_numpy(numbers["scale"]).to(layer.weight.dtype),
+        "weight_shape": torch.tensor(layer.weight.shape),
+    }
+    if not tool.grid.symmetric:
+        zeros = numbers["zero_point"].astype(np.int64).T - tool.grid.low
+        tensors["weight_zero_point"] = torch.from_numpy(packed(zeros, tool.grid.bits).T.copy())
+    return tensors
+
+
+def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> None:
+    """Write tensors and configuration into a folder; an error leaves an existing model file unchanged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / _TENSORS) as part:
+        try:
+            save_file(state, part, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+    write_file(folder / _CONFIG, config)
+
+
+def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
+    """Return rows of integers of so many bits, from 0, as rows of int32, the lowest bits first.
+
+    An integer may begin in one int32 and end in the next; zeros fill the last.
+    """
+    stream = ((codes[..., None] >> np.arange(bits)) & 1).astype(np.uint8).reshape(len(codes), -1)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return np.packbits(stream, axis=1, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _unshared(state: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors without duplicates of earlier ones, and copies of tensors that share a part of memory.
+
+    safetensors refuses tensors that share memory.
+    """
+    written: set[Any] = set()
+    unshared = {}
+    for name, tensor in state.items():
+        place, memory = (tensor.data_ptr(), tensor.shape, tensor.dtype), tensor.untyped_storage().data_ptr()
+        if tensor.numel() and place in written:
+            continue
+        unshared[name] = tensor.clone() if memory in written else tensor
+        written |= {place, memory}
+    return unshared
+
+
+def _quantization_config(model: nn.Module, tool: IntegerTool, layers: set[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint."""
+    import torch
+
+    linear = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear)
+    ]
+    weights = {
+        "num_bits": tool.grid.bits, "type": "int", "symmetric": tool.grid.symmetric,
+        "strategy": "channel" if tool.group_size is None else "group", "group_size": tool.group_size,
+        "dynamic": False, "observer": "minmax",
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": _FORMAT, "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": [name for name in linear if name not in layers],
+    }  # fmt: skip

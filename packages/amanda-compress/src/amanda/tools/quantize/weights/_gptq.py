@@ -1,4 +1,4 @@
-"""GPTQ: columns are rounded one by one, and those that follow make up for it (Frantar et al. 2022)."""
+"""GPTQ: round columns one by one, and correct the following columns (Frantar et al. 2022)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import Progress
 from amanda.tools.quantize._grid import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
-from amanda.tools.quantize.weights._grouping import Codes, dequantized, nearest, qparams
-from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits
+from amanda.tools.quantize.weights._integers import (
+    Codes,
+    IntegerTool,
+    WeightBits,
+    dequantized,
+    nearest,
+    qparams,
+)
 from amanda.tools.weights import SelectionOptions
 
 if TYPE_CHECKING:
@@ -21,19 +27,20 @@ Damping: TypeAlias = Annotated[float, Range(above=0, below=1)]
 
 
 class GPTQTool(IntegerTool, CalibratedTool):
-    """Quantises weights by GPTQ, which takes the inputs of their ops into account.
+    """Quantise weights by GPTQ: the least error of outputs for the inputs of a calibration.
 
-    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None: all.
-    symmetric: signed integers with zero as zero point, else unsigned ones.
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None for all.
+    symmetric: True for signed integers with zero point 0, False for unsigned integers.
     damping: share of the mean of the Hessian's diagonal that is added to the diagonal.  block: number of
     columns whose errors are passed on together.
-    act_order: True to round columns with larger inputs first.  Groups remain those of consecutive inputs,
-    with scales of the weight as it was, so that integers are stored in the order of the inputs.
-    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    act_order: True to round columns with larger inputs first.  Groups stay groups of consecutive inputs, with
+    scales of the unrounded weight, so that integers are stored in the order of the inputs.
+    type: globs of op types; None for every convolution and product.
+    module, exclude: globs of module paths to change, and to leave unchanged.
 
-    The Hessian of each weight comes from a calibration of the whole unquantised model, or in
-    `calibrate_in_order` of the model whose former weights are quantised.
-    Raises QuantizeError for options that make no sense.
+    The Hessian of each weight comes from a calibration of the unquantised model, or in `calibrate_in_order`
+    of the model whose earlier weights are quantised.
+    Raises QuantizeError for invalid options.
 
     >>> gptq = GPTQTool(bits=4, group_size=32)
     """
@@ -51,11 +58,11 @@ class GPTQTool(IntegerTool, CalibratedTool):
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
         self._damping, self._block, self._act_order = damping, block, act_order
-        self._turn: _Turn | None = None
+        self._batch_run: _BatchRun | None = None
 
     @checked(error=QuantizeError)
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
-        """Quantise weights in the order in which ops read them first, after which later inputs know of it.
+        """Quantise weights in the order of their first reads, each by inputs from already quantised weights.
 
         run: executes all batches with the model; it is called once for each weight, or for several weights
         that multiply one input, such as those of queries, keys and values.
@@ -64,40 +71,42 @@ class GPTQTool(IntegerTool, CalibratedTool):
         no op whose weight waits; then no weight has integers.
         Source: Frantar et al. 2022, sec. 4; `true_sequential` of the authors' code.
         """
-        turn: _Turn | None = None
+        batch_run: _BatchRun | None = None
         calls = done = 0
         try:
-            with self._collecting(), Progress(progress) as shown:
-                while turn is None or turn.waiting:
-                    self._turn = turn = _Turn()
+            with self._collecting(), Progress(progress) as display:
+                while batch_run is None or batch_run.waiting:
+                    self._batch_run = batch_run = _BatchRun()
                     run()
                     calls += 1
-                    if not turn.weights:
+                    if not batch_run.weights:
                         raise QuantizeError(
                             f"call {calls} of run read no weight that waits for a calibration: use "
                             f"calibrate_in_order within `with amanda.apply(tool)` of this "
                             f"{type(self).__name__}, and a function that executes all batches each time"
                         )
-                    done += len(turn.weights)
-                    names = ", ".join(weight.name for weight in turn.weights)
-                    shown.begin(done + len(turn.waiting), names, done - 1)
-                    for weight in turn.weights:
-                        self.settle(weight)
+                    done += len(batch_run.weights)
+                    names = ", ".join(weight.name for weight in batch_run.weights)
+                    display.begin(done + len(batch_run.waiting), names, done - 1)
+                    for weight in batch_run.weights:
+                        self.finish_calibration(weight)
                         weight.samples = None
-                    shown.done("left" if all(one.is_left for one in turn.weights) else "quantised")
+                    display.done(
+                        "left" if all(weight.is_skipped for weight in batch_run.weights) else "quantised"
+                    )
                 for weight in self.weights:
-                    if weight not in self.settled:
-                        self.settle(weight)
+                    if weight not in self.finished:
+                        self.finish_calibration(weight)
         except BaseException:
             self._expire()
             raise
         finally:
-            self._turn = None
+            self._batch_run = None
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
 
     def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
-        """Return True in a calibration of all weights, or if it is the turn of this one."""
-        return self._turn is None or self._turn.takes(weight, rows)
+        """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
+        return self._batch_run is None or self._batch_run.takes(weight, rows)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Choose the integers of a weight."""
@@ -115,10 +124,10 @@ class GPTQTool(IntegerTool, CalibratedTool):
             ) from error
 
 
-class _Turn:
-    """Weights that one run of all batches calibrates: the first to be read, and others that share its input.
+class _BatchRun:
+    """Weights that one run of all batches calibrates: the first that is read, and all that share its input.
 
-    weights: in order.  waiting: others that were read.
+    weights: in order.  waiting: weights for later runs.
     """
 
     def __init__(self) -> None:
@@ -170,26 +179,27 @@ def gptq(
     whole, dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else range(len(hessian))
     order = torch.as_tensor(order, device=matrix.device)
-    left = matrix.double().masked_fill(dead, 0)
-    first = qparams(matrix if whole else left.to(matrix.dtype), grid, group_size)
-    scale, zero_point = (one.double() for one in first)
+    remaining = matrix.double().masked_fill(dead, 0)
+    first = qparams(matrix if whole else remaining.to(matrix.dtype), grid, group_size)
+    scale, zero_point = (qparam.double() for qparam in first)
     inverse = _inverse(hessian.double()[order][:, order], damping)
-    left, codes, inputs = left[:, order], torch.empty_like(left), order.tolist()
+    remaining, codes, inputs = remaining[:, order], torch.empty_like(remaining), order.tolist()
     for start in range(0, len(inputs), block):
         end = min(start + block, len(inputs))
-        now, errors = left[:, start:end].clone(), torch.empty_like(left[:, start:end])
+        now, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
         for i, column in enumerate(range(start, end)):
             group = slice(inputs[column] // group_size, inputs[column] // group_size + 1)
             if column % group_size == 0 and not (whole or act_order):
-                columns = left[:, column : column + group_size].to(matrix.dtype)
+                columns = remaining[:, column : column + group_size].to(matrix.dtype)
                 scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
-            its = scale[:, group], zero_point[:, group]
-            code = nearest(now[:, i : i + 1], *its, grid)
+            qparams_of_group = scale[:, group], zero_point[:, group]
+            code = nearest(now[:, i : i + 1], *qparams_of_group, grid)
             codes[:, inputs[column]] = code[:, 0]
-            error = (now[:, i : i + 1] - dequantized(code, *its)) / inverse[column, column]
+            error = (now[:, i : i + 1] - dequantized(code, *qparams_of_group)) / inverse[column, column]
             now[:, i:] -= error * inverse[column, column:end]
             errors[:, i : i + 1] = error
-        left[:, end:] -= errors @ inverse[start:end, end:]
+        # One product for a block instead of one for each column (lazy batch updates of the source).
+        remaining[:, end:] -= errors @ inverse[start:end, end:]
     return Codes(codes, scale.to(matrix.dtype), zero_point.to(matrix.dtype))
 
 
@@ -199,6 +209,7 @@ def _inverse(hessian: Tensor, damping: float) -> Any:
 
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
+    # Inputs that are always 0 would make the Hessian singular.
     diagonal[diagonal == 0] = 1
     diagonal += damping * diagonal.mean()
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)

@@ -1,17 +1,16 @@
-"""Weights as integers: options, state and result that all methods share."""
+"""Weights as integers: rounding of groups, and options, state and result that all methods share."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import amanda
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._grid import Grid, QuantizeError
-from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight
-from amanda.tools.quantize.weights._grouping import Codes, dequantized
+from amanda.tools.quantize._grid import Grid, QuantizeError, choose_qparams
+from amanda.tools.quantize.weights._calibrated import INDEXED_ROWS, CalibratedTool, CalibratedWeight
 from amanda.tools.results import Column
 from amanda.tools.weights import (
     ParameterError,
@@ -28,16 +27,49 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class Codes(NamedTuple):
+    """Integers (outputs, inputs) of a matrix; scale and zero point of each group, (outputs, groups)."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+
+def qparams(matrix: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point, (outputs, groups), of groups of so many inputs, by their extremes."""
+    groups = matrix.reshape(len(matrix), -1, size)
+    return choose_qparams(groups.amin(-1), groups.amax(-1), grid)
+
+
+def nearest(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Return the integers nearest to a matrix, half to even: scale and zero point are those of its groups."""
+    groups = matrix.reshape(*scale.shape, -1)
+    codes = (groups * (1 / scale).unsqueeze(-1)).round() + zero_point.unsqueeze(-1)
+    return codes.clamp(grid.low, grid.high).reshape(matrix.shape)
+
+
+def quantized(matrix: Tensor, grid: Grid, size: int) -> Codes:
+    """Quantise a matrix by rounding to nearest, with a scale for each group."""
+    scale, zero_point = qparams(matrix, grid, size)
+    return Codes(nearest(matrix, scale, zero_point, grid), scale, zero_point)
+
+
+def dequantized(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return the dequantised matrix."""
+    groups = codes.reshape(*scale.shape, -1)
+    return ((groups - zero_point.unsqueeze(-1)) * scale.unsqueeze(-1)).reshape(codes.shape)
+
+
 WeightBits: TypeAlias = Annotated[int, Range(2, 8)]
 
 _PASSED_ON = frozenset({"detach", "data", "alias", "requires_grad"})
-"""Ops that hand a parameter on as it is, as `state_dict` does: other ops read what they return."""
+"""Ops that return their input unchanged, as in `state_dict`; only readers of their outputs count."""
 
 
 class QuantizedWeights(WeightResult):
-    """The weights that were quantised, with their bits and the number of weights that share a scale.
+    """The quantised weights, with their bits and the number of elements that share a scale.
 
-    calibration: how they were calibrated; "" for none, and for integers that were loaded.
+    calibration: how weights were calibrated; "" without a calibration, and for loaded integers.
     """
 
     name: ClassVar[str] = "quantized_weights"
@@ -55,21 +87,21 @@ class QuantizedWeights(WeightResult):
 
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
-        bits = None if weight.is_left else self._tool.grid.bits
-        return (*super().row(weight), bits, None if weight.is_left else self._tool.size(weight))
+        bits = None if weight.is_skipped else self._tool.grid.bits
+        return (*super().row(weight), bits, None if weight.is_skipped else self._tool.size(weight))
 
     def facts(self) -> Mapping[str, Any]:
-        """Return totals, what was left, and how weights were calibrated."""
+        """Return totals, reasons for skipped weights, and how weights were calibrated."""
         return {**super().facts(), "calibration": self.calibration}
 
     def notes(self) -> Sequence[str]:
-        """Return totals, how weights were calibrated, and what was left."""
-        first, *others = super().notes()
-        return [first, *([f"Calibrated {self.calibration}."] if self.calibration else []), *others]
+        """Return totals, how weights were calibrated, and reasons for skipped weights."""
+        first, *further_notes = super().notes()
+        return [first, *([f"Calibrated {self.calibration}."] if self.calibration else []), *further_notes]
 
 
 class IntegerTool(WeightTool[CalibratedWeight]):
-    """Base of tools whose ops compute with weights of integers, with a scale for each group of inputs."""
+    """Base class of tools that quantise weights to integers, with a scale for each group of inputs."""
 
     error = QuantizeError
     weight_type = CalibratedWeight
@@ -87,22 +119,23 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.grid = Grid.of(bits, symmetric)
         self.group_size = group_size
         self.other_readers: dict[Hashable, str] = {}
-        """By parameter, an op that reads it otherwise than as the whole weight of a linear layer."""
+        """By parameter: an op that reads the parameter other than as the whole weight of a linear layer."""
         self._storages: dict[int, Hashable] = {}
-        self.add_inst_for_op(self._note_other_readers)
+        self.add_inst_for_op(self._record_other_readers)
 
     @property
     def result(self) -> QuantizedWeights:
-        """The weights that were met, and those that are left."""
+        """The quantised weights, and reasons for skipped weights."""
         return QuantizedWeights(self)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take what `state_dict` gave, also in another process."""
+        """Load state that `state_dict` returned, also in another process."""
         super().load_state_dict(state, strict)
         self.other_readers.clear()
         self._storages.clear()
 
-    def _note_other_readers(self, context: amanda.OpContext) -> None:
+    def _record_other_readers(self, context: amanda.OpContext) -> None:
+        """Record ops that read a parameter other than as the whole weight of a linear layer."""
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()
@@ -119,19 +152,19 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if not context.namespace.matches("pytorch/*/eager"):
             holder = context.get_variable(position)
             if holder is not None:
-                held = parameter_store(holder).locate(holder, value)
-                if held is not None:
-                    yield held
+                location = parameter_store(holder).locate(holder, value)
+                if location is not None:
+                    yield location
             return
         for tensor in leaves([value]):
             if not tensors_of(tensor).is_strided(tensor):
                 continue
             holder, storage = parameter_store(tensor).owner(tensor), tensor.untyped_storage()._cdata
             if holder is not None:
-                held = parameter_store(holder).locate(holder, tensor)
-                assert held is not None  # the storage of a parameter that holds the tensor
-                self._storages[storage] = held[0]
-                yield held
+                location = parameter_store(holder).locate(holder, tensor)
+                assert location is not None  # the storage of a parameter that holds the tensor
+                self._storages[storage] = location[0]
+                yield location
             elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
                 yield self._storages[storage], parameter_store(tensor).whole(tensor)
 
@@ -140,7 +173,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return self.group_size or int(np.prod(weight.canonical_shape[1:]))
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Make room for the integers of a weight, unless groups do not fit."""
+        """Create the state for the integers of a weight; return a reason if groups do not fit."""
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         outputs, *inputs = weight.canonical_shape
@@ -161,31 +194,39 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return None
 
     def write(self, weight: CalibratedWeight, matrix: Tensor, codes: Codes) -> None:
-        """Keep the integers of a weight, and what tells its value from another."""
+        """Store the integers of a weight, and sums that identify the value they were computed from."""
         for name, value in codes._asdict().items():
             weight[name] = value
+        # Sum and norm identify the value: a copy would double the memory of the weights.
         weight["sums"] = sums_of(matrix)
 
     def check_model(self, model: Any) -> None:
-        """Raise QuantizeError if a weight lacks integers, or its value in a model is another than theirs.
+        """Raise QuantizeError if a weight has no integers, or its value in a model has changed since.
 
-        It is as it was when they were chosen, or what they stand for.  Packed tensors are not compared.
+        The dequantised value is valid too.  Packed tensors are not compared.
         """
         try:
-            held = {one.identity: one for one in parameter_store("torch").parameters(model)}
+            parameters = {
+                parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
+            }
             for weight in self.weights:
-                self._check(weight, held.get(weight.holder))
+                self._check_weight(weight, parameters.get(weight.holder))
         except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
-    def _check(self, weight: CalibratedWeight, held: StoredParameter | None) -> None:
-        if not (weight.is_ready or weight.is_left):
+    def _check_weight(self, weight: CalibratedWeight, parameter: StoredParameter | None) -> None:
+        """Raise QuantizeError for a weight without integers, or of a changed value."""
+        if not (weight.is_ready or weight.is_skipped):
             within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
             raise QuantizeError(
                 f"{weight.name} has no integers, since its last calibration was not completed: run the model "
                 f"in a scope of this {type(self).__name__}{within}, or exclude it"
             )
-        if weight.is_ready and held is not None and not _is_same(self, weight, held.read()):
+        if (
+            weight.is_ready
+            and parameter is not None
+            and not _has_unchanged_value(self, weight, parameter.read())
+        ):
             raise QuantizeError(
                 f"the integers of {weight.name} are of other values than it has: it was written after they "
                 "were chosen, or another tool changed what ops read; finalize that tool first, or call "
@@ -193,9 +234,9 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             )
 
     def write_rounded(self, model: Any, weights: Iterable[CalibratedWeight]) -> None:
-        """Write what the integers of some weights stand for into a model; computed weights stay.
+        """Write dequantised weights into a model; computed weights stay unchanged.
 
-        Raises QuantizeError where a parameter cannot be written; then all are as they were.
+        Raises QuantizeError for a parameter that cannot be written; an error restores all parameters.
         """
         ready = [weight for weight in weights if weight.is_ready and weight.holder is not None]
         try:
@@ -205,37 +246,40 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             raise QuantizeError(str(error)) from error
 
     def finalize(self, model: Any) -> Any:
-        """Write what the integers stand for into the weights of a model, see `WeightTool.finalize`.
+        """Write the dequantised weights into a model, see `WeightTool.finalize`.
 
-        Raises QuantizeError as that does, and where `check_model` does; then nothing is written.
+        Raises QuantizeError as `WeightTool.finalize` and `check_model` do; then nothing is written.
         """
         self.check_model(model)
         return super().finalize(model)
 
     @amanda.traceable
     def transform(self, value: Any, codes: Any, scale: Any, zero_point: Any, smoothing: Any = None) -> Any:
-        """Return what the integers stand for, divided by the scales of the inputs where there are some."""
-        made = dequantized(codes, scale, zero_point)
-        return (made if smoothing is None else made / smoothing).reshape(value.shape)
+        """Return the dequantised weight, divided by the scales of the inputs if there are any."""
+        matrix = dequantized(codes, scale, zero_point)
+        return (matrix if smoothing is None else matrix / smoothing).reshape(value.shape)
 
 
 def has_factors(weight: Weight) -> bool:
-    """Return True if the integers are of a weight whose inputs an op divides."""
+    """Return True if a weight has scales of its inputs that are not 1."""
     factors = weight.get("smoothing")
     return factors is not None and bool((factors != 1).any())
 
 
-def _is_same(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
-    """Return True if a weight has the value that its integers were chosen for, or that they stand for."""
+def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
+    """Return True if a weight has the value that was quantised, or the dequantised value."""
     if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
         return True
     value = whole if weight.part is None else whole.as_strided(*weight.part)
     # Elements that were cast to bfloat16 differ by up to 2 ** -9.
     share = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
-    found = sums_of(weight.plain(value))
+    present_sums = sums_of(weight.plain(value))
     return any(
-        bool((found - one).abs().max() <= share * one[1])
-        for one in (weight["sums"].to(found.device), sums_of(weight.plain(tool.finalized(weight, value))))
+        bool((present_sums - expected_sums).abs().max() <= share * expected_sums[1])
+        for expected_sums in (
+            weight["sums"].to(present_sums.device),
+            sums_of(weight.plain(tool.finalized(weight, value))),
+        )
     )
 
 
@@ -245,3 +289,27 @@ def sums_of(value: Tensor) -> Tensor:
 
     wide = value.double()
     return torch.stack([wide.sum(), wide.norm()])
+
+
+class NearestTool(IntegerTool):
+    """Quantise weights by rounding to nearest, with a scale for each group of inputs.
+
+    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None for all.
+    symmetric: True for signed integers with zero point 0, False for unsigned integers.
+    type: globs of op types; None for every convolution and product.
+    module, exclude: globs of module paths to change, and to leave unchanged.
+
+    Ops compute with the rounded weights, and `finalize` writes them into a model.
+    Raises QuantizeError for invalid options.
+
+    >>> nearest = NearestTool(bits=8, group_size=None)
+    """
+
+    leaves_rows = INDEXED_ROWS
+
+    def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
+        """Round a weight to nearest at its first read."""
+        if not weight.is_ready:
+            matrix = weight.matrix(present())
+            self.write(weight, matrix, quantized(matrix, self.grid, self.size(weight)))
+            weight.updated = 0

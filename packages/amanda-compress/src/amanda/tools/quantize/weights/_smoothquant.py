@@ -1,4 +1,4 @@
-"""SmoothQuant: outliers of activations move into weights (Xiao et al. 2022)."""
+"""SmoothQuant: move outliers of activations into weights (Xiao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amanda.options import Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
-from amanda.tools.quantize.weights._fold import FoldingTool, FoldResult, tied
+from amanda.tools.quantize.weights._scale_folding import FoldingTool, FoldResult, tied
 from amanda.tools.weights import ParameterSlice, ParameterStore, SelectionOptions
 
 if TYPE_CHECKING:
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class SmoothQuantTool(FoldingTool):
-    """Divides the inputs of products by a factor for each channel, and multiplies weights by it.
+    """Smooth activations: divide inputs of products by a factor for each channel, and multiply weights by it.
 
-    The products stay what they are, within rounding; a `QuantizeTool` that is applied after this tool
-    quantises what is smoother.  Each weight has its own factors, or after `prepare` each input; `finalize`
-    writes them into the layers that make the inputs.
+    Products stay the same within rounding; a `QuantizeTool` that is applied after this tool quantises smaller
+    outliers.  Each weight has factors of its own; after `prepare` weights of one input share factors, which
+    `finalize` folds into the layers that compute the input.
 
-    alpha: the share of the outliers' size, as an exponent, that moves from activations into weights.
-    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    alpha: exponent between 0 (activations unchanged) and 1 (outliers move into weights completely).
+    type: globs of op types; None for every convolution and product.
+    module, exclude: globs of module paths to change, and to leave unchanged.
 
     Raises QuantizeError for an alpha that is not between 0 and 1.
 
@@ -47,22 +48,24 @@ class SmoothQuantTool(FoldingTool):
         self._alpha = alpha
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Make room for the factor of each input channel."""
+        """Create the state for the factor of each input channel."""
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
         return None
 
     def factors(
-        self, given: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights of one input: maxima over a convolution's window are a channel's."""
         import torch
 
-        channels = given[0][0].canonical_shape[1]
-        most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in given]
-        largest = [matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in given]
-        both = (tied(torch.stack(one).amax(0), slots, "amax") for one in (most, largest))
+        channels = calibrated[0][0].canonical_shape[1]
+        most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in calibrated]
+        largest = [
+            matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
+        ]
+        both = (tied(torch.stack(maxima).amax(0), slots, "amax") for maxima in (most, largest))
         return smoothing(next(both), next(both)[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
@@ -77,6 +80,7 @@ class SmoothQuantTool(FoldingTool):
 
     @amanda.differentiable
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
+        """Return the input divided by the factors of its channels, and the unchanged weight."""
         weight = find(value, ParameterSlice.of_execution(run))
         if not isinstance(weight, CalibratedWeight):
             raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")
@@ -88,10 +92,9 @@ class SmoothQuantTool(FoldingTool):
     def finalize(self, model: Any) -> FoldResult:
         """Write the factors into the parameters of a model, which then computes the same without the tool.
 
-        A weight whose inputs no parameter can be divided for stays as it is, and so do all weights without
-        `prepare` before the calibration: see `left` of the result.
-        Raises QuantizeError for a model of which no weight was calibrated; after an exception model and tool
-        are as they were.
+        A weight whose input no parameter can absorb stays unchanged, and so do all weights without `prepare`
+        before the calibration: see `left` of the result.
+        Raises QuantizeError for a model without a calibrated weight; an exception restores model and tool.
         """
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             return self.write_factors(model, undo)

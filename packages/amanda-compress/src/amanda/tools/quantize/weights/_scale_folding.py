@@ -1,0 +1,412 @@
+"""Fold factors of inputs into the parameters that compute these inputs, so that no op divides by them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import amanda
+from amanda.options import deprecated
+from amanda.tools.libraries import numpy as np
+from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize.weights._calibrated import (
+    NOT_RUN,
+    CalibratedTool,
+    CalibratedWeight,
+    Samples,
+)
+from amanda.tools.results import Column, Result
+from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter, parameter_store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from typing_extensions import Unpack
+
+    from amanda.tools.quantize.weights._scale_tracing import FactorTracing
+    from amanda.tools.weights import SelectionOptions
+
+Axis = tuple[int, int]
+"""The identity of a parameter, and an axis of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Weights that multiply one input, and the parameters that compute that input.
+
+    slots: index of the factor of each channel of the input, (channels,); channels that share an element of a
+    parameter, such as those of queries that share a value, have the same index.
+    readers: the weights, by the axes of their inputs.  makers: index of the factor of each position
+    along an axis, or -1.  names: of all these parameters, by identity.
+    """
+
+    slots: NDArray[Any]
+    readers: Sequence[Axis]
+    makers: Mapping[Axis, NDArray[Any]]
+    names: Mapping[int, str]
+
+    def scales(self, factors: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield parameter, axis, and multipliers along the axis.  factors: (channels,)."""
+        factors = factors.cpu().double()  # a quotient in float32 would round once more
+        for identity, axis in self.readers:
+            yield identity, axis, factors
+        by_slot = factors.new_ones(int(self.slots.max()) + 2)
+        by_slot[self.slots] = factors  # the last one stays 1, for -1
+        for (identity, axis), slots in self.makers.items():
+            yield identity, axis, 1 / by_slot[slots]
+
+
+class FoldResult(Result):
+    """The weights whose input factors are folded, and the parameters that absorb these factors.
+
+    model: the model.  left: reasons why ops still divide inputs of other weights in a scope of the tool.
+    """
+
+    name: ClassVar[str] = "folded"
+    title = "Folded factors"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("weight"), Column("factors", show="{:,}".format, total=True), Column("divided"),
+    )  # fmt: skip
+
+    def __init__(self, model: nn.Module, folds: Sequence[Fold], left: Mapping[str, str]) -> None:
+        self.model, self.left = model, dict(left)
+        self._rows = [
+            (fold.names[reader], len(fold.slots), ", ".join(fold.names[maker] for maker, _ in fold.makers))
+            for fold in folds for reader, _ in fold.readers
+        ]  # fmt: skip
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each weight."""
+        return self._rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return reasons for weights that are not folded."""
+        return {"left": self.left}
+
+    def notes(self) -> Sequence[str]:
+        """Return reasons for weights that are not folded."""
+        return [
+            f"The inputs of {name} are still divided in a scope: {why}." for name, why in self.left.items()
+        ]
+
+
+class FoldingTool(CalibratedTool):
+    """Base class of calibrated tools that divide each input of a weight by a factor, `smoothing`.
+
+    `prepare` before the calibration finds the parameters that can absorb factors; weights that multiply one
+    input share factors.  `finalize` after the calibration writes the factors.
+    """
+
+    def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
+        super().__init__(**selected)
+        self._fold_by_weight: dict[int, Fold] | None = None
+        self._unfolded: dict[int, str] = {}
+        self._shared: dict[Fold, Tensor] = {}
+
+    def factors(
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    ) -> Tensor:
+        """Return the factors of weights that multiply one input.
+
+        calibrated: weight, matrix (outputs, K) and inputs of each.  slots: see `Fold`; None: all differ.
+        """
+        raise NotImplementedError
+
+    def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
+        """Find the parameters that make the inputs of products in a call of the model; call it at first.
+
+        The weights that multiply one input share their factors in calibrations from now on: the largest
+        magnitude of any, or the least error of all.  A normalisation, linear layer, convolution or parameter
+        can take factors if products alone read what it makes: also through ReLU, pooling, a product of two
+        tensors, and attention, of which it makes the values.  A cache of values that the model returns in an
+        object of its own holds divided ones.
+        The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result:
+        after `load_state_dict`, with the state that was loaded.
+        Raises QuantizeError for what is no torch.nn.Module, and where factors would change the results.
+        """
+        result = self._find_folds(model, example, kwargs)
+        return super().prepare(model, *example, **kwargs) if self.waiting_state() else result
+
+    @deprecated(use="prepare", since="amanda-compress 0.2", gone="0.4")
+    def plan_fold(self, model: nn.Module, *example: Any, **named: Any) -> None:
+        """Find the parameters that can take factors.  Deprecated: use `prepare`."""
+        self._find_folds(model, example, named)
+
+    def _find_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Find the parameters that can absorb factors, and check by a trial; return the model's result."""
+        import torch
+
+        from amanda.tools.prune.channels.tracing import Module
+        from amanda.tools.quantize.weights._scale_tracing import FactorTracing
+
+        if not isinstance(model, torch.nn.Module):
+            raise QuantizeError(
+                f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
+            )
+        subject, tracing = Module(model), FactorTracing(model)
+        with subject.evaluating(), amanda.disabled():
+            result = model(*example, **named)
+            expected = list(subject.floats(result))
+        with subject.evaluating():
+            tracing.follow(example, named)
+        identities = {
+            f"{path}.{name}" if path else name: self.identity_of(parameter, module)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
+        folds, unfolded = _folds_of(tracing, identities)
+        with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
+            actual = list(subject.floats(model(*example, **named)))
+        for (before, epsilon), (after, _) in zip(expected, actual, strict=True):
+            if before.size and not np.abs(before - after).max() <= max(
+                np.abs(before).max() * epsilon**0.5, epsilon
+            ):
+                raise QuantizeError(
+                    f"the {type(model).__name__} computes something else with factors in its parameters: it "
+                    "reads a tensor by other means than ops, draws random numbers, or computes NaN"
+                )
+        self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
+        self._unfolded = unfolded
+        return result
+
+    @deprecated(use="finalize", since="amanda-compress 0.2", gone="0.4")
+    def fold(self, model: nn.Module) -> FoldResult:
+        """Write the factors into the parameters of a model.  Deprecated: use `finalize`."""
+        if self._fold_by_weight is None:
+            raise QuantizeError(
+                f"call prepare(model, example) of this {type(self).__name__} before its calibration: it "
+                "finds the parameters that can take the factors"
+            )
+        with amanda.disabled(), ParameterStore.undone_on_error() as undo:
+            return self.write_factors(model, undo)
+
+    def write_factors(self, model: nn.Module, undo: list[Callable[[], Any]]) -> FoldResult:
+        """Multiply weights of a model by their factors, and divide the parameters that make their inputs.
+
+        The model computes the same within the rounding of its parameters, and no op divides by a factor that
+        is written.  Weights whose factors have no such place stay, and ops go on dividing their inputs in a
+        scope of the tool: see `left` of the result.
+        undo: what undoes the changes is added to it.  Raises QuantizeError for another model.
+        """
+        try:
+            return self._write_folds(model, self._fold_by_weight or {}, undo)
+        except ParameterError as error:
+            raise QuantizeError(str(error)) from error
+
+    def _write_folds(
+        self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
+    ) -> FoldResult:
+        """Scale all parameters of the folds that can be written; return the result."""
+        parameters = {
+            parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
+        }
+        weights = {
+            weight.holder: weight for weight in self.weights if weight.is_ready and weight.part is None
+        }
+        if not parameters.keys() & weights.keys():
+            raise QuantizeError(
+                f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
+                "within tool.calibrating() first"
+            )
+        unplanned = "prepare(model, example) was not called before the calibration"
+        unmet = (
+            unplanned if self._fold_by_weight is None else "prepare met no product with the whole parameter"
+        )
+        skipped, written = dict[str, str](), list[Fold]()
+        for weight in self.weights:
+            fold = None if weight.part is not None else folds.get(weight.holder)
+            if fold is None:
+                if weight.is_ready:
+                    skipped[weight.name] = self._unfolded.get(weight.holder, unmet)
+            elif fold not in written:
+                why = self._why_not_writable(fold, weights, parameters)
+                if why is None:
+                    written.append(fold)
+                elif weight.is_ready:
+                    skipped[weight.name] = why
+        scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        for fold in written:
+            factors = weights[fold.readers[0][0]]["smoothing"]
+            for identity, axis, scale in fold.scales(factors):
+                scales[identity].append((axis, scale))
+        for identity, parameter_scales in scales.items():
+            parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
+        readers = {identity for fold in written for identity, _ in fold.readers}
+        for identity, parameter_scales in scales.items():
+            if identity in weights:
+                undo.append(_state_restorer(weights[identity]))
+                self.on_folded(
+                    weights[identity], parameters[identity].read(), parameter_scales, identity in readers
+                )
+        return FoldResult(model, written, skipped)
+
+    def on_folded(
+        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
+    ) -> None:
+        """Fit the state of a weight to its new value.
+
+        scales: what the parameter was multiplied by along axes.  is_read: True if these are its factors, too.
+        """
+        if is_read:
+            weight["smoothing"] = 1
+
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+        """Find the factors of a weight, or of all that share them."""
+        fold = self._fold_of(weight)
+        if fold is None:
+            weight["smoothing"] = self.factors([(weight, matrix, samples)], None)
+            return
+        if fold not in self._shared:
+            calibrated = [
+                (sibling, sibling.matrix(sibling.samples.weight), sibling.samples) for sibling in self.weights
+                if self._fold_of(sibling) is fold and sibling.samples is not None
+                and sibling.skip_reason == NOT_RUN
+            ]  # fmt: skip
+            for sibling, _, sibling_samples in calibrated:
+                sibling.check(sibling_samples)
+            self._shared[fold] = self.factors(calibrated, fold.slots)
+        weight["smoothing"] = self._shared[fold]
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Return a context that begins a calibration anew, with factors anew."""
+        with super()._collecting():
+            try:
+                yield
+            finally:
+                self._shared.clear()
+
+    def _fold_of(self, weight: CalibratedWeight) -> Fold | None:
+        """Return the fold that a weight is read in; None without a fold."""
+        fold = None if weight.part is not None else (self._fold_by_weight or {}).get(weight.holder)
+        smoothing = weight.get("smoothing")
+        return (
+            fold if fold is not None and smoothing is not None and len(smoothing) == len(fold.slots) else None
+        )
+
+    def _why_not_writable(
+        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
+    ) -> str | None:
+        """Return why the factors of a fold cannot be written; None if they can."""
+        parts = {weight.holder for weight in self.weights if weight.part is not None}
+        for identity, _ in (*fold.readers, *fold.makers):
+            if identity not in parameters:
+                return f"{fold.names[identity]} is no parameter of the model"
+            if identity in parts:
+                return f"ops read {fold.names[identity]} in parts"
+        for identity, _ in fold.readers:
+            if identity not in weights:
+                return f"the product with {fold.names[identity]} reads its input too, which has no factors"
+            if len(weights[identity]["smoothing"]) != len(fold.slots):
+                return "its factors differ within the window of a convolution"
+        first, *further = [weights[identity]["smoothing"] for identity, _ in fold.readers]
+        _, places = np.unique(fold.slots, return_index=True)
+        if not all(bool((factors == first).all()) for factors in [*further, first[places[fold.slots]]]):
+            return "its factors are of a calibration before prepare, and others of the same input differ"
+        return None
+
+
+def tied(values: Tensor, slots: NDArray[Any] | None, how: str) -> Tensor:
+    """Return for each channel the amax or mean of the values of all channels that have its factor."""
+    import torch
+
+    if slots is None:
+        return values
+    index = torch.as_tensor(slots, device=values.device)
+    start = values.new_zeros(int(slots.max()) + 1)
+    return start.scatter_reduce(0, index, values, how, include_self=False)[index]
+
+
+def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
+    """Return the folds of a traced call, and reasons for weights without a fold."""
+    from amanda.tools.quantize.weights._scale_tracing import UNMADE
+
+    labels = tracing.notes.labels
+    multiplied = {
+        label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
+    }
+    produced, reasons = labels.output_labels(), labels.whole_roots()
+    for root in labels.roots(np.array(sorted(multiplied & produced), int)).tolist():
+        reasons.setdefault(root, "another op reads its weight otherwise")
+    names = {identity: name for name, identity in reversed(list(identities.items()))}
+    readers: dict[Axis, NDArray[Any]] = {}
+    makers: dict[Axis, NDArray[Any]] = {}
+    for name, families in tracing.channels.items():
+        for family in families if name in identities else ():
+            axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
+            kind = readers if int(channels[0]) in multiplied else makers
+            kind[identities[name], axis] = labels.roots(channels)
+    is_made = {root for roots in makers.values() for root in roots.tolist()}
+    unfolded: dict[int, str] = {}
+    alike: dict[tuple[int, ...], list[Axis]] = defaultdict(list)
+    of_root: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for axis_of, roots in readers.items():
+        key = tuple(roots.tolist())
+        alike[key].append(axis_of)
+        for root in key:
+            of_root[root].add(key)
+    folds = []
+    for key, reader_axes in alike.items():
+        why = next((reasons[root] for root in key if root in reasons), None)
+        if why is None and not is_made.issuperset(key):
+            why = UNMADE
+        if why is None and any(len(of_root[root]) > 1 for root in key):
+            why = "another product reads a part of its input, or more than that"
+        if why is not None:
+            unfolded.update({identity: why for identity, _ in reader_axes})
+            continue
+        slot = {root: i for i, root in enumerate(dict.fromkeys(key))}
+        maker_slots = {
+            axis_of: np.array([slot.get(root, -1) for root in roots.tolist()])
+            for axis_of, roots in makers.items() if not slot.keys().isdisjoint(roots.tolist())
+        }  # fmt: skip
+        fold_names = {identity: names[identity] for identity, _ in (*reader_axes, *maker_slots)}
+        folds.append(Fold(np.array([slot[root] for root in key]), reader_axes, maker_slots, fold_names))
+    return folds, unfolded
+
+
+@contextmanager
+def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
+    """Return a context with trial factors in the parameters: powers of two, which round nothing."""
+    import torch
+
+    parameters = {parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)}
+    undo: list[Callable[[], Any]] = []
+    try:
+        for fold in folds:
+            factors = torch.as_tensor(2.0 ** (fold.slots % 3 - 1))
+            for identity, axis, scale in fold.scales(factors):
+                parameters[identity].change(partial(_scale_axes, scales=[(axis, scale)]), undo=undo)
+        yield
+    finally:
+        for back in reversed(undo):
+            back()
+
+
+def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return a tensor times vectors along axes, rounded once to its own type."""
+    import torch
+
+    scaled = value.to(torch.float64 if value.device.type != "mps" else torch.float32)
+    for axis, scale in scales:
+        extents = [-1 if i == axis else 1 for i in range(value.ndim)]
+        scaled = scaled * scale.to(scaled).reshape(extents)
+    return scaled.to(value.dtype)
+
+
+def _state_restorer(weight: CalibratedWeight) -> Callable[[], None]:
+    """Return a function that restores the present state of a weight."""
+    state = {
+        name: weight[name].clone() for name in ("smoothing", "scale", "sums") if weight.get(name) is not None
+    }
+
+    def restore() -> None:
+        for name, value in state.items():
+            weight[name] = value
+
+    return restore

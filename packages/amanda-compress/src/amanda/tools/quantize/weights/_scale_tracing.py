@@ -1,0 +1,246 @@
+"""Rules that trace factors of channels from the parameters that compute a tensor to products that read it.
+
+Channels have labels: if the channels of a parameter are divided by factors, so are all tensors with its
+labels, until a product whose weight has the same labels and is multiplied by the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from amanda.tools.kit import leaves
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS
+from amanda.tools.prune.channels.tracing import (
+    Call,
+    Families,
+    Family,
+    ModuleTracing,
+    Rule,
+    Work,
+    concatenated,
+    convolution,
+    fresh,
+    linear,
+    same_channels,
+    shaped,
+    varying,
+)
+
+UNMADE = "no parameter that could be divided makes its input"
+
+
+def stopped(call: Call) -> Sequence[Families]:
+    """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
+    call.leave_all(f"{call.place} reads its input too")
+    return [_unmade(call, output, f"{call.place} makes its input, through which no factor passes")
+            for output in call.outputs]  # fmt: skip
+
+
+def _unmade(call: Call, output: Any, reason: str) -> Families:
+    label = call.labels.fresh(1).reshape((1,) * output.ndim)
+    call.labels.leave(label, reason)
+    return (label,)
+
+
+def _read(call: Call, value: Any, axis: int, inputs: Family | None) -> None:
+    """Match the channels of a product's input with those of its weight."""
+    families = call.of(value)
+    along_other_axes = [family for family in families if varying(family) - {axis % value.ndim}]
+    call.labels.leave(along_other_axes, f"{call.place} reads its input too")
+    channels = call.along(tuple(family for family in families if family.size > 1), axis)
+    if inputs is not None and channels is not None:
+        call.labels.unite(channels, inputs)
+    elif inputs is not None and families:
+        call.labels.unite(inputs, families[0].reshape(-1)[:1])
+    call.labels.leave(inputs if inputs is not None and channels is None else (), UNMADE)
+    call.labels.leave(
+        channels if channels is not None and inputs is None else (), f"{call.place} reads its input too"
+    )
+
+
+def layer(call: Call) -> Sequence[Families]:
+    """Pass the factors of a linear layer's or convolution's input on to its weight; its outputs are made."""
+    value, weight = call.inputs[:2]
+    if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
+        return stopped(call)
+    axis = 1 - weight.ndim if call.type != "linear" else -1
+    inputs = [family.reshape(-1) for family in call.of(weight) if family.shape[1] > 1]
+    _read(call, value, axis, inputs[0] if inputs else None)
+    outputs = (linear if call.type == "linear" else convolution)(call)
+    return [tuple(family for family in outputs[0] if family.shape[axis] > 1)]
+
+
+def product(call: Call) -> Sequence[Families]:
+    """Pass factors on to a parameter on the right; a product of other tensors has those of its columns."""
+    product = MATRIX_PRODUCTS[call.type]
+    value, weight = (call.inputs[position] for position in product.factors)
+    added = [] if product.bias is None else [call.inputs[product.bias]]
+    output = call.outputs[0]
+    if call.name_of(weight) is not None and weight.ndim == 2:
+        inputs, outputs = (
+            next((family.reshape(-1) for family in call.of(weight) if family.shape[axis] > 1), None)
+            for axis in (0, 1)
+        )
+        _read(call, value, -1, inputs)
+        call.labels.produce(outputs)
+        call.match_vector(outputs, *added)
+        call.notes.work.append(Work(0, outputs, inputs))
+        return [shaped(outputs, output.ndim - 1, output.ndim)]
+    if added or min(value.ndim, weight.ndim) < 2:
+        return stopped(call)
+    return _mixed(call, call.of(weight), [value])
+
+
+def attention(call: Call) -> Sequence[Families]:
+    """Pass the factors of values on; whatever else attention reads has none."""
+    query, key, value, *masks = call.inputs
+    families, times = call.of(value), query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
+    families = tuple(
+        family.repeat(times, -3) if times > 1 and family.shape[-3] > 1 else family for family in families
+    )
+    return _mixed(call, families, [query, key, *masks])
+
+
+def _mixed(call: Call, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
+    """Pass on the factors of a tensor whose rows the op adds up, by weights that other tensors are."""
+    for tensor in factors:
+        call.labels.leave(call.of(tensor), f"{call.place} reads its input too")
+    passed = [family for family in families if family.shape[-2] == 1]
+    call.labels.leave(
+        [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
+    )
+    if not passed:
+        return stopped(call)
+    rank = call.outputs[0].ndim
+    return [_ranked(tuple(passed), rank)]
+
+
+def normalised(call: Call) -> Sequence[Families]:
+    """Leave the input of a normalisation, and match its outputs with its weight and bias."""
+    call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
+    weight, output = call.value("weight"), call.outputs[0]
+    if weight is None or weight.ndim != 1 or not varies(call.of(weight)):
+        return [_unmade(call, output, f"{call.place} makes its input without a weight for each channel")]
+    channels = call.along(call.of(weight), 0)
+    call.match_vector(channels, call.value("bias"))
+    axis = output.ndim - 1 if call.type in ("layer_norm", "rms_norm") else 1
+    return [shaped(channels, axis, output.ndim)]
+
+
+def scaled(call: Call) -> Sequence[Families]:
+    """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's."""
+    tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
+    carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
+    if not carriers or (call.type == "div" and tensors[0] is not call.inputs[0]):
+        return stopped(call)
+    carrier = max(reversed(carriers), key=lambda tensor: call.name_of(tensor) is not None)
+    if len(tensors) > 1:
+        second = next((tensor for tensor in tensors if tensor is not carrier), carrier)
+        call.labels.leave(call.of(second), f"{call.place} reads its input too")
+    return [_ranked(call.of(carrier), call.outputs[0].ndim)]
+
+
+def added(call: Call) -> Sequence[Families]:
+    """Make the factors of tensors the same that are added; where one has none, the others have none."""
+    terms = dict(zip(call.names, call.inputs, strict=False))
+    terms.pop("alpha", None)
+    rank = call.outputs[0].ndim
+    term_families = [_ranked(call.of(term), rank) for term in terms.values() if hasattr(term, "shape")]
+    axes = [[varying(family) for family in families if family.size > 1] for families in term_families]
+    if len(term_families) != 2 or any(len(term_axes) != 1 or term_axes != axes[0] for term_axes in axes):
+        for families in term_families:
+            call.labels.leave(families, f"{call.place} adds something else to its input")
+        return stopped(call)
+    first, second = (next(family for family in families if family.size > 1) for families in term_families)
+    call.labels.unite(first, second)
+    return [(np.broadcast_arrays(first, second)[0],)]
+
+
+def averaged(call: Call) -> Sequence[Families]:
+    """Pass factors on along axes over which the op computes no mean or sum."""
+    value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
+    axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    passed = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
+    if len(passed) < len(call.of(value)) or not output.is_floating_point():
+        return stopped(call)
+    dropped = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
+    return [tuple(np.squeeze(family, dropped) for family in passed)]
+
+
+def moved(call: Call) -> Sequence[Families]:
+    """Move labels as an op moves elements that no other tensor selects."""
+    if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
+        return stopped(call)
+    output_families: list[list[Family]] = [[] for _ in call.outputs]
+    for family in call.of(call.inputs[0]):
+        labels = call.moved(family) if family.size > 1 else [family] * len(output_families)
+        for families, moved_family, output in zip(output_families, labels, call.outputs, strict=True):
+            if family.size > 1:
+                moved_family = call.labels.compressed(moved_family, f"{call.place} reads its input too")
+            if moved_family is not None:
+                is_single = moved_family.size <= 1
+                families.append(moved_family.reshape((1,) * output.ndim) if is_single else moved_family)
+    return [tuple(families) for families in output_families]
+
+
+def passed(call: Call) -> Sequence[Families]:
+    """Pass factors on through a function f with f(x / s) = f(x) / s; of a type that has fractions."""
+    pads = call.value("value", 0) if "pad" in call.type else 0
+    return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
+
+
+def varies(families: Families) -> bool:
+    """Return True if a tensor has channels, which may have factors."""
+    return any(family.size > 1 for family in families)
+
+
+def _ranked(families: Families, rank: int) -> Families:
+    return tuple(family.reshape((1,) * (rank - family.ndim) + family.shape) for family in families)
+
+
+def _flowing(rule: Rule, call: Call) -> Sequence[Families]:
+    """Follow an op with a rule, and note the parameters whose channels it makes tensors of."""
+    for value in leaves(call.inputs):
+        for family in call.of(value) if call.name_of(value) is not None else ():
+            call.labels.produce(family)
+    return rule(call)
+
+
+def _by_word(table: dict[str, Callable[[Call], Sequence[Families]]]) -> dict[str, Rule]:
+    return {word: partial(_flowing, rule) for words, rule in table.items() for word in words.split()}
+
+
+class FactorTracing(ModuleTracing):
+    """Follows factors through a call of a module."""
+
+    returned = "the model returns its input"
+
+    def rule(self, type: str) -> Rule:
+        """Return the rule for an op's word."""
+        return _RULES.get(type, stopped)
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("linear", *CONVOLUTIONS), layer),
+    **dict.fromkeys(("matmul", "addmm"), product),
+    **_by_word({
+        "layer_norm rms_norm batch_norm instance_norm group_norm": normalised, "mul div": scaled,
+        "add sub": added, "mean sum": averaged, "cat": concatenated,
+        "scaled_dot_product_attention": attention,
+        "reshape transpose permute getitem unbind split split_with_sizes chunk tensor_split unsqueeze "
+        "squeeze expand expand_as select narrow slice repeat repeat_interleave tile broadcast_to flip":
+            moved,
+        "relu leaky_relu neg abs dropout feature_dropout clone contiguous to detach data alias "
+        "requires_grad max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d pad "
+        "constant_pad_nd reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d "
+        "upsample_bicubic2d interpolate": passed,
+    }),
+    **dict.fromkeys((
+        "shape size dim numel zeros_like ones_like empty_like full_like "
+        "new_zeros new_ones new_empty new_full".split()
+    ), fresh),
+}  # fmt: skip

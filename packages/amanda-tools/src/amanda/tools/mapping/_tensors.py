@@ -1,0 +1,112 @@
+"""Facts of tensors: their library, the size of their elements, and the part that a process holds."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from amanda.tools.libraries import infer_backend, register_backend
+
+_FRAMEWORKS = ("torch", "tensorflow")
+
+
+def backend_of(value: Any) -> str:
+    """Return autoray's name of the library that computes with a value.
+
+    A subclass of a framework's tensors is that framework's, and autoray's functions take it from then on.
+    """
+    return _framework_of_class(value.__class__) or str(infer_backend(value))
+
+
+@cache
+def _framework_of_class(kind: Any) -> str | None:
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    framework = next((root for root in roots if root in _FRAMEWORKS), None)
+    if framework is not None:
+        register_backend(kind, framework)
+    return framework
+
+
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+@cache
+def itemsize(dtype: str | None) -> int | None:
+    """Bytes of an element of a type, by the name that `context["dtype"]` gives; None of another name.
+
+    >>> itemsize("bfloat16"), itemsize("complex64"), itemsize("float8_e4m3fn"), itemsize("string")
+    (2, 8, 1, None)
+    """
+    if dtype == "bool":
+        return 1
+    bits = _BITS.match(dtype or "")
+    return (int(bits[1]) + 7) // 8 if bits else None
+
+
+def local(tensor: Any) -> Any:
+    """Return the part of a tensor that this process holds: the shard of a DTensor, all of any other tensor.
+
+    One that a collective is still making is waited for.  Without a gradient where it is not `tensor` itself.
+    """
+    if not _is_wrapper(tensor.__class__):
+        return tensor
+    import torch
+
+    with torch.no_grad():
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.detach().to_local()
+        return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """Return all of a DTensor, which its ranks gather; any other tensor as it is."""
+    return tensor.full_tensor() if _is_distributed(tensor.__class__) else tensor
+
+
+def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
+    """Return a tensor that each rank has as a DTensor beside another one; as it is beside other tensors.
+
+    placed: with the placements of that, else whole on each rank.
+    """
+    if not _is_distributed(like.__class__) or _is_distributed(tensor.__class__):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    dtensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return dtensor.redistribute(mesh, like.placements) if placed else dtensor
+
+
+def is_partial(tensor: Any) -> bool:
+    """Return True for a DTensor whose values are a reduction over processes that has not run yet."""
+    if not _is_wrapper(tensor.__class__):
+        return False
+    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
+
+
+def share(tensors: Any) -> float:
+    """Return the share of an op that this process computes, by the first DTensor among its outputs; else 1.
+
+    A result that is sharded, or is yet to be reduced, takes each process its part; a replicated one all.
+    """
+    for tensor in tensors:
+        if _is_wrapper(tensor.__class__) and hasattr(tensor, "placements"):
+            whole = tensor.numel()
+            part = local(tensor).numel() / whole if whole else 1.0
+            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            for placement, size in sizes:
+                part /= size if placement.is_partial() else 1
+            return float(part)
+    return 1.0
+
+
+@cache
+def _is_wrapper(kind: Any) -> bool:
+    """Return True for the classes of DTensors and of results of collectives that have not arrived."""
+    return hasattr(kind, "to_local") or hasattr(kind, "trigger_wait")
+
+
+@cache
+def _is_distributed(kind: Any) -> bool:
+    return hasattr(kind, "full_tensor")

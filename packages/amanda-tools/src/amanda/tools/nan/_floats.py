@@ -1,0 +1,269 @@
+"""Floating tensors: NaN and Inf in them, summaries, and the recorded inputs of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from math import isfinite, isnan, prod
+from operator import or_
+from typing import Any, NamedTuple
+from weakref import ref
+
+from amanda.tools.kit import OpTensor, op_tensors, tensors_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.results import made_of, number_of
+
+
+class Summary(NamedTuple):
+    """Shape, element type, numbers of NaN and infinite elements, and the range of the finite elements.
+
+    least, most, mean: of the finite elements; None where there are none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nan: int
+    inf: int
+    least: float | None = None
+    most: float | None = None
+    mean: float | None = None
+
+    @classmethod
+    def of(cls, tensor: Any, dtype: str) -> Summary:
+        """Return the summary of a floating tensor, or of the magnitudes of a complex tensor."""
+        tensors = tensors_of(tensor)
+        shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
+        if numbers is None:
+            return cls(shape, dtype, 0, 0)
+        finite = do("isfinite", numbers)
+        nan, inf = (int(do("count_nonzero", do(test, numbers))) for test in ("isnan", "isinf"))
+        finite_count = prod(map(int, numbers.shape)) - nan - inf
+        if finite_count == 0:
+            return cls(shape, dtype, nan, inf)
+        infinite = do("full_like", numbers, float("inf"))
+        least = float(do("min", do("where", finite, numbers, infinite)))
+        most = float(do("max", do("where", finite, numbers, -infinite)))
+        mean = float(do("sum", do("where", finite, numbers, do("zeros_like", numbers)))) / finite_count
+        return cls(shape, dtype, nan, inf, least, most, mean)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Summary:
+        """Return the summary that `_asdict` described."""
+        numbers = {name: number_of(fields[name]) for name in ("least", "most", "mean")}
+        return made_of(cls, {**fields, **numbers, "shape": tuple(fields["shape"])})
+
+    def __str__(self) -> str:
+        extents = "x".join(map(str, self.shape)) or "scalar"
+        parts = [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+        if self.least is not None:
+            parts.append(f"{self.least:.3g} to {self.most:.3g}, mean {self.mean:.3g}")
+        return f"{self.dtype} {extents}: {', '.join(parts)}"
+
+
+NAN, INF = 1, 2
+"""Flags of what a tensor holds."""
+
+
+def nonfinite_flags(tensor: Any, inf: bool) -> int:
+    """Return NAN, INF, both or neither for the content of a tensor; INF only if `inf` is True.
+
+    One pass computes the sum, which is finite only if all elements are; further passes only if it is not.
+    """
+    tensors = tensors_of(tensor)
+    total = tensors.checksum(tensor)
+    if isfinite(total) or not (inf or isnan(total)):
+        return 0
+    numbers = tensors.stored_values(tensor, widen=True)
+    flags = NAN if isnan(total) and bool(do("any", do("isnan", numbers))) else 0
+    return flags | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
+
+
+def are_finite(values: Sequence[Any]) -> bool:
+    """Return True if all values are arrays of finite numbers in host memory; a hot path.
+
+    False proves nothing, since a sum of squares may overflow.  values: of one library.
+    """
+    arrays = tensors_of(values[0]).shared_floats(values) if values else []
+    if arrays is None:
+        return False
+    small: dict[Any, list[Any]] = {}
+    for array in arrays:
+        row, kind = array.ravel(), array.dtype
+        if row.size <= _SMALL:
+            small.setdefault(kind, []).append(row)
+        elif not _is_finite(row):
+            return False
+    return all(_is_finite(np.concatenate(rows)) for rows in small.values())
+
+
+_SMALL = 1024
+"""Elements below which it pays to look at arrays together."""
+
+
+def _is_finite(row: Any) -> bool:
+    is_single = row.dtype == np.float32  # BLAS takes several threads for other types
+    return isfinite(abs(row.dot(row) if is_single else tensors_of(row).total(row)))
+
+
+Dtype = Callable[[Any], str | None]
+"""Returns the name of a tensor's element type, None of any other value."""
+
+_FLOATING = ("float", "bfloat", "half", "complex")
+_UNKNOWN_VERSION = -1
+"""Version of an inference tensor, which does not count writes."""
+
+
+def floating(
+    values: Sequence[Any], dtype: Dtype, leave: Callable[[OpTensor, str], None] | None = None
+) -> Iterator[OpTensor]:
+    """Yield the floating and complex tensors among values; dtype: what StandardMapping writes.
+
+    leave: called with a tensor that cannot be read, and why.
+    """
+    return op_tensors(values, dtype, kinds=_FLOATING, leave=leave)
+
+
+class Floats(NamedTuple):
+    """Floating tensors among the inputs or outputs of an execution, by flat index.
+
+    holds: flags of NaN and Inf, of the tensors that hold any.
+    """
+
+    tensors: Mapping[int, OpTensor] = {}
+    holds: Mapping[int, int] = {}
+
+    @classmethod
+    def of(
+        cls, values: Sequence[Any], dtype: Dtype, inf: bool, known_flags: Mapping[int, int] | None = None
+    ) -> Floats:
+        """Look for NaN, and Inf if `inf`, in the tensors among values; known_flags: flags of some of them."""
+        known_flags = known_flags or {}
+        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floating(values, dtype)}
+        holds: dict[int, int] = {}
+        for i, op_tensor in tensors.items():
+            flags = known_flags[i] if i in known_flags else nonfinite_flags(op_tensor.tensor, inf)
+            if flags:
+                holds[i] = flags
+        return cls(tensors, holds)
+
+    @property
+    def flags(self) -> int:
+        """NAN, INF, both or neither, of all tensors together."""
+        return reduce(or_, self.holds.values(), 0)
+
+    def summaries(self, indices: Iterable[int]) -> dict[int, Summary]:
+        """Summarise some of the tensors."""
+        return {i: Summary.of(self.tensors[i].tensor, self.tensors[i].dtype) for i in indices}
+
+
+class RecordedInputs(NamedTuple):
+    """Inputs of one execution; weak references for tensors of PyTorch.
+
+    flags: of NaN and Inf, by flat index, of the tensors that were looked at before the op.
+    alive: strong references to the inputs in graphs, whose caller may free them before the op ends.
+    """
+
+    values: Sequence[Any]
+    flags: Mapping[int, int]
+    alive: Sequence[Any]
+
+
+class InputRecorder:
+    """Record the inputs of one op, and examine them only if an output is not finite.
+
+    Inputs that the op writes must be examined before it runs.  The first execution shows which these are, so
+    all inputs are examined before the first execution.
+    dtype: `dtype` of StandardMapping.  inf: look for Inf too.  in_place: the op writes its first input.
+    is_eager: the caller of the op holds the inputs until the op ends.
+    """
+
+    def __init__(self, dtype: Dtype, inf: bool, in_place: bool, is_eager: bool) -> None:
+        self._dtype, self._inf, self._in_place, self._is_eager = dtype, inf, in_place, is_eager
+        self._written: frozenset[int] | None = None  # flat indices
+
+    def record(self, values: Sequence[Any]) -> RecordedInputs:
+        """Record the inputs of an execution that begins."""
+        references = _references(values)
+        written = self._written
+        if written is None and not any(isinstance(leaf, tuple) for leaf in _flatten(references)):
+            written = self._written = frozenset()  # tensors that no op writes
+        flags: dict[int, int] = {}
+        if written is None or written:
+            for leaf in floating(values, self._dtype):
+                if written is None or leaf.flat_index in written:
+                    flags[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._inf)
+        if self._in_place and references:
+            references[0] = self._copy_floats(values[0])
+        return RecordedInputs(references, flags, () if self._is_eager else values)
+
+    def _copy_floats(self, value: Any) -> Any:
+        """Return copies of floating tensors, which the op does not overwrite."""
+        if isinstance(value, (list, tuple)):
+            return [self._copy_floats(item) for item in value]
+        return tensors_of(value).duplicate(value) if any(floating([value], self._dtype)) else value
+
+    def note_writes(self, inputs: RecordedInputs) -> None:
+        """Note which inputs the op writes, after its first execution."""
+        if self._written is None:
+            self._written = frozenset(_written_indices(inputs.values))
+
+    def floats(self, inputs: RecordedInputs, unread: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
+        """Return the inputs of an execution as they were before the op ran.
+
+        unread: returns the positions of inputs that the execution does not read.
+        """
+        unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
+        values = [_restore_value(value) for value in inputs.values]
+        for position in unread(values):
+            values[position] = None
+        return Floats.of(values, self._dtype, self._inf, {**unseen, **inputs.flags})
+
+
+def _references(values: Sequence[Any]) -> list[Any]:
+    """Return weak references of tensors that count writes, lists for lists, any other value as it is."""
+    references: list[Any] = []
+    for value in values:
+        if type(value) in _NUMBERS:
+            references.append(value)
+        elif isinstance(value, (list, tuple)):
+            references.append(_references(value))
+        else:
+            version = _version(value)
+            references.append(value if version is None else (ref(value), version))
+    return references
+
+
+_NUMBERS = frozenset({int, float, bool, type(None), slice})
+
+
+def _version(value: Any) -> int | None:
+    if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
+        return None
+    try:
+        return getattr(value, "_version", None)
+    except RuntimeError:
+        return _UNKNOWN_VERSION
+
+
+def _restore_value(reference: Any) -> Any:
+    if isinstance(reference, list):
+        return [_restore_value(item) for item in reference]
+    return reference[0]() if isinstance(reference, tuple) else reference
+
+
+def _written_indices(values: Sequence[Any]) -> list[int]:
+    """Return the flat indices of tensors that may have been written since they were recorded."""
+    return [i for i, leaf in enumerate(_flatten(values)) if isinstance(leaf, tuple) and _is_written(*leaf)]
+
+
+def _is_written(tensor: ref[Any], version: int) -> bool:
+    return version == _UNKNOWN_VERSION or _version(tensor()) not in (None, version)
+
+
+def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _flatten(value)
+        else:
+            yield value
