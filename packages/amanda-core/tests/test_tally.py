@@ -111,6 +111,6 @@ def test_what_counts_oddly_is_freed() -> None:
 
 def test_the_observers_tell_what_they_take() -> None:
     assert marks(amanda.Tally()) == marks(amanda.ShapeTally()) == {"observer"}
-    assert has_parameter(amanda.ShapeTally(), "shapes", alone=True)
+    assert has_parameter(amanda.ShapeTally(), "shapes", keyword_only=True)
     assert not has_parameter(amanda.Tally(), "shapes")
     assert not has_parameter(amanda.ShapeTally(), "run")

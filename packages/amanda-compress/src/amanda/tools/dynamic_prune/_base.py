@@ -156,7 +156,6 @@ class PerThreadState(Generic[T]):
         self._last = WeakKeyDictionary()
 
 
-T = TypeVar("T")
 Run = dict[Any, Any] | None
 """The dict of an execution; None where nothing runs again, as in a graph."""
 _NOISE = "amanda.tools.dynamic_prune: noise"

@@ -58,7 +58,7 @@ static PyObject *wrapped_copy(PyObject *self, PyObject *Py_UNUSED(memo)) { retur
 
 static PyObject *wrapped_reduce(PyObject *self, PyObject *protocol) {
     PyObject *module = PyImport_ImportModule("amanda.interceptor._copying");
-    PyObject *result = module ? PyObject_CallMethod(module, "reduced", "OO", self, protocol) : NULL;
+    PyObject *result = module ? PyObject_CallMethod(module, "reduce_to_original", "OO", self, protocol) : NULL;
     Py_XDECREF(module);
     return result;
 }
